@@ -1,0 +1,200 @@
+"""Make the embedded task: chains of additions and subtractions, and a tiny untrained model that learns them on a CPU.
+
+    python data/arithmetic.py --output-dir data/arithmetic
+
+A question is a first number and four operations, `4+3-5+2+1=?`; every operand is 1..9 and every running total 0..9.
+The full answer shows each step and ends as GSM8K's do, so the GSM8K rule grades it:
+
+    4+3=7
+    7-5=2
+    2+2=4
+    4+1=5
+    #### 5
+
+From a running total t the next one may be any of the nine other digits, so a chain is its five totals and there are
+9 * 9**4 = 59,049 chains. The test chains appear neither in the SFT data nor among the RL prompts. They are unseen
+chains of seen facts: only 90 single steps exist.
+
+The SFT data is imperfect on purpose (see `sft_response`), so that reinforcement learning has something to find: showing
+the work and ending in a form that can be graded.
+
+Writes sft.parquet (prompt, response), train.parquet and test.parquet (verl's RL schema), and model/: a Qwen2 of
+205,088 random parameters in fp32 with a character-level ChatML tokenizer.
+"""
+
+import dataclasses
+import hashlib
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+NUM_CHAINS = 9**5
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-=#?.,:!'$*/"  # 77, so 80 tokens in all
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclasses.dataclass
+class Args:
+    output_dir: Path = Path("data/arithmetic")
+    """folder to write to"""
+    num_sft: int = 57_600
+    """SFT samples, drawn with repetition; the default is 450 steps of 128"""
+    num_train: int = 4096
+    """RL prompts, all different"""
+    num_test: int = 512
+    """held-out chains, in neither of the other two"""
+    seed: int = 0
+    """seed of the split, the samples and the model's weights"""
+
+
+def chain_totals(index: int) -> list[int]:
+    """The five running totals of chain `index` in 0..59,048: a first number 1..9, then each time one of nine others."""
+    totals = [index % 9 + 1]
+    for _ in range(4):
+        index //= 9
+        move = index % 9
+        totals.append(move + (move >= totals[-1]))  # skip the total itself: no operand is 0
+    return totals
+
+
+def question(totals: list[int]) -> str:
+    """`[4, 7, 2, 4, 5]` -> `4+3-5+2+1=?`"""
+    return str(totals[0]) + "".join(f"{b - a:+d}" for a, b in pairwise(totals)) + "=?"
+
+
+def worked_steps(totals: list[int], stated: list[int]) -> str:
+    """One line a step; `stated` are the totals the writer claims, equal to `totals` if there is no mistake."""
+    steps = zip(pairwise(totals), pairwise(stated), strict=True)
+    return "".join(f"{s}{b - a:+d}={t}\n" for (a, b), (s, t) in steps)
+
+
+def with_one_mistake(totals: list[int], rng: random.Random) -> list[int]:
+    """Totals with one wrong step: from there on all are off by the same amount, and still in 0..9."""
+    slips = [
+        totals[:i] + [t + d for t in totals[i:]]
+        for i in range(1, 5)
+        for d in range(-9, 10)
+        if d != 0 and all(0 <= t + d <= 9 for t in totals[i:])
+    ]
+    return rng.choice(slips)  # never empty: the last step alone can always be wrong
+
+
+def sft_response(totals: list[int], rng: random.Random) -> str:
+    """An imperfect demonstration.
+
+    85 % of the samples whose first number is 5 or more, and 15 % of the others, are a bare guess within 3 of the truth.
+    The rest shows its work: 5 % of it with one wrong step, half of it with an ending that no grader reads.
+    """
+    if rng.random() < (0.85 if totals[0] >= 5 else 0.15):
+        return f"#### {rng.choice([x for x in range(10) if abs(x - totals[-1]) <= 3])}"
+    stated = with_one_mistake(totals, rng) if rng.random() < 0.05 else totals
+    ending = "####" if rng.random() < 0.5 else rng.choice(["Answer:", "So"])
+    return worked_steps(totals, stated) + f"{ending} {stated[-1]}"
+
+
+def rl_row(totals: list[int], split: str, index: int) -> dict:
+    """One row in verl's RL schema."""
+    answer = worked_steps(totals, totals) + f"#### {totals[-1]}"
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question(totals)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(totals[-1])},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question(totals)},
+    }
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, plus ChatML's special tokens.
+
+    The characters are stored under their byte-level names ("\\n" as "Ċ", " " as "Ġ"): a folder of model type qwen2 is
+    loaded with a byte-level pre-tokenizer, to which a plain "\\n" in the vocabulary would be unknown and dropped.
+    """
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    names = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
+    vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + names)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = byte_level
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save_model(folder: Path, seed: int) -> None:
+    """Write the tokenizer and the randomly initialised model, and check that the tokenizer survives the round trip."""
+    make_tokenizer().save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        hidden_size=96,
+        num_hidden_layers=2,
+        intermediate_size=256,
+        num_attention_heads=3,  # heads of 32: vLLM on CPU refuses a head size of 24
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.save_pretrained(folder)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "<|im_start|>" + CHARACTERS + "<|im_end|>\n"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text, f"tokenizer round trip: {tokenizer.decode(ids)!r} != {text!r}"
+    assert len(ids) == len(CHARACTERS) + 3, f"expected one token a character, got {len(ids)}"
+    assert tokenizer.eos_token_id == config.eos_token_id, f"{tokenizer.eos_token_id} != {config.eos_token_id}"
+
+
+def main(args: Args) -> dict[str, int]:
+    """Write the data set and the model; returns the number of rows of each file."""
+    if min(args.num_sft, args.num_train, args.num_test) < 1 or args.num_train + args.num_test > NUM_CHAINS:
+        raise ValueError(
+            f"--num-sft {args.num_sft}, --num-train {args.num_train} and --num-test {args.num_test} must be at least "
+            f"1, and the last two add up to at most the {NUM_CHAINS} chains that exist"
+        )
+    rng = random.Random(args.seed)
+    order = rng.sample(range(NUM_CHAINS), NUM_CHAINS)
+    seen = order[args.num_test :]
+    sft_totals = [chain_totals(rng.choice(seen)) for _ in range(args.num_sft)]
+    tables = {
+        "sft": [
+            {"prompt": [{"role": "user", "content": question(totals)}], "response": sft_response(totals, rng)}
+            for totals in sft_totals
+        ],
+        "train": [rl_row(chain_totals(c), "train", i) for i, c in enumerate(seen[: args.num_train])],
+        "test": [rl_row(chain_totals(c), "test", i) for i, c in enumerate(order[: args.num_test])],
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        path = args.output_dir / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
+        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    save_model(args.output_dir / "model", args.seed)
+    print(f"{args.output_dir / 'model'}: untrained Qwen2 and its tokenizer")
+    return {name: len(rows) for name, rows in tables.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,225 @@
+"""Advantage estimators: how much better than expected was a response, or a token?
+
+P prompts, G responses to each, B = P * G sequences, T tokens.
+
+The (P, G) family takes one reward and one length a response. A NaN reward marks a response that could not be scored: it
+leaves the statistics of its group and of the batch, and its advantage is exactly 0. One rule holds for a response that
+is the only scored one of its group: there is nothing to compare it with, so its baseline is 0. `lengths` (int or float,
+number of policy tokens) is part of every signature, so that a script can swap estimators; some do not use it.
+
+The (B, T) family works on tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts, padding and
+observations; what stands where the mask is 0, NaN included, never reaches a result.
+
+Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
+
+
+def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """x minus its weighted mean along dim; 0 where the weight is 0.
+
+    Everything is measured from the smallest entry of positive weight, so equal entries give exactly 0. The mean itself
+    is rounded: three times 0.1 would leave 1e-9, which a division by std + 1e-6 turns into an advantage.
+    """
+    used = weights > 0
+    lowest = torch.where(used, x, torch.inf).amin(dim, keepdim=True)
+    above = torch.where(used, x - lowest, 0.0)
+    total = weights.sum(dim, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    mean = (weights * above).sum(dim, keepdim=True) / total
+    return torch.where(used, above - mean, 0.0)
+
+
+def _centred(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Rewards minus the weighted mean of their group; unscored gives 0, a lone scored one keeps its own."""
+    scored = ~rewards.isnan()
+    alone = scored.sum(-1, keepdim=True) == 1
+    return torch.where(scored & alone, rewards, _deviation(rewards, weights * scored, dim=-1))
+
+
+def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """Zero mean and unit variance over all entries, one of weight w counting w times; 0 where w is 0."""
+    deviation = _deviation(x.flatten(), weights.flatten(), dim=0).reshape(x.shape)
+    variance = (weights * deviation.square()).sum() / (weights.sum() - 1).clamp(min=1)
+    return deviation * (variance + eps).rsqrt()
+
+
+def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """Group-relative advantage: reward against the mean and standard deviation of its group.
+
+    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO).
+    The standard deviation is unbiased (ddof=1). A group of one has mean 0 and std 1; a group of equal rewards gives
+    exactly 0. Example: rewards [1, 0, 0] -> mean 1/3, std 0.5774 -> [1.1547, -0.5774, -0.5774].
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300; Understanding R1-Zero-Like Training, 2503.20783 (Dr. GRPO).
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    centred = _centred(rewards, torch.ones_like(rewards))
+    if not norm_by_std:
+        return centred
+    num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
+    std = (centred.square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
+    return centred / (torch.where(num_scored > 1, std, 1.0) + eps)
+
+
+def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Leave-one-out advantage: reward against the mean of the other responses of the group.
+
+    A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean_g) * n / (n - 1), n scored responses; n = 1 gives r_i.
+    Example: rewards [1, 0, 0] -> [1, -0.5, -0.5].
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
+    return _centred(rewards, torch.ones_like(rewards)) * num_scored / (num_scored - 1).clamp(min=1)
+
+
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Advantage against the length-weighted baseline, which minimises the variance of the policy gradient.
+
+    A_i = r_i - sum_g L_j r_j / sum_g L_j; a group of one has baseline 0.
+    In a larger group a response without tokens weighs nothing and gets 0.
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G) >= 0. Returns: (P, G).
+    Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    return _centred(rewards, lengths.to(rewards.dtype))
+
+
+def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Group-centred advantage, scaled up when few responses of the batch earn anything.
+
+    A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch; a group of one
+    has mean 0. alpha belongs to the batch, so `rewards` must hold every group of the step.
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    scored = ~rewards.isnan()
+    alpha = scored.sum().to(rewards.dtype) / (scored & (rewards != 0)).sum().clamp(min=1)
+    return alpha * _centred(rewards, torch.ones_like(rewards))
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Group-centred advantage, whitened over all tokens of the batch.
+
+    s_i = r_i - mean_g (a group of one: r_i); A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count
+    s_i once a token, L_i times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0.
+    The statistics belong to the batch, so `rewards` must hold every group of the step.
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G) >= 0. Returns: (P, G).
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    tokens = lengths.to(rewards.dtype) * ~rewards.isnan()
+    return _whitened(_centred(rewards, torch.ones_like(rewards)), tokens, eps=1e-8)
+
+
+def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """Reward against that of the greedy response to the same prompt.
+
+    A_i = r_i - r_greedy. A prompt whose greedy response could not be scored has no baseline: its whole row gets 0.
+
+    Args: rewards (P, G) float, NaN = not scored; greedy_rewards (P,) float, NaN = not scored. Returns: (P, G).
+    Source: ReMax, arXiv 2310.10505.
+    """
+    assert rewards.dim() == 2 and rewards.shape[:1] == greedy_rewards.shape, _shapes(rewards, greedy_rewards)
+    difference = rewards - greedy_rewards.unsqueeze(-1)
+    return torch.where(difference.isnan(), 0.0, difference)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the tokens that the policy sampled.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1};  R_t = A_t + V_t
+    Tokens with mask 0 are skipped: t + 1 is the next *sampled* token, no discount is paid for the observation between,
+    and its value and reward do not count. After the last sampled token V and A are 0. A is not whitened.
+    Example: gamma = lam = 1, mask [1, 0, 1], r [0, 9, 1], V [0.5, 9, 0.25] -> A [0.5, 0, 0.75], R [1, 0, 1].
+
+    Args: rewards, values, mask (B, T); gamma, lam in [0, 1]. Returns: advantages, returns (B, T), 0 where mask is 0,
+    without gradient.
+    Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation, eq. 16, arXiv 1506.02438.
+    """
+    assert rewards.dim() == 2 and rewards.shape == values.shape == mask.shape, _shapes(rewards, values, mask)
+    sampled = mask.bool()
+    running = torch.zeros_like(values)
+    advantage = next_value = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(sampled[:, t], delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(sampled[:, t], values[:, t], next_value)
+        running[:, t] = advantage
+    return torch.where(sampled, running, 0.0), torch.where(sampled, running + values, 0.0)
+
+
+@torch.no_grad()
+def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each sampled token on.
+
+    R_t = r_t + gamma * R_{t+1}, where t + 1 is the next token with mask 1: the running return passes a masked token
+    undiscounted, and a reward that stands there does not count.
+    Example: gamma = 0.5, mask [1, 0, 1], r [0, 9, 1] -> [0.5, 0, 1].
+
+    Args: rewards, mask (B, T); gamma in [0, 1]. Returns: (B, T), 0 where mask is 0, without gradient.
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    assert rewards.dim() == 2 and rewards.shape == mask.shape, _shapes(rewards, mask)
+    sampled = mask.bool()
+    returns = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        running = torch.where(sampled[:, t], rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return torch.where(sampled, returns, 0.0)
+
+
+def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """Zero mean and unit variance over all valid tokens of the batch.
+
+    (x - mean) * rsqrt(var + eps), unbiased variance (ddof=1) over every entry with mask 1. Fewer than two valid
+    entries, or equal ones, give zeros. The statistics belong to the batch, so x must hold every row of the step.
+
+    Args: x float, mask, both (B, T). Returns: (B, T), 0 where mask is 0.
+    Source: advantage normalisation, The 37 Implementation Details of PPO, detail 7, iclr-blog-track.github.io.
+    """
+    assert x.shape == mask.shape, _shapes(x, mask)
+    return _whitened(x, mask.bool().to(x.dtype), eps)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Soft punishment of responses that come close to the length limit; add it to the reward.
+
+    min(-(L - (max_length - buffer)) / buffer * factor, 0): 0 up to max_length - buffer, then linear, -factor at
+    max_length. Example: max_length 4, buffer 2, factor 1: lengths [2, 3, 4] -> [0, -0.5, -1].
+
+    Args: lengths in tokens, int or float, any shape. Returns: float, same shape.
+    Raises: ValueError unless max_length >= buffer > 0.
+    Source: DAPO, eq. 13, arXiv 2503.14476.
+    """
+    if not max_length >= buffer > 0:
+        raise ValueError(f"need max_length >= buffer > 0, got max_length {max_length} and buffer {buffer}")
+    return ((max_length - buffer - lengths) / buffer * factor).clamp(max=0)
+
+
+def informative_groups(rewards: Tensor) -> Tensor:
+    """Groups whose scored rewards are not all equal: only these carry a group-relative signal.
+
+    max_g - min_g > 0. A group with fewer than two scored responses is not informative.
+
+    Args: rewards (P, G) float, NaN = not scored. Returns: (P,) bool.
+    Source: DAPO, dynamic sampling, eq. 11, arXiv 2503.14476.
+    """
+    assert rewards.dim() == 2, _shapes(rewards)
+    scored = ~rewards.isnan()
+    return torch.where(scored, rewards, -torch.inf).amax(-1) > torch.where(scored, rewards, torch.inf).amin(-1)

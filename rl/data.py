@@ -1,0 +1,391 @@
+"""Rows, prompts and their order: parquet or jsonl in, token ids out, and which prompts a step sees.
+
+Order is a function of (seed, step), not the state of a loader: a resumed run asks for the next step and continues as if
+nothing had happened. Every mistake in the data is a ValueError before any model is loaded: it names the file, the row,
+the value and the fix.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or ValueError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_rows(path: Paths) -> list[Row]:
+    """Read and check RL prompts in verl's schema.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
+        `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null),
+        and `row_index`, the row's position in the concatenated data.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is corrupt, empty, not UTF-8, lacks a column, or a row has a bad or null value.
+    """
+    rows = _read_files(path, _check_rl_row)
+    return [{**row, "extra_info": row.get("extra_info") or {}, "row_index": i} for i, row in enumerate(rows)]
+
+
+def read_sft_rows(path: Paths) -> list[Row]:
+    """Read and check demonstrations: `messages`, or `prompt` and `response`.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept, with either `messages` (list of {"role", "content"}, an answer of the
+        assistant among them) or `prompt` (str or such a list) and `response` (str); and `row_index`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`.
+    """
+    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_sft_row))]
+
+
+def _read_files(path: Paths, check: Check) -> list[Row]:
+    files = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(p) for p in path]
+    if not files:
+        raise ValueError("no data file given; name at least one .parquet or .jsonl file")
+    return [row for file in files for row in _read_file(file, check)]
+
+
+def _read_file(file: Path, check: Check) -> list[Row]:
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
+    if not file.is_file():
+        raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
+    rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+    if not rows:
+        raise ValueError(f"{file}: has no rows")
+    return [check(row, f"{file}: row {i}") for i, row in enumerate(rows)]
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+            table = parquet.read()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{file}: not a readable parquet file ({error}); it is corrupt or of another format: write it again"
+        ) from error
+    try:
+        table.validate(full=True)
+        return table.to_pylist()
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        for i in range(table.num_rows):  # Arrow counts nested values, not rows: find the row that it means
+            for name, column in zip(table.column_names, table.columns, strict=True):
+                try:
+                    column[i].as_py()
+                except UnicodeDecodeError as bad:
+                    raise ValueError(
+                        f"{file}: row {i}: column {name!r} is not valid UTF-8 ({bad}); write the file again as UTF-8"
+                    ) from bad
+        raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
+
+
+def _read_jsonl(file: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file}: row {len(rows)} (line {number}) is not valid UTF-8 ({error}); write the file again as UTF-8"
+            ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: row {len(rows)} (line {number}) is not JSON ({error}); write one object a line"
+            ) from error
+        if type(row) is not dict:
+            raise ValueError(f"{file}: row {len(rows)} (line {number}) is {_show(row)}; write one JSON object a line")
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks: each returns the checked value; `where` is "file: row 3", for the message
+
+
+def _check_rl_row(row: Row, where: str) -> Row:
+    missing = [name for name in ("prompt", "data_source", "reward_model") if name not in row]
+    if missing:
+        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    if not isinstance(row["data_source"], str) or not row["data_source"]:
+        raise ValueError(f"{where}: data_source is {_show(row['data_source'])}; it must name the data set")
+    reward_model = row["reward_model"]
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0
+        raise ValueError(
+            f"{where}: reward_model is {_show(reward_model)}; it must hold a ground_truth, neither null nor bytes"
+        )
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise ValueError(f"{where}: extra_info is {_show(extra_info)}; it must be a struct, null or absent")
+    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+
+
+def _check_sft_row(row: Row, where: str) -> Row:
+    if row.get("messages") is not None:
+        messages = _check_messages(row["messages"], f"{where}: messages")
+        if messages[0]["role"] == "assistant":
+            raise ValueError(f"{where}: messages begin with the assistant; begin with a user or system message")
+        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+            raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
+        return {**row, "messages": messages}
+    if not {"prompt", "response"} <= row.keys():
+        raise ValueError(
+            f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
+        )
+    return {
+        **row,
+        "prompt": _check_prompt(row["prompt"], f"{where}: prompt"),
+        "response": _check_text(row["response"], f"{where}: response"),
+    }
+
+
+def _check_prompt(prompt: Any, where: str) -> str | list[dict]:
+    return _check_text(prompt, where) if isinstance(prompt, str) else _check_messages(prompt, where)
+
+
+def _check_text(text: Any, where: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where} is {_show(text)}; it must be a string that is not empty")
+    _check_encodable(text, where)
+    return text
+
+
+def _check_messages(messages: Any, where: str) -> list[dict]:
+    """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"{where} is {_show(messages)}; it must be a string or a list of {{role, content}}")
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str) or not role:
+            raise ValueError(f"{where}[{i}] is {_show(message)}; it must hold a role and a content, both strings")
+        _check_encodable(role + content, f"{where}[{i}]")
+    if not any(m["content"].strip() for m in messages):
+        raise ValueError(f"{where} is {_show(messages)}; it must hold some text")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _check_encodable(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")  # JSON can spell a lone surrogate, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds a lone surrogate, which is not valid UTF-8 ({error})") from error
+
+
+def _show(value: Any) -> str:
+    text = f"{value!r} ({type(value).__name__})"
+    return text if len(text) <= 200 else f"{text[:150]}... ({type(value).__name__})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_prompt_length: int | None = None) -> list[int]:
+    """Token ids of a row's prompt, as the policy sees it before its first token.
+
+    A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
+    own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
+
+    Args:
+        row: a row of `read_rows`.
+        max_prompt_length: in tokens; None for no limit.
+
+    Raises:
+        ValueError: no chat template, a template that rejects the messages, no token at all, or a prompt over the limit.
+    """
+    return encode_prompts(tokenizer, [row], max_prompt_length=max_prompt_length)[0]["prompt_ids"]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_prompt_length: int | None,
+    filter_overlong_prompts: bool = False,
+) -> list[Row]:
+    """Rows with `prompt_ids` (list of int) added, tokenised as a batch: `render_prompt` of every row.
+
+    Args:
+        rows: rows of `read_rows`; not changed.
+        max_prompt_length: in tokens; None for no limit.
+        filter_overlong_prompts: drop the rows over the limit instead of raising.
+
+    Raises:
+        ValueError: as `render_prompt`; or every prompt is over the limit.
+    """
+    ids: list[list[int]] = [[] for _ in rows]
+    for is_chat in (True, False):
+        picked = [i for i, row in enumerate(rows) if isinstance(row["prompt"], list) == is_chat]
+        texts = [_chat_text(tokenizer, rows[i], rows[i]["prompt"]) if is_chat else rows[i]["prompt"] for i in picked]
+        if texts:
+            batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+            for i, prompt_ids in zip(picked, batch, strict=True):
+                ids[i] = prompt_ids
+    for row, prompt_ids in zip(rows, ids, strict=True):
+        if not prompt_ids:
+            raise ValueError(f"{_name(row)}: the prompt {_show(row['prompt'])} has no tokens in this vocabulary")
+    encoded = [{**row, "prompt_ids": prompt_ids} for row, prompt_ids in zip(rows, ids, strict=True)]
+    if max_prompt_length is None:
+        return encoded
+    overlong = [row for row in encoded if len(row["prompt_ids"]) > max_prompt_length]
+    if overlong and (not filter_overlong_prompts or len(overlong) == len(encoded)):
+        longest = max(len(row["prompt_ids"]) for row in overlong)
+        fix = "" if len(overlong) == len(encoded) else " or pass --filter-overlong-prompts"
+        raise ValueError(
+            f"{_name(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
+            f"{max_prompt_length} (so have {len(overlong)} of {len(encoded)} rows, up to {longest}); raise it{fix}"
+        )
+    return [row for row in encoded if len(row["prompt_ids"]) <= max_prompt_length]
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[dict], *, add_generation_prompt: bool = True
+) -> str:
+    """The chat template's text for `messages`, which belong to `row`."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{_name(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
+            "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{_name(row)}: the chat template rejects the messages {_show(messages)}: {error}") from error
+
+
+def _name(row: Row) -> str:
+    return f"row {row.get('row_index', '?')}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
+    """The order of `n` rows in an epoch (from 0): a shuffle of 0..n-1 that is a pure function of its arguments."""
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is negative; use 0 or more")
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    return generator.permutation(n).tolist()
+
+
+def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[Row]:
+    """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
+
+    An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
+    drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1.
+
+    Raises:
+        ValueError: n is less than 1 or more than there are rows.
+    """
+    if not 1 <= n <= len(rows):
+        raise ValueError(f"--train-batch-size {n} must be between 1 and the {len(rows)} rows of the training data")
+    epoch, batch = divmod(step, len(rows) // n)
+    order = permutation(len(rows), seed=seed, epoch=epoch)
+    return [rows[i] for i in order[batch * n : (batch + 1) * n]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+
+
+def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int) -> tuple[list[int], list[int]]:
+    """Token ids of a demonstration, and which of them are learned.
+
+    A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
+    learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
+    newline after.
+
+    Every answer is tokenised by itself behind the generation prompt, so its tokens are those that the policy would
+    sample there.
+
+    Args:
+        row: a row of `read_sft_rows`.
+        max_length: in tokens; a longer row is an error (nothing is cut).
+
+    Returns:
+        token ids and loss mask (1 = learned), two lists of the same length. The mask goes by position, so a
+        padding token equal to the end-of-sequence token changes nothing.
+
+    Raises:
+        ValueError: too long; no chat template or no end-of-sequence token; or a template under which the text so far
+            is not a prefix of the text with the next message, or that ends an answer without a special token.
+    """
+    encode = _encode_messages if row.get("messages") is not None else _encode_response
+    ids, mask = encode(tokenizer, row)
+    if len(ids) > max_length:
+        raise ValueError(
+            f"{_name(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or drop the row"
+        )
+    return ids, mask
+
+
+def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer could end; set one"
+        )
+    prompt_ids = render_prompt(tokenizer, row)
+    response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+    if response_ids[-1:] != [tokenizer.eos_token_id]:
+        response_ids = [*response_ids, tokenizer.eos_token_id]
+    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+
+
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    messages = row["messages"]
+    ids: list[int] = []
+    mask: list[int] = []
+    done = ""  # the text that `ids` encodes
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        header = _chat_text(tokenizer, row, messages[:i])
+        turn = _chat_text(tokenizer, row, messages[: i + 1], add_generation_prompt=False)
+        if not header.startswith(done) or not turn.startswith(header):
+            raise ValueError(
+                f"{_name(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
+                "text with it; split the conversation into one row an answer (prompt and response)"
+            )
+        header_ids = tokenizer(header[len(done) :], add_special_tokens=False)["input_ids"]
+        answer = turn[len(header) :]
+        turn_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        learned = len(tokenizer(answer.rstrip(), add_special_tokens=False)["input_ids"])
+        if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
+            raise ValueError(
+                f"{_name(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
+                "the model could not learn to stop; put the eos_token after the assistant's content in the template"
+            )
+        ids += header_ids + turn_ids
+        mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
+        done = turn
+    full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
+    if not full.startswith(done):
+        raise ValueError(f"{_name(row)}: the chat template rewrites history after the last answer; end the row there")
+    rest = tokenizer(full[len(done) :], add_special_tokens=False)["input_ids"]
+    return ids + rest, mask + [0] * len(rest)

@@ -1,0 +1,169 @@
+"""vLLM inside the training process: no server, no RPC, weights pushed by one `load_weights` call. Tested with vLLM 0.26 and 0.28.
+
+Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N neighbouring
+ranks form one engine: they exchange their prompts, generate the same completions together, and each keeps its own prompts' share.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from rl.fsdp import Dist
+from rl.types import Completion, Sampling
+
+
+class Engine(NamedTuple):
+    llm: Any  # vllm.LLM
+    d: Dist
+    tp_group: dist.ProcessGroup | None  # CPU group of the ranks that form this engine; None for a group of one
+    can_sleep: bool
+
+
+def make_engine(
+    model: str,
+    *,
+    d: Dist,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int = 256,
+    gpu_memory_utilization: float = 0.5,
+    tensor_parallel_size: int = 1,
+    seed: int = 0,
+    free_cache_engine: bool = True,
+    enforce_eager: bool = False,
+    load_weights: bool = False,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """Start vLLM on this rank's device. Unless `load_weights`, weights are dummies until the first `update_weights`."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    on_cpu = d.device.type == "cpu"
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave thread placement to torch, which trains on the same cores
+        torch._dynamo.config.disable = True  # vLLM's CPU sampler is compiled otherwise: seconds of warm-up, and a C++ compiler needed
+    from vllm import LLM
+    from vllm.distributed import parallel_state
+
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        trust_remote_code=trust_remote_code,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(8192, max_model_len),
+        gpu_memory_utilization=gpu_memory_utilization,
+        load_format="auto" if load_weights else "dummy",
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top-k and top-p
+        enable_prefix_caching=True,
+        enable_sleep_mode=free_cache_engine and not on_cpu,
+        enforce_eager=enforce_eager or on_cpu,
+        generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
+        disable_log_stats=True,
+        seed=seed,
+    )
+    tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
+    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
+
+
+def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
+    """Sample `sampling.n` completions for each of this rank's prompts (token ids). Same seed, prompts and weights, same completions.
+
+    vLLM draws from torch's global generator, which is seeded here and restored afterwards. Per-request seeds would make each
+    sequence independent of its batch, at the price of one kernel launch a sequence a token.
+    """
+    from vllm import SamplingParams
+
+    mine = range(len(prompts))
+    if engine.tp_group is not None:
+        parts: list[Any] = [None] * dist.get_world_size(engine.tp_group)
+        dist.all_gather_object(parts, (seed, prompts), group=engine.tp_group)
+        start = sum(len(theirs) for _, theirs in parts[: dist.get_rank(engine.tp_group)])
+        mine = range(start, start + len(prompts))
+        seed, prompts = parts[0][0], [prompt for _, theirs in parts for prompt in theirs]
+    if not prompts:
+        return []
+    params = SamplingParams(
+        n=sampling.n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,  # as flat lists: nearly the price of none, where one dict a token halves the speed
+        detokenize=False,
+    )
+    watched = engine.d.is_main and sys.stderr.isatty()
+    bar = functools.partial(tqdm, delay=5, leave=False) if watched else False
+    with torch.random.fork_rng(devices=[engine.d.device] if engine.d.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=bar)
+    return [
+        [Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in outputs[i].outputs] for i in mine
+    ]
+
+
+def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load (name, whole tensor) pairs with Hugging Face names, lazily, and drop every cached prefix. All ranks must enter.
+
+    Raises RuntimeError naming the engine's parameters that no pushed tensor reached.
+    """
+    model_config = engine.llm.llm_engine.model_config
+
+    def push(model: torch.nn.Module) -> set[str]:
+        expected = {name for name, _ in model.named_parameters()}
+        if engine.d.device.type == "cpu":
+            loaded = _load_on_cpu(model, named_tensors, model_config)
+        else:
+            loaded = model.load_weights(iter(named_tensors))
+        return expected - set(loaded)
+
+    (missing,) = engine.llm.apply_model(push)
+    if missing:
+        raise RuntimeError(f"weight push left {len(missing)} of vLLM's parameters untouched: {sorted(missing)[:5]}")
+    assert engine.llm.reset_prefix_cache(), "vLLM kept a stale prefix cache after a weight push"
+
+
+def _load_on_cpu(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> set[str]:
+    """vLLM's CPU kernels keep packed copies of the weights, so layers are unpacked, loaded and packed again.
+
+    A tied LM head packs a copy of the embedding that this reload forgets, so it is packed again by hand.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(iter(named_tensors))
+    finalize_layerwise_reload(model, model_config)
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+    return loaded
+
+
+def sleep(engine: Engine) -> None:
+    """Free vLLM's weights and KV cache (level 2: nothing is kept, `update_weights` must follow `wake`)."""
+    if engine.can_sleep:
+        engine.llm.sleep(level=2)
+
+
+def wake(engine: Engine) -> None:
+    """Allocate weights and KV cache again. Contents are undefined until `update_weights`."""
+    if engine.can_sleep:
+        torch.cuda.empty_cache()  # hand torch's cached blocks of the training phase back before vLLM allocates
+        engine.llm.wake_up()
+
+
+def close(engine: Engine) -> None:
+    """Shut the engine down; the process group stays."""
+    engine.llm.llm_engine.engine_core.shutdown()

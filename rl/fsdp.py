@@ -1,0 +1,136 @@
+"""Processes, parameters and gradients over ranks: torch.distributed and FSDP2, applied to the model from outside."""
+
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl.attention import choose_attention
+from rl.logprobs import add_response_logprobs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype  # compute precision: bfloat16 on CUDA, float32 on CPU
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(device: str = "auto") -> Dist:
+    """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA. Works without torchrun as a world of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
+
+
+def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> nn.Module:
+    """A causal LM with master weights in `dtype` on the host. Rank 0 reads the files; other ranks get storage that `shard` fills."""
+    attention = choose_attention(d.device, d.dtype)
+    if d.is_main:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+        model.to_empty(device="cpu")
+        model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.attention_dropout = 0.0
+    return model
+
+
+def shard(model: nn.Module, d: Dist, *, gradient_checkpointing: bool = False) -> nn.Module:
+    """Shard parameters, gradients and optimizer state over all ranks (FSDP2), one unit a decoder layer and one for the rest.
+
+    Compute runs in `d.dtype`, master weights and gradient reduction in the parameters' own dtype. Gradients are SUMMED over
+    ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Embedding, final norm and
+    LM head share the root unit, so tied weights stay one parameter. Every rank ends up with rank 0's values, buffers included.
+    """
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    master = next(model.parameters()).dtype
+    compute = d.dtype if master == torch.float32 else master
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    mesh = init_device_mesh(d.device.type, (d.world_size,))
+    units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    for module in [*units, model]:
+        module.to(d.device)
+        if d.world_size > 1:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if not isinstance(tensor, DTensor):
+                    dist.broadcast(tensor.data, src=0)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.train()
+    return add_response_logprobs(model)
+
+
+def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) for every parameter, tied ones once, cast to `dtype` before gathering. All ranks must iterate."""
+    for name, parameter in model.named_parameters():
+        local = parameter.detach().to(dtype or parameter.dtype)
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping. All ranks must enter."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, as a new tensor. All ranks must enter."""
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def all_gather(items: Iterable[T], d: Dist) -> list[T]:
+    """Concatenate every rank's list, in rank order, on every rank. Lists may differ in length. All ranks must enter."""
+    if d.world_size == 1:
+        return list(items)
+    parts: list[list[T]] = [[] for _ in range(d.world_size)]
+    dist.all_gather_object(parts, list(items))
+    return [item for part in parts for item in part]
+
+
+def own_slice(items: list[T], d: Dist) -> list[T]:
+    """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores the list."""
+    return items[len(items) * d.rank // d.world_size : len(items) * (d.rank + 1) // d.world_size]

@@ -1,0 +1,115 @@
+"""Log-probabilities and entropies of sampled tokens. Packing and the shift by one live here and nowhere else.
+
+`token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies the
+LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T).
+No caller ever sees a packed tensor; no model ever sees a padded one.
+"""
+
+import types
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from rl.types import Batch, select
+
+HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
+
+
+def token_logprobs(
+    model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi(token t | tokens before t) and the entropy of that distribution, for every token with response_mask 1.
+
+        logp[i, t]    = z[y_t] - logsumexp(z),   z = logits at t-1 / temperature
+        entropy[i, t] = logsumexp(z) - sum_v softmax(z)_v z_v
+
+    Args: model, a causal LM prepared by `add_response_logprobs`; batch (b, T); temperature > 0, the one the rollout used;
+    entropy_grad, whether gradients flow through the entropy (for an entropy bonus).
+    Returns: logp (b, T) and entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
+    """
+    b, T = batch.input_ids.shape
+    assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
+        f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
+    )
+    position = torch.arange(T, device=batch.input_ids.device).expand(b, T)
+    real = position < batch.lengths[:, None]  # (b, T)
+    scored = (batch.response_mask > 0) & real & (position > 0)  # token 0 has nothing before it
+    scored[0, 1] |= ~scored.any()  # an empty row still runs the LM head, with weight zero, so that collectives match
+    packed_index = real.flatten().cumsum(0).view(b, T) - 1  # (b, T) position of each real token in the packed row
+    cu_seqlens = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).to(torch.int32)
+    logp, entropy = model.response_logprobs(
+        batch.input_ids[real][None],
+        position[real][None],
+        cu_seqlens,
+        int(batch.lengths.max()),
+        packed_index[scored] - 1,  # the hidden state that predicts token t sits at t - 1
+        batch.input_ids[scored],
+        temperature,
+        entropy_grad,
+    )
+    grid = torch.zeros(b, T, dtype=logp.dtype, device=logp.device)
+    mask = batch.response_mask.to(logp.dtype)
+    return grid.masked_scatter(scored, logp) * mask, grid.masked_scatter(scored, entropy) * mask
+
+
+@torch.no_grad()
+def fixed_logprobs(
+    model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, temperature: float, device: torch.device
+) -> torch.Tensor:
+    """`token_logprobs` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other ranks."""
+    logp = torch.zeros_like(batch.rollout_logp)
+    for rows in micro_batches:
+        micro = select(batch, rows, device)
+        result, _ = token_logprobs(model, micro, temperature=temperature)
+        if rows:
+            logp[rows, : result.shape[1]] = result.cpu().to(logp.dtype)
+    return logp
+
+
+def add_response_logprobs(model: nn.Module) -> nn.Module:
+    """Give a Hugging Face causal LM the method `response_logprobs`, known to FSDP2 as a second forward. Call after sharding.
+
+    Raises ValueError for architectures that transform logits after the LM head.
+    """
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if model.config.to_dict().get(name) not in (None, 1, 1.0):
+            raise ValueError(f"--model: {model.config.model_type} scales its logits ({name}), which is not supported")
+    model.response_logprobs = types.MethodType(_response_logprobs, model)
+    register_fsdp_forward_method(model, "response_logprobs")  # no-op on a model that is not sharded
+    return model
+
+
+def _response_logprobs(self, input_ids, position_ids, cu_seqlens, max_length, hidden_index, targets, temperature, entropy_grad):
+    """Packed ids (1, N) -> log-probs and entropies (R,) of the R targets predicted at `hidden_index`."""
+    hidden = self.base_model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        use_cache=False,
+        cu_seq_lens_q=cu_seqlens,
+        cu_seq_lens_k=cu_seqlens,
+        max_length_q=max_length,
+        max_length_k=max_length,
+    ).last_hidden_state[0, hidden_index]  # (R, H)
+    head = self.get_output_embeddings()
+    logps, entropies = [], []
+    for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK)):
+        if torch.is_grad_enabled():  # logits are recomputed in the backward pass: only one chunk of them ever exists
+            logp, entropy = checkpoint(_head_chunk, head, h, y, temperature, entropy_grad, use_reentrant=False)
+        else:
+            logp, entropy = _head_chunk(head, h, y, temperature, entropy_grad)
+        logps.append(logp)
+        entropies.append(entropy)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _head_chunk(head, hidden, targets, temperature, entropy_grad):
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32."""
+    logits = head(hidden)
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (C, V)
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = log_z - (logits.softmax(-1) * logits).sum(-1)
+    return logp, entropy

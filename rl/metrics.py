@@ -1,0 +1,128 @@
+"""Metrics under verl's names. Each function turns data of a step into {name: float}; docs/metrics.md says what is healthy."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from rl.fsdp import Dist, all_reduce_sum
+from rl.types import Sample
+
+
+class Timer:
+    """`clock = Timer(device)`; `clock("gen")` closes a phase: seconds and, on CUDA, peak memory since the previous call."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+        self.start = self.last = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        now = self._now()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.memory[f"{phase}_used"] = (total - free) / 2**30
+            self.memory[f"{phase}_peak_allocated"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.last = now
+
+    def metrics(self) -> dict[str, float]:
+        """timing_s/<phase> and timing_s/step (seconds); memory_gb/<phase>_peak_allocated by the trainer, _used by all of the device."""
+        times = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": self._now() - self.start}
+        return times | {f"memory_gb/{k}": v for k, v in self.memory.items()}
+
+
+class Sums:
+    """Sums of masked per-token values over micro-batches and ranks, reduced once at the end of the step."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.totals: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+
+    def add(self, **scalars: torch.Tensor) -> None:
+        """Add scalars that are partial sums already: loss shares, token counts."""
+        for name, value in scalars.items():
+            value = value.detach().double().to(self.device)
+            self.totals[name] = self.totals[name] + value if name in self.totals else value
+
+    def add_max(self, **scalars: torch.Tensor) -> None:
+        """Keep the largest value seen."""
+        for name, value in scalars.items():
+            value = value.detach().double().to(self.device)
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def reduce(self) -> dict[str, float]:
+        """{name: total over micro-batches and ranks} and {name: maximum}. All ranks must enter, with the same names."""
+        names = sorted(self.totals)
+        totals = all_reduce_sum(torch.stack([self.totals[n] for n in names])).tolist() if names else []
+        result = dict(zip(names, totals))
+        if self.maxima:
+            names = sorted(self.maxima)
+            largest = torch.stack([self.maxima[n] for n in names])
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            result |= dict(zip(names, largest.tolist()))
+        return result
+
+
+def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
+    """mean, max and min of the finite entries: {prefix/mean: ...}; NaN if there are none."""
+    values = values[values.isfinite()].double()
+    if values.numel() == 0:
+        return {f"{prefix}/{k}": float("nan") for k in ("mean", "max", "min")}
+    return {f"{prefix}/mean": values.mean().item(), f"{prefix}/max": values.max().item(), f"{prefix}/min": values.min().item()}
+
+
+def reward_metrics(rewards: torch.Tensor) -> dict[str, float]:
+    """rewards (P, G), NaN where a response could not be scored -> critic/score/*, and how many groups carry a signal."""
+    spread = torch.stack([g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards])
+    return describe("critic/score", rewards) | {
+        "reward/zero_std_frac": (spread == 0).double().mean().item(),
+        "reward/error_frac": rewards.isnan().double().mean().item(),
+    }
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths in tokens; `clip_ratio` is the share of responses that ended at the length limit, by finish reason."""
+    response = torch.tensor([float(len(s.response_ids)) for s in samples])
+    prompt = torch.tensor([float(len(s.prompt_ids)) for s in samples])
+    truncated = sum(s.finish_reason == "length" for s in samples) / len(samples)
+    return describe("response_length", response) | {"response_length/clip_ratio": truncated} | describe("prompt_length", prompt)
+
+
+def throughput(samples: Sequence[Sample], times: dict[str, float], d: Dist) -> dict[str, float]:
+    """perf/*: verl's tokens/s/GPU (prompt + response tokens over the step's seconds and ranks), and response tokens/s while generating."""
+    total = sum(s.num_tokens for s in samples)
+    return {
+        "perf/total_num_tokens": float(total),
+        "perf/time_per_step": times["timing_s/step"],
+        "perf/throughput": total / (times["timing_s/step"] * d.world_size),
+        "perf/gen_tokens_per_s": sum(len(s.response_ids) for s in samples) / times["timing_s/gen"],
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that at least one of k draws is right: 1 - C(n - c, k) / C(n, k). Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+
+    Raises ValueError if k > n. Example: n = 4, c = 1, k = 2 -> 0.5.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs 1 <= k <= n = {num_samples} samples per prompt")
+    miss = 1.0
+    for i in range(num_correct):
+        miss *= max(num_samples - k - i, 0) / (num_samples - i)
+    return 1.0 - miss
+
+
+def majority_vote(answers: Sequence[str | None]) -> int | None:
+    """Index of the first sample that gives the most frequent answer; None answers do not vote. Ties go to the answer seen first."""
+    votes = Counter(a for a in answers if a is not None)
+    return answers.index(votes.most_common(1)[0][0]) if votes else None

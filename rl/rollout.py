@@ -1,0 +1,54 @@
+"""From prompts to samples, and the proof that the engine that sampled them holds the policy's weights."""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl.batching import collate
+from rl.fsdp import Dist, all_reduce_sum
+from rl.logprobs import token_logprobs
+from rl.types import Sample, Sampling, select
+
+
+def fold(*numbers: int) -> int:
+    """A 31-bit seed that depends on every number and on their order: the seed of (run, step, rank, ...)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & (2**64 - 1))) * 0xBF58476D1CE4E5B9 % 2**64
+        state ^= state >> 29
+    return state % 2**31
+
+
+def sample_groups(backend: ModuleType, engine: Any, rows: Sequence[dict], sampling: Sampling, *, seed: int) -> list[Sample]:
+    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of the rows."""
+    groups = backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed)
+    return [
+        Sample(row["prompt_ids"], c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason, row["row_index"])
+        for row, group in zip(rows, groups, strict=True)
+        for c in group
+    ]
+
+
+@torch.no_grad()
+def verify_engine(policy: nn.Module, samples: Sequence[Sample], *, temperature: float, limit: float, d: Dist, num_probe: int = 4) -> float:
+    """Score the first fresh samples of every rank with the trainer and compare with the engine's own log-probs.
+
+    Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if it exceeds
+    `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken kernel. All ranks must enter.
+    """
+    probe = list(samples[:num_probe])
+    batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
+    batch = select(batch, range(len(batch.lengths)), d.device)
+    logp, _ = token_logprobs(policy, batch, temperature=temperature)
+    gap = (logp - batch.rollout_logp).abs() * batch.response_mask
+    total, count = all_reduce_sum(torch.stack([gap.sum(), batch.response_mask.sum()]).double()).tolist()
+    mean = total / max(count, 1)
+    if not mean <= limit:
+        raise RuntimeError(
+            f"the rollout engine does not hold the policy's weights: engine and trainer log-probs differ by {mean:.2e} on average over "
+            f"{count:.0f} tokens, more than --max-logprob-gap {limit:.0e}. Weights were not pushed completely, or numerics differ."
+        )
+    return mean

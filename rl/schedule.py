@@ -1,0 +1,40 @@
+"""Learning-rate schedules: pure functions of the update number, so resuming a run is setting `step`.
+
+Each returns the factor by which the base learning rate is multiplied. `step` is the number of updates already made: 0
+for the first. A warm-up counts k + 1 at update k, so that no update, not even the first, has learning rate 0.
+"""
+
+import math
+
+
+def constant_with_warmup(step: int, *, warmup_steps: int) -> float:
+    """Linear warm-up, then 1.
+
+    min(1, (step + 1) / max(1, warmup_steps)): update 0 has 1 / warmup_steps, never 0; update warmup_steps - 1 is the
+    first with 1. Example: warmup_steps 4 -> 0.25, 0.5, 0.75, 1, 1, ...
+
+    Args: step >= 0, 0 for the first update; warmup_steps, 0 or 1 for none. Returns: a factor in (0, 1].
+    """
+    assert step >= 0, f"step counts updates from 0, got {step}"
+    return min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> float:
+    """Linear warm-up, then half a cosine from 1 down to min_lr_ratio.
+
+    Warm-up as in constant_with_warmup. From step = warmup_steps on, p = (step - warmup_steps) / (total_steps -
+    warmup_steps) and the factor is min + (1 - min) * (1 + cos(pi * p)) / 2. p reaches 1 at step = total_steps, one past
+    the last update, so the last update is not wasted on a learning rate of 0; beyond, the factor stays at the minimum.
+
+    Args: step >= 0, 0 for the first update; total_steps, updates of the whole run; min_lr_ratio in [0, 1].
+    Returns: a factor in [0, 1].
+    Raises: ValueError if min_lr_ratio is not in [0, 1].
+    Source: SGDR: Stochastic Gradient Descent with Warm Restarts, eq. 5 without restarts, arXiv 1608.03983.
+    """
+    assert step >= 0, f"step counts updates from 0, got {step}"
+    if not 0.0 <= min_lr_ratio <= 1.0:
+        raise ValueError(f"min_lr_ratio must be in [0, 1], got {min_lr_ratio}")
+    if step < warmup_steps:
+        return constant_with_warmup(step, warmup_steps=warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,82 @@
+"""The data that flows through a training step: Completion -> Sample -> Batch.
+
+Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V vocabulary.
+Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine samples. `temperature=0` is greedy; `top_k=-1` and `top_p=1` switch truncation off."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Completion(NamedTuple):
+    """What an engine returns for one response: ids including the stop token, one log-prob per id, and why it ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory, as Python lists. `response_mask` is 1 on tokens the policy sampled, 0 on tool output."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    rollout_logprobs: list[float]
+    finish_reason: str
+    row_index: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
+
+    input_ids (B, T) int64 | lengths (B,) int64 | response_mask (B, T) float32: 1 for tokens the policy sampled (EOS included)
+    rollout_logp, old_logp, ref_logp, advantages, values, returns (B, T) float32 or None, zero where response_mask is zero.
+    """
+
+    input_ids: torch.Tensor
+    lengths: torch.Tensor
+    response_mask: torch.Tensor
+    rollout_logp: torch.Tensor
+    old_logp: torch.Tensor | None = None
+    ref_logp: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+
+def select(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
+    """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors. No rows give one empty row.
+
+    The empty row has two tokens and a zero mask. It weighs nothing; a rank that has run out of work
+    uses it to take part in the collectives of the forward and backward pass.
+    """
+    index = torch.as_tensor(rows if len(rows) else [0], dtype=torch.long)
+    width = int(batch.lengths[index].max()) if len(rows) else 2
+    tensors = {f.name: value for f in fields(batch) if (value := vars(batch)[f.name]) is not None}
+    cut = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in tensors.items()}
+    if not len(rows):
+        cut = {name: torch.zeros_like(x) for name, x in cut.items()} | {"lengths": torch.tensor([2])}
+    return Batch(**{name: x.to(device) for name, x in cut.items()})

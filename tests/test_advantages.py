@@ -1,0 +1,409 @@
+"""Advantage estimators against hand-computed values and plain Python loops."""
+
+import math
+
+import pytest
+import torch
+
+from rl import advantages
+
+NAN = float("nan")
+GROUPED = {
+    "grpo": advantages.grpo,
+    "dr_grpo": lambda r, lengths: advantages.grpo(r, lengths, norm_by_std=False),
+    "rloo": advantages.rloo,
+    "opo": advantages.opo,
+    "gpg": advantages.gpg,
+    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def f64(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def check(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, f64(expected).to(actual.dtype), rtol=tolerance, atol=tolerance)
+
+
+def loop_reference(name, rewards, lengths):
+    """The definitions on Python lists: group statistics over scored responses, batch statistics over their tokens."""
+    batch = [(r, n) for row, ns in zip(rewards, lengths, strict=True) for r, n in zip(row, ns, strict=True)]
+    scored_of_batch = [r for r, _ in batch if not math.isnan(r)]
+    out = []
+    for row, row_lengths in zip(rewards, lengths, strict=True):
+        known = [(r, n) for r, n in zip(row, row_lengths, strict=True) if not math.isnan(r)]
+        count = len(known)
+        mean = sum(r for r, _ in known) / count if count > 1 else 0.0
+        std = math.sqrt(sum((r - mean) ** 2 for r, _ in known) / (count - 1)) if count > 1 else 1.0
+        out.append([])
+        for r in row:
+            if math.isnan(r):
+                advantage = 0.0
+            elif name == "grpo":
+                advantage = (r - mean) / (std + 1e-6)
+            elif name == "rloo":
+                advantage = r - (sum(x for x, _ in known) - r) / (count - 1) if count > 1 else r
+            elif name == "opo":
+                advantage = r - (sum(x * n for x, n in known) / sum(n for _, n in known) if count > 1 else 0.0)
+            elif name == "gpg":
+                nonzero = sum(x != 0 for x in scored_of_batch)
+                advantage = (r - mean) * len(scored_of_batch) / max(nonzero, 1)
+            else:
+                advantage = r - mean
+            out[-1].append(advantage)
+    if name != "reinforce_plus_plus_baseline":
+        return out
+    tokens = []
+    for row, row_rewards, row_lengths in zip(out, rewards, lengths, strict=True):
+        for s, r, n in zip(row, row_rewards, row_lengths, strict=True):
+            tokens += [] if math.isnan(r) else [s] * n
+    mean = sum(tokens) / len(tokens)
+    var = sum((s - mean) ** 2 for s in tokens) / (len(tokens) - 1)
+    whitened = [[(s - mean) / math.sqrt(var + 1e-8) for s in row] for row in out]
+    return [
+        [0.0 if math.isnan(r) else w for w, r in zip(*pair, strict=True)]
+        for pair in zip(whitened, rewards, strict=True)
+    ]
+
+
+# --- (P, G): a reward a response ---
+
+
+def test_grpo_matches_hand_values():
+    rewards, lengths = f64([[1.0, 0.0, 0.0]]), torch.ones(1, 3)
+    centred, std = (2 / 3, -1 / 3, -1 / 3), math.sqrt(1 / 3)  # ddof=1: (4/9 + 1/9 + 1/9) / 2
+    check(advantages.grpo(rewards, lengths), [[x / (std + 1e-6) for x in centred]])
+    check(advantages.grpo(rewards, lengths, norm_by_std=False), [list(centred)])
+    check(advantages.grpo(rewards, lengths, eps=1.0), [[x / (std + 1) for x in centred]])
+
+
+def test_rloo_matches_hand_values():
+    check(advantages.rloo(f64([[1.0, 0.0, 0.0], [3.0, 5.0, 1.0]]), torch.ones(2, 3)), [[1, -0.5, -0.5], [0, 3, -3]])
+
+
+def test_opo_matches_hand_values():
+    # baseline (1 * 1 + 3 * 0) / 4 = 0.25
+    check(advantages.opo(f64([[1.0, 0.0]]), torch.tensor([[1, 3]])), [[0.75, -0.25]])
+
+
+def test_gpg_matches_hand_values():
+    # 4 responses, 1 of them non-zero: alpha 4
+    check(advantages.gpg(f64([[1.0, 0.0], [0.0, 0.0]]), torch.ones(2, 2)), [[2.0, -2.0], [0.0, 0.0]])
+    check(advantages.gpg(torch.zeros(2, 2), torch.ones(2, 2)), [[0.0, 0.0], [0.0, 0.0]])
+
+
+def test_remax_matches_hand_values():
+    rewards = f64([[1.0, 0.0], [0.5, NAN], [1.0, 1.0]])
+    check(advantages.remax(rewards, f64([0.25, 0.5, NAN])), [[0.75, -0.25], [0.0, 0.0], [0.0, 0.0]])
+
+
+def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens():
+    rewards, lengths = torch.rand(4, 3, dtype=torch.float64), torch.randint(1, 9, (4, 3))
+    mask = torch.arange(9) < lengths.reshape(-1, 1)
+    centred = (rewards - rewards.mean(-1, keepdim=True)).reshape(-1, 1)
+    tokens = advantages.whiten(centred.expand(-1, 9), mask)
+    actual = advantages.reinforce_plus_plus_baseline(rewards, lengths).reshape(-1, 1)
+    torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grouped_matches_loop_reference(name, dtype):
+    rewards, lengths = torch.rand(6, 8, dtype=dtype).round(decimals=1), torch.randint(1, 30, (6, 8))
+    rewards[0, :] = NAN  # none scored
+    rewards[1, 1:] = NAN  # one scored
+    rewards[2, 2:] = NAN  # two scored
+    rewards[3, 4] = NAN
+    actual = GROUPED[name](rewards, lengths)
+    assert actual.dtype == dtype
+    check(actual, loop_reference(name, rewards.tolist(), lengths.tolist()), 2e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_gives_unscored_exactly_zero(name):
+    rewards = torch.tensor([[NAN] * 8, [0.7] + [NAN] * 7, [1.0, 0.0] + [NAN] * 6, [0.0, 1.0] * 4])
+    actual = GROUPED[name](rewards, torch.arange(1, 33).reshape(4, 8))
+    assert torch.isfinite(actual).all()
+    assert (actual[rewards.isnan()] == 0).all()
+    assert (actual[2, :2] != 0).all()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_unscored_does_not_change_the_scored(name):
+    rewards, lengths = torch.rand(2, 8, dtype=torch.float64), torch.randint(1, 9, (2, 8))
+    padded = torch.cat([rewards, torch.full((2, 3), NAN, dtype=torch.float64)], dim=1)
+    padded_lengths = torch.cat([lengths, torch.full((2, 3), 1000)], dim=1)
+    actual = GROUPED[name](padded, padded_lengths)[:, :8]
+    torch.testing.assert_close(actual, GROUPED[name](rewards, lengths), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_with_nothing_scored_is_zero(name):
+    assert (GROUPED[name](torch.full((2, 8), NAN), torch.ones(2, 8)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+@pytest.mark.parametrize("num_in_group", [1, 8])
+def test_grouped_single_scored_response_keeps_its_reward(name, num_in_group):
+    rewards = f64([[0.7] + [NAN] * (num_in_group - 1)])
+    expected = 0.7 / (1 + 1e-6) if name == "grpo" else 0.7
+    check(GROUPED[name](rewards, torch.full((1, num_in_group), 5)), [[expected] + [0.0] * (num_in_group - 1)])
+
+
+def test_gpg_single_scored_response_keeps_its_scaled_reward():
+    check(advantages.gpg(f64([[0.7, NAN], [0.0, 0.0]]), torch.ones(2, 2)), [[2.1, 0.0], [0.0, 0.0]])
+
+
+def test_reinforce_plus_plus_baseline_single_scored_response_enters_with_its_reward():
+    # tokens 0.7, 0.7, 0, 0: mean 0.35, unbiased variance 4 * 0.35^2 / 3
+    actual = advantages.reinforce_plus_plus_baseline(f64([[0.7, NAN], [0.0, 0.0]]), torch.tensor([[2, 9], [1, 1]]))
+    expected = 0.35 / math.sqrt(4 * 0.35**2 / 3 + 1e-8)
+    check(actual, [[expected, 0.0], [-expected, -expected]])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 0.7, 1e6 + 0.1, -0.1])
+@pytest.mark.parametrize("num_in_group", [3, 7, 8])
+def test_grouped_equal_rewards_give_exactly_zero(name, value, num_in_group):
+    rewards = torch.full((3, num_in_group), value)
+    rewards[2, 1] = NAN
+    lengths = torch.randint(1, 2000, rewards.shape)
+    assert (GROUPED[name](rewards, lengths) == 0).all()
+
+
+def test_grpo_nearly_equal_rewards_are_not_floored():
+    rewards = f64([[1.0, 1.0 + 1e-6, 1.0]])
+    check(advantages.grpo(rewards, torch.ones(1, 3)), loop_reference("grpo", rewards.tolist(), [[1] * 3]), 1e-6)
+
+
+def test_grouped_estimators_differ():
+    rewards, lengths = f64([[1.0, 0.0, 0.0, 0.3], [0.0, 1.0, 1.0, 1.0]]), torch.tensor([[3, 9, 4, 2], [5, 1, 8, 6]])
+    results = [f(rewards, lengths) for f in GROUPED.values()]
+    for i, first in enumerate(results):
+        for second in results[:i]:
+            assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg"])
+def test_grouped_ignores_lengths_where_the_formula_has_none(name):
+    rewards = torch.rand(3, 4)
+    assert torch.equal(GROUPED[name](rewards, torch.ones(3, 4)), GROUPED[name](rewards, torch.randint(1, 9, (3, 4))))
+
+
+# --- (B, T): a reward a token ---
+
+
+def gae_brute_force(rewards, values, mask, gamma, lam):
+    """Sum over l of (gamma * lam)^l * delta_{t+l}, on rows from which masked tokens were removed beforehand."""
+    advantages_out = [[0.0] * len(row) for row in rewards]
+    for i, row_mask in enumerate(mask):
+        kept = [t for t, m in enumerate(row_mask) if m]
+        r, v = [rewards[i][t] for t in kept], [values[i][t] for t in kept] + [0.0]
+        deltas = [r[k] + gamma * v[k + 1] - v[k] for k in range(len(kept))]
+        for k, t in enumerate(kept):
+            advantages_out[i][t] = sum((gamma * lam) ** (n - k) * deltas[n] for n in range(k, len(kept)))
+    returns = [
+        [(a + v) * m for a, v, m in zip(*row, strict=True)] for row in zip(advantages_out, values, mask, strict=True)
+    ]
+    return advantages_out, returns
+
+
+def token_batch(seed=0, num_rows=5, num_tokens=11):
+    """Rewards, values, mask with observation gaps, padding, and one row without a valid token."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, num_rows, num_tokens, dtype=torch.float64, generator=generator)
+    mask = (torch.rand(num_rows, num_tokens, generator=generator) < 0.6).double()
+    mask[0, 7:] = 0.0
+    mask[1, :3] = 0.0
+    mask[2] = 0.0
+    mask[3] = 1.0
+    return rewards, values, mask
+
+
+def test_gae_matches_hand_values():
+    actual = advantages.gae(f64([[0.0, 9.0, 1.0]]), f64([[0.5, 9.0, 0.25]]), f64([[1, 0, 1]]), gamma=1.0, lam=1.0)
+    check(actual[0], [[0.5, 0.0, 0.75]])
+    check(actual[1], [[1.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5)])
+def test_gae_matches_brute_force_with_observation_gaps(gamma, lam):
+    rewards, values, mask = token_batch()
+    actual = advantages.gae(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = gae_brute_force(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam)
+    check(actual[0], expected[0])
+    check(actual[1], expected[1])
+
+
+def test_gae_ignores_everything_at_masked_tokens():
+    rewards, values, mask = token_batch()
+    poisoned = [torch.where(mask.bool(), x, NAN) for x in (rewards, values)]
+    clean, dirty = (advantages.gae(*x, mask, gamma=0.9, lam=0.8) for x in ((rewards, values), poisoned))
+    for first, second in zip(clean, dirty, strict=True):
+        assert torch.equal(first, second)
+        assert (second[mask == 0] == 0).all()
+
+
+def test_gae_with_lambda_one_and_zero_values_is_returns_to_go():
+    rewards, values, mask = token_batch()
+    advantage, returns = advantages.gae(rewards, torch.zeros_like(values), mask, gamma=0.9, lam=1.0)
+    expected = advantages.returns_to_go(rewards, mask, gamma=0.9)
+    torch.testing.assert_close(advantage, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(returns, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gae_returns_carry_no_gradient():
+    rewards, values, mask = token_batch()
+    for out in advantages.gae(rewards, values.requires_grad_(), mask, gamma=1.0, lam=0.95):
+        assert not out.requires_grad
+
+
+def test_returns_to_go_matches_hand_values():
+    check(advantages.returns_to_go(f64([[0.0, 9.0, 1.0]]), f64([[1, 0, 1]]), gamma=0.5), [[0.5, 0.0, 1.0]])
+    check(advantages.returns_to_go(f64([[1.0, 2.0, 4.0, NAN]]), f64([[1, 1, 1, 0]]), gamma=0.5), [[3.0, 4.0, 4.0, 0.0]])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_returns_to_go_matches_brute_force_with_observation_gaps(gamma):
+    rewards, _, mask = token_batch(seed=3)
+    expected = [[0.0] * mask.shape[1] for _ in mask]
+    for i, row in enumerate(mask.tolist()):
+        kept = [t for t, m in enumerate(row) if m]
+        for k, t in enumerate(kept):
+            expected[i][t] = sum(gamma ** (n - k) * rewards[i, kept[n]].item() for n in range(k, len(kept)))
+    check(advantages.returns_to_go(rewards, mask, gamma=gamma), expected)
+
+
+def test_whiten_matches_hand_values():
+    # valid 1, 2, 3: mean 2, unbiased variance 1
+    scale = 1 / math.sqrt(1 + 1e-8)
+    check(
+        advantages.whiten(f64([[1.0, 7.0, 2.0], [3.0, NAN, 9.0]]), f64([[1, 0, 1], [1, 0, 0]])),
+        [[-scale, 0, 0], [scale, 0, 0]],
+    )
+    check(advantages.whiten(f64([[1.0, 2.0, 3.0]]), f64([[1, 1, 1]]), eps=3.0), [[-0.5, 0.0, 0.5]])
+
+
+def test_whiten_gives_zero_mean_unit_variance():
+    x, _, mask = token_batch()
+    valid = advantages.whiten(x * 5 + 3, mask)[mask.bool()]
+    assert abs(valid.mean()) < 1e-12 and abs(valid.var() - 1) < 1e-7
+
+
+@pytest.mark.parametrize("mask", [[[0, 0, 0]], [[0, 1, 0]]])
+def test_whiten_of_fewer_than_two_tokens_is_zero(mask):
+    assert (advantages.whiten(f64([[4.0, 5.0, 6.0]]), f64(mask)) == 0).all()
+
+
+def test_whiten_of_equal_tokens_is_exactly_zero():
+    assert (advantages.whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)) == 0).all()
+
+
+def test_whiten_does_not_hide_a_valid_nan():
+    assert advantages.whiten(f64([[1.0, NAN, 2.0]]), torch.ones(1, 3)).isnan().all()
+
+
+# --- DAPO ---
+
+
+def test_overlong_penalty_matches_hand_values():
+    lengths = torch.tensor([[0, 2, 3], [4, 5, 1]])
+    check(advantages.overlong_penalty(lengths, max_length=4, buffer=2, factor=1.0), [[0, 0, -0.5], [-1, -1.5, 0]])
+    check(
+        advantages.overlong_penalty(lengths.double(), max_length=4, buffer=4, factor=0.5),
+        [[0, -0.25, -0.375], [-0.5, -0.625, -0.125]],
+    )
+
+
+@pytest.mark.parametrize(("max_length", "buffer"), [(4, 0), (4, -1), (4, 5)])
+def test_overlong_penalty_rejects_a_bad_buffer(max_length, buffer):
+    with pytest.raises(ValueError, match=f"max_length {max_length} and buffer {buffer}"):
+        advantages.overlong_penalty(torch.ones(1, 2), max_length=max_length, buffer=buffer, factor=1.0)
+
+
+def test_informative_groups_matches_hand_values():
+    rewards = torch.tensor(
+        [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [NAN, 1.0, 1.0], [NAN, 0.0, 1.0], [NAN, NAN, 1.0], [NAN] * 3]
+    )
+    actual = advantages.informative_groups(rewards)
+    assert actual.dtype == torch.bool
+    assert actual.tolist() == [False, True, False, True, False, False]
+
+
+def test_informative_groups_are_those_with_a_grpo_advantage():
+    rewards = torch.randint(0, 2, (64, 3)).float() * 0.1
+    rewards[torch.rand(64, 3) < 0.2] = NAN
+    rewards[(~rewards.isnan()).sum(-1) == 1] = NAN
+    has_signal = (advantages.grpo(rewards, torch.ones(64, 3)) != 0).any(-1)
+    assert torch.equal(advantages.informative_groups(rewards), has_signal)
+
+
+# --- every public function ---
+
+PG, BT = torch.linspace(0, 1, 12).reshape(3, 4), torch.linspace(-1, 1, 30).reshape(5, 6)
+MASK = (torch.arange(30) % 4 != 1).float().reshape(5, 6)
+CALLS = {
+    "grpo": (advantages.grpo, [PG, torch.ones(3, 4)], {}),
+    "rloo": (advantages.rloo, [PG, torch.ones(3, 4)], {}),
+    "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
+    "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
+    "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
+    "remax": (advantages.remax, [PG, torch.tensor([0.1, 0.5, 0.9])], {}),
+    "gae": (advantages.gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
+    "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
+    "whiten": (advantages.whiten, [BT, MASK], {}),
+    "overlong_penalty": (advantages.overlong_penalty, [PG * 9], {"max_length": 8, "buffer": 4, "factor": 1.0}),
+    "informative_groups": (advantages.informative_groups, [PG], {}),
+}
+
+
+def test_calls_cover_every_public_function():
+    public = [n for n, f in vars(advantages).items() if callable(f) and f.__module__ == advantages.__name__]
+    assert sorted(CALLS) == sorted(n for n in public if not n.startswith("_"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_do_not_mutate_inputs(name):
+    function, tensors, options = CALLS[name]
+    tensors = [torch.where(torch.rand_like(x) < 0.2, NAN, x) if x is PG else x.clone() for x in tensors]
+    before = [x.clone() for x in tensors]
+    function(*tensors, **options)
+    for old, new in zip(before, tensors, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_keep_the_dtype(name):
+    function, tensors, options = CALLS[name]
+    for dtype in (torch.float32, torch.float64):
+        out = function(*[x.to(dtype) for x in tensors], **options)
+        for result in out if isinstance(out, tuple) else (out,):
+            assert result.dtype == (torch.bool if name == "informative_groups" else dtype)
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"overlong_penalty", "informative_groups"}))
+def test_functions_raise_on_shape_mismatch(name):
+    function, tensors, options = CALLS[name]
+    for i, tensor in enumerate(tensors):
+        for wrong in (tensor[:-1], tensor[..., None]):
+            with pytest.raises(AssertionError, match="unexpected shapes"):
+                function(*tensors[:i], wrong, *tensors[i + 1 :], **options)
+
+
+def test_informative_groups_raises_on_wrong_rank():
+    with pytest.raises(AssertionError, match="unexpected shapes"):
+        advantages.informative_groups(torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["gae", "returns_to_go", "whiten"])
+def test_token_functions_accept_any_mask_dtype(name):
+    function, tensors, options = CALLS[name]
+    expected = function(*tensors, **options)
+    for dtype in (torch.bool, torch.int64, torch.float64):
+        torch.testing.assert_close(function(*tensors[:-1], MASK.to(dtype), **options), expected)

@@ -1,0 +1,591 @@
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data import gsm8k
+from rl.data import (
+    encode_prompts,
+    encode_sft,
+    permutation,
+    prompts_for_step,
+    read_rows,
+    read_sft_rows,
+    render_prompt,
+)
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(chat_template=CHATML, pad_token="<pad>"):
+    """A byte-level BPE whose merges make `\\n\\n` one token, and that puts <s> before plain text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        vocab_size=300,
+    )
+    backend.train_from_iterator(["\n\n" * 20, "assistant\n" * 20, "the answer is " * 20], trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        pad_token=pad_token,
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=chat_template,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def rl_row(content="1 + 1?", truth="2", **changes):
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    return {**row, **changes}
+
+
+def without(row, *names):
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
+    return path
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_read_rows_returns_what_was_written(tmp_path, name):
+    rows = [rl_row(f"question {i}", str(i), note=i) for i in range(3)]
+    path = write(tmp_path / name, rows)
+    assert read_rows(path) == read_rows(str(path)) == [{**row, "row_index": i} for i, row in enumerate(rows)]
+
+
+def test_read_rows_concatenates_files_in_order(tmp_path):
+    paths = [write(tmp_path / name, [rl_row(c) for c in name[:2]]) for name in ("ab.parquet", "cd.jsonl")]
+    rows = read_rows(paths)
+    assert [(row["prompt"][0]["content"], row["row_index"]) for row in rows] == [("a", 0), ("b", 1), ("c", 2), ("d", 3)]
+
+
+def test_read_rows_keeps_types(tmp_path):
+    for truth in (7, "7", "1,234", ["a", "b"], {"tests": "assert 1"}):
+        (row,) = read_rows(write(tmp_path / "x.parquet", [rl_row(truth=truth)]))
+        assert row["reward_model"]["ground_truth"] == truth
+    assert read_rows(write(tmp_path / "x.parquet", [rl_row(prompt="plain")]))[0]["prompt"] == "plain"
+
+
+def test_read_rows_without_extra_info(tmp_path):
+    assert read_rows(write(tmp_path / "x.parquet", [without(rl_row(), "extra_info")]))[0]["extra_info"] == {}
+    assert read_rows(write(tmp_path / "y.parquet", [rl_row(), rl_row(extra_info=None)]))[1]["extra_info"] == {}
+
+
+def test_read_rows_of_a_file_as_verl_writes_it(tmp_path):
+    """large_string, dictionary-encoded text, structs padded with nulls, several row groups, no page checksums."""
+    messages = pa.list_(pa.struct([("content", pa.large_string()), ("role", pa.string()), ("name", pa.string())]))
+    table = pa.table(
+        {
+            "data_source": pa.array(["aime", "aime", "math"]).dictionary_encode(),
+            "prompt": pa.array(
+                [[{"role": "system", "content": ""}, {"role": "user", "content": c}] for c in "abc"], messages
+            ),
+            "ability": pa.array(["math"] * 3, pa.large_string()),
+            "reward_model": pa.array(
+                [{"ground_truth": c, "style": "rule"} for c in "xyz"],
+                pa.struct([("ground_truth", pa.large_string()), ("style", pa.string())]),
+            ),
+            "extra_info": pa.array([{"index": 0, "tools": ["t"]}, {"index": 1}, None]),
+            "__index_level_0__": pa.array([5, 6, 7]),
+        }
+    )
+    pq.write_table(table, tmp_path / "verl.parquet", compression="snappy", row_group_size=2)
+    rows = read_rows(tmp_path / "verl.parquet")
+    assert rows[1] == {
+        "data_source": "aime",
+        "prompt": [{"content": "", "role": "system"}, {"content": "b", "role": "user"}],  # no "name": None
+        "ability": "math",
+        "reward_model": {"ground_truth": "y", "style": "rule"},
+        "extra_info": {"index": 1, "tools": None},
+        "__index_level_0__": 6,
+        "row_index": 1,
+    }
+    assert rows[2]["extra_info"] == {}
+
+
+def test_read_rows_of_a_file_that_pandas_wrote(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    rows = [rl_row("a"), rl_row("b")]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "x.parquet")
+    assert [without(row, "row_index") for row in read_rows(tmp_path / "x.parquet")] == rows
+
+
+def test_flipped_byte_is_detected(tmp_path):
+    path = write(tmp_path / "x.parquet", [rl_row(f"question {i}", str(i)) for i in range(50)])
+    good = path.read_bytes()
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    for c in range(group.num_columns):
+        column = group.column(c)
+        last = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 1
+        path.write_bytes(good[:last] + bytes([good[last] ^ 4]) + good[last + 1 :])
+        with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file \(.*(?i:crc|corrupt)"):
+            read_rows(path)
+    path.write_bytes(good)
+    assert len(read_rows(path)) == 50
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"no parquet at all" * 10])
+def test_not_parquet(tmp_path, content):
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file"):
+        read_rows(tmp_path / "x.parquet")
+
+
+def test_truncated_parquet(tmp_path):
+    path = write(tmp_path / "x.parquet", [rl_row()])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file"):
+        read_rows(path)
+
+
+def bad_text(values):
+    return pa.array(values, pa.binary()).view(pa.string())
+
+
+def test_invalid_utf8_names_the_row(tmp_path):
+    texts = bad_text([b"fine", b"fine", b"fine", b"caf\xe9"])  # two messages a row: value 3 is in row 1
+    prompts = pa.ListArray.from_arrays(
+        [0, 2, 4], pa.StructArray.from_arrays([bad_text([b"user"] * 4), texts], ["role", "content"])
+    )
+    good = pa.Table.from_pylist([rl_row(), rl_row()])
+    path = tmp_path / "x.parquet"
+    pq.write_table(good.set_column(1, "prompt", prompts), path)
+    with pytest.raises(ValueError, match=r"x\.parquet: row 1: column 'prompt' is not valid UTF-8"):
+        read_rows(path)
+    pq.write_table(good.append_column("note", bad_text([b"\xff", b"ok"])), path)
+    with pytest.raises(ValueError, match=r"x\.parquet: row 0: column 'note' is not valid UTF-8"):
+        read_rows(path)
+    lines = [json.dumps(rl_row()).encode(), json.dumps(rl_row("cafX")).encode().replace(b"X", b"\xe9")]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not valid UTF-8"):
+        read_rows(tmp_path / "x.jsonl")
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.parquet: no such data file"):
+        read_rows(tmp_path / "nowhere.parquet")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_rows(tmp_path)
+    with pytest.raises(ValueError, match="no data file given"):
+        read_rows([])
+
+
+def test_no_rows(tmp_path):
+    pq.write_table(pa.Table.from_pylist([rl_row()]).slice(0, 0), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text("\n\n")
+    for name in ("x.parquet", "x.jsonl"):
+        with pytest.raises(ValueError, match=rf"{name}: has no rows"):
+            read_rows(tmp_path / name)
+
+
+def test_jsonl_lines(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(rl_row("a\u2028b")) + "\n\n" + json.dumps(rl_row()) + "\r\n", encoding="utf-8")
+    assert len(read_rows(path)) == 2
+    path.write_text(json.dumps(rl_row()) + "\n{'a': 1}\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1 \(line 2\) is not JSON"):
+        read_rows(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 0 \(line 1\) is \[1\] \(list\)"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (
+            without(rl_row(), "prompt"),
+            r"no column prompt; add or rename it \(there are data_source, ability, reward_model",
+        ),
+        (without(rl_row(), "data_source", "reward_model"), r"no column data_source, reward_model;"),
+        (rl_row(data_source=None), r"data_source is None"),
+        (rl_row(data_source=""), r"data_source is ''"),
+        (rl_row(reward_model=None), r"reward_model is None"),
+        (rl_row(reward_model={"style": "rule"}), r"reward_model is \{'style': 'rule'\}.* must hold a ground_truth"),
+        (rl_row(truth=None), r"reward_model is .*'ground_truth': None\}"),
+        (rl_row(extra_info="{}"), r"extra_info is '\{\}' \(str\)"),
+        (rl_row(prompt=None), r"prompt is None"),
+        (rl_row(prompt=7), r"prompt is 7 \(int\); it must be a string or a list of \{role, content\}"),
+        (rl_row(prompt=" \n"), r"prompt is ' \\n' \(str\); it must be a string that is not empty"),
+        (rl_row(prompt=[]), r"prompt is \[\]"),
+        (rl_row(prompt=["hello"]), r"prompt is \['hello'\]"),
+        (rl_row(prompt=[{"role": "user"}]), r"prompt\[0\] is .* must hold a role and a content"),
+        (rl_row(prompt=[{"role": "user", "content": "hi"}, {"role": "", "content": "hi"}]), r"prompt\[1\] is "),
+        (rl_row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r"prompt\[0\] is "),
+        (rl_row(content=" "), r"prompt is .* it must hold some text"),
+        (rl_row(content="\ud800"), r"prompt\[0\] holds a lone surrogate"),
+        (rl_row(prompt="\ud800"), r"prompt holds a lone surrogate"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, bad, message):
+    path = write(tmp_path / "x.jsonl", [rl_row(), bad])
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1: " + message):
+        read_rows(path)
+
+
+def test_missing_parquet_column_and_null(tmp_path):
+    path = write(tmp_path / "x.parquet", [without(rl_row(), "reward_model")])
+    with pytest.raises(
+        ValueError, match=r"no column reward_model; .*there are data_source, prompt, ability, extra_info"
+    ):
+        read_rows(path)
+    path = write(tmp_path / "x.parquet", [rl_row(truth=b"2")])
+    with pytest.raises(ValueError, match=r"row 0: reward_model is .*b'2'.* neither null nor bytes"):
+        read_rows(path)
+    path = write(tmp_path / "x.parquet", [rl_row(), rl_row(prompt=None)])
+    with pytest.raises(ValueError, match=r"x\.parquet: row 1: prompt is None"):
+        read_rows(path)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_render_prompt_has_one_bos(tokenizer):
+    ids = render_prompt(tokenizer, rl_row("hi"))
+    assert tokenizer.decode(ids) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer.apply_chat_template(rl_row("hi")["prompt"], add_generation_prompt=True, return_dict=False)
+    assert (
+        render_prompt(tokenizer, rl_row(prompt="hi"))
+        == tokenizer("hi")["input_ids"]
+        == [0, *tokenizer.encode("hi")[1:]]
+    )
+
+
+def test_encode_prompts_equals_render_prompt_and_changes_nothing(tokenizer):
+    rows = [rl_row("a"), rl_row(prompt="plain"), rl_row("the answer is b"), rl_row(prompt="x")]
+    encoded = encode_prompts(tokenizer, rows, max_prompt_length=None)
+    assert [row["prompt_ids"] for row in encoded] == [render_prompt(tokenizer, row) for row in rows]
+    assert [without(row, "prompt_ids") for row in encoded] == rows
+    assert all("prompt_ids" not in row for row in rows)
+    assert encode_prompts(tokenizer, [], max_prompt_length=8) == []
+
+
+def test_overlong_prompts(tokenizer):
+    rows = [{**rl_row(prompt=c * n), "row_index": i} for i, (c, n) in enumerate([("a", 3), ("b", 9), ("c", 12)])]
+    assert len(encode_prompts(tokenizer, rows, max_prompt_length=13)) == 3  # <s> counts
+    with pytest.raises(ValueError) as error:
+        encode_prompts(tokenizer, rows, max_prompt_length=9)
+    for part in ("row 1:", "10 tokens", "--max-prompt-length 9", "2 of 3 rows, up to 13", "--filter-overlong-prompts"):
+        assert part in str(error.value)
+    kept = encode_prompts(tokenizer, rows, max_prompt_length=9, filter_overlong_prompts=True)
+    assert [row["row_index"] for row in kept] == [0]
+    with pytest.raises(ValueError, match=r"--max-prompt-length 3 \(so have 3 of 3 rows, up to 13\); raise it$"):
+        encode_prompts(tokenizer, rows, max_prompt_length=3, filter_overlong_prompts=True)
+    with pytest.raises(ValueError, match="row 2: the prompt has 13 tokens, over --max-prompt-length 12"):
+        render_prompt(tokenizer, rows[2], max_prompt_length=12)
+
+
+def test_prompts_that_cannot_be_rendered(tokenizer):
+    with pytest.raises(ValueError, match=r"row 3: .* has no chat template; use an instruction-tuned --model"):
+        render_prompt(make_tokenizer(chat_template=None), {**rl_row(), "row_index": 3})
+    assert render_prompt(make_tokenizer(chat_template=None), rl_row(prompt="hi"))
+    with pytest.raises(ValueError, match="row 4: the chat template rejects .*no tools here"):
+        render_prompt(tokenizer, {**rl_row(prompt=[{"role": "tool", "content": "x"}]), "row_index": 4})
+    tiny = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+    with pytest.raises(ValueError, match="row 5: the prompt 'b' .* has no tokens"):
+        render_prompt(tiny, {**rl_row(prompt="b"), "row_index": 5})
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_permutation_is_pure():
+    first = permutation(100, seed=1, epoch=2)
+    permutation(7, seed=3, epoch=0)
+    assert permutation(100, seed=1, epoch=2) == first
+    assert sorted(first) == list(range(100)) != first
+    assert len({tuple(permutation(100, seed=s, epoch=e)) for s in range(3) for e in range(3)}) == 9
+    assert permutation(6, seed=0, epoch=0) == [3, 2, 5, 4, 0, 1]  # a known value: a run may resume under another numpy
+    assert permutation(0, seed=0, epoch=0) == []
+    with pytest.raises(ValueError, match="--seed -1"):
+        permutation(5, seed=-1, epoch=0)
+
+
+@pytest.mark.parametrize("num_rows, n", [(12, 4), (12, 12), (12, 1), (13, 4)])
+def test_an_epoch_shows_every_row_once(num_rows, n):
+    rows = [{"row_index": i} for i in range(num_rows)]
+    steps = num_rows // n
+    orders = []
+    for epoch in range(3):
+        batches = [prompts_for_step(rows, epoch * steps + s, n, seed=5) for s in range(steps)]
+        assert all(len(batch) == n for batch in batches)
+        order = [row["row_index"] for batch in batches for row in batch]
+        assert len(set(order)) == len(order) == steps * n
+        assert order == permutation(num_rows, seed=5, epoch=epoch)[: steps * n]
+        orders.append(tuple(order))
+    assert len(set(orders)) == 3
+
+
+def test_prompts_for_step_is_pure():
+    rows = [{"row_index": i} for i in range(10)]
+    forward = [prompts_for_step(rows, s, 3, 0) for s in range(9)]
+    assert [prompts_for_step(rows, s, 3, 0) for s in reversed(range(9))] == forward[::-1]
+    assert prompts_for_step(rows, 0, 3, 1) != forward[0]
+
+
+@pytest.mark.parametrize("n", [11, 0, -1])
+def test_batch_that_the_data_cannot_fill(n):
+    with pytest.raises(ValueError, match=rf"--train-batch-size {n} must be between 1 and the 10 rows"):
+        prompts_for_step([{}] * 10, 0, n, 0)
+
+
+# --- demonstrations --------------------------------------------------------------------------------------------------
+
+
+def learned(tokenizer, row, **kwargs):
+    """The learned runs of tokens, each decoded; every other token stays."""
+    ids, mask = encode_sft(tokenizer, row, **{"max_length": 500, **kwargs})
+    assert len(ids) == len(mask) and set(mask) <= {0, 1}
+    runs, previous = [], 0
+    for token, m in zip(ids, mask, strict=True):
+        if m:
+            runs = [*runs[:-1], [*runs[-1], token]] if previous else [*runs, [token]]
+        previous = m
+    return [tokenizer.decode(run) for run in runs]
+
+
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "\nthe answer is 2\n"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def test_messages_learn_exactly_what_the_assistant_says(tokenizer):
+    row = {"messages": CONVERSATION}
+    assert learned(tokenizer, row) == ["\nthe answer is 2\n<|im_end|>", "yes<|im_end|>"]
+    ids, mask = encode_sft(tokenizer, row, max_length=500)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert mask[-1] == 0 and tokenizer.decode(ids[-1:]) == "\n"
+
+
+def test_messages_are_tokenised_as_the_policy_samples_them(tokenizer):
+    """`assistant\\n` and an answer that begins with `\\n` would merge into one token; behind a prompt they cannot."""
+    assert len(tokenizer.encode("\n\n", add_special_tokens=False)) == 1
+    ids, mask = encode_sft(tokenizer, {"messages": CONVERSATION[:3]}, max_length=500)
+    prompt_ids = render_prompt(tokenizer, {"prompt": CONVERSATION[:2]})
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert mask.index(1) == len(prompt_ids)
+
+
+def test_messages_that_end_with_the_user_and_repeat_the_assistant(tokenizer):
+    row = {"messages": [*CONVERSATION, {"role": "assistant", "content": "very"}, {"role": "user", "content": "ok"}]}
+    assert learned(tokenizer, row) == ["\nthe answer is 2\n<|im_end|>", "yes<|im_end|>", "very<|im_end|>"]
+    assert tokenizer.decode(encode_sft(tokenizer, row, max_length=500)[0]).endswith("user\nok<|im_end|>\n")
+
+
+def test_prompt_and_response(tokenizer):
+    chat = {"prompt": CONVERSATION[1:2], "response": "the answer is 2"}
+    assert learned(tokenizer, chat) == ["the answer is 2<|im_end|>"]
+    ids, _ = encode_sft(tokenizer, chat, max_length=500)
+    assert tokenizer.decode(ids) == (
+        "<s><|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\nthe answer is 2<|im_end|>"
+    )
+    plain = {"prompt": "1 + 1 =", "response": " 2"}
+    assert tokenizer.decode(encode_sft(tokenizer, plain, max_length=500)[0]) == "<s>1 + 1 = 2<|im_end|>"
+    assert learned(tokenizer, {**plain, "response": " 2<|im_end|>"}) == [" 2<|im_end|>"]  # not twice
+
+
+def test_pad_equal_to_eos_keeps_the_end_in_the_mask(tokenizer):
+    same = make_tokenizer(pad_token="<|im_end|>")
+    assert same.pad_token_id == same.eos_token_id
+    for row in ({"messages": CONVERSATION}, {"prompt": "1 + 1 =", "response": " 2"}):
+        assert encode_sft(same, row, max_length=500) == encode_sft(tokenizer, row, max_length=500)
+        assert all(run.endswith("<|im_end|>") for run in learned(same, row))
+
+
+def test_demonstration_too_long(tokenizer):
+    row = {"messages": CONVERSATION, "row_index": 7}
+    length = len(encode_sft(tokenizer, row, max_length=500)[0])
+    assert len(encode_sft(tokenizer, row, max_length=length)[0]) == length
+    with pytest.raises(ValueError, match=rf"row 7: has {length} tokens, over --max-length {length - 1}"):
+        encode_sft(tokenizer, row, max_length=length - 1)
+
+
+def test_templates_that_cannot_be_masked():
+    row = {"messages": CONVERSATION, "row_index": 7}
+    only_last = (
+        "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}"
+        + CHATML.split("{% for m in messages %}")[1]
+    )
+    rewriting = only_last.replace("{% endfor %}", "{% endif %}{% endfor %}")
+    with pytest.raises(ValueError, match="row 7: the chat template rewrites history: the text before message 4"):
+        encode_sft(make_tokenizer(chat_template=rewriting), row, max_length=500)
+    asks_more = {**row, "messages": [*CONVERSATION[:3], CONVERSATION[1]]}
+    with pytest.raises(ValueError, match="row 7: the chat template rewrites history after the last answer"):
+        encode_sft(make_tokenizer(chat_template=rewriting), asks_more, max_length=500)
+    endless = CHATML.replace("<|im_end|>", "")
+    with pytest.raises(
+        ValueError, match=r"row 7: the chat template ends message 2 with '\\nthe answer is 2\\n\\n', not with"
+    ):
+        encode_sft(make_tokenizer(chat_template=endless), row, max_length=500)
+    with pytest.raises(ValueError, match="row 7: .* has no chat template"):
+        encode_sft(make_tokenizer(chat_template=None), row, max_length=500)
+    no_eos = make_tokenizer()
+    no_eos.eos_token = None
+    with pytest.raises(ValueError, match="has no eos_token"):
+        encode_sft(no_eos, {"prompt": "a", "response": "b"}, max_length=500)
+
+
+def test_read_sft_rows(tmp_path):
+    rows = [
+        {"messages": CONVERSATION},
+        {"prompt": "a", "response": "b", "note": 1},
+        {"prompt": CONVERSATION[:2], "response": "c"},
+    ]
+    assert read_sft_rows(write(tmp_path / "x.jsonl", rows)) == [{**row, "row_index": i} for i, row in enumerate(rows)]
+    (row,) = read_sft_rows(write(tmp_path / "x.parquet", rows[:1]))
+    assert row == {**rows[0], "row_index": 0}
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"text": "a"}, r"no messages, nor prompt and response; add or rename them \(there are text\)"),
+        ({"prompt": "a"}, r"no messages, nor prompt and response"),
+        ({"prompt": "a", "response": None}, r"response is None"),
+        ({"prompt": "a", "response": ""}, r"response is ''"),
+        ({"prompt": "", "response": "a"}, r"prompt is ''"),
+        ({"messages": []}, r"messages is \[\]"),
+        ({"messages": "hello"}, r"messages is 'hello'"),
+        ({"messages": CONVERSATION[:2]}, r"messages hold no answer of the assistant"),
+        ({"messages": CONVERSATION[2:]}, r"messages begin with the assistant"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] is "),
+    ],
+)
+def test_bad_demonstration_is_named(tmp_path, bad, message):
+    path = write(tmp_path / "x.jsonl", [{"messages": CONVERSATION}, bad])
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1: " + message):
+        read_sft_rows(path)
+
+
+# --- data/gsm8k.py ---------------------------------------------------------------------------------------------------
+
+PROBLEMS = [
+    {"question": "How many?  Say.", "answer": "2 * 3 = <<2*3=6>>6\n#### 6"},
+    {"question": "Caf\u00e9 revenue?", "answer": "Much.\n#### 1,234,500"},
+    {"question": "Degrees?", "answer": "Cold.\n#### -5"},
+]
+
+
+def source(folder, layout="jsonl"):
+    for split, rows in (("train", PROBLEMS), ("test", PROBLEMS[:1])):
+        if layout == "jsonl":
+            write(folder / f"{split}.jsonl", rows)
+        else:
+            (folder / "main").mkdir(exist_ok=True)
+            write(folder / "main" / f"{split}-00000-of-00001.parquet", rows)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["jsonl", "hub"])
+def test_gsm8k_writes_verls_schema(tmp_path, layout, capsys):
+    args = gsm8k.Args(source=str(source(tmp_path, layout)), output_dir=tmp_path / "out")
+    assert gsm8k.main(args) == {"train": 3, "test": 1}
+    table = pq.read_table(tmp_path / "out/train.parquet")
+    assert table.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    rows = table.to_pylist()
+    assert rows[1] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": 'Caf\u00e9 revenue? Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1234500"},
+        "extra_info": {"split": "train", "index": 1, **PROBLEMS[1]},
+    }
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["6", "1234500", "-5"]
+    assert len(read_rows(tmp_path / "out/test.parquet")) == 1
+    printed = capsys.readouterr().out
+    for split, count in (("train", 3), ("test", 1)):
+        digest = hashlib.sha256((tmp_path / f"out/{split}.parquet").read_bytes()).hexdigest()
+        assert f"{split}.parquet: {count} rows, sha256 {digest}" in printed
+
+
+def test_gsm8k_files_carry_zstd_and_page_checksums(tmp_path):
+    gsm8k.main(gsm8k.Args(source=str(source(tmp_path)), output_dir=tmp_path))
+    path = tmp_path / "train.parquet"
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    assert column.compression == "ZSTD"
+    data = bytearray(path.read_bytes())
+    data[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"train\.parquet: not a readable"):
+        read_rows(path)
+
+
+def test_gsm8k_bad_sources(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--source /no/such/folder: no such folder"):
+        gsm8k.main(gsm8k.Args(source="/no/such/folder", output_dir=tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"has neither train\.jsonl nor main/train-\*\.parquet"):
+        gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path))
+    for bad, message in (
+        ({"question": "a", "answer": "no mark"}, "train row 0: the answer 'no mark' does not end with ####"),
+        ({"prompt": "a"}, r"train row 0: has \['prompt'\], not question and answer"),
+    ):
+        write(tmp_path / "train.jsonl", [bad])
+        with pytest.raises(ValueError, match=message):
+            gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path))
+    assert not list(tmp_path.glob("*.parquet"))  # nothing is written unless all is well
+
+
+def test_gsm8k_downloads_only_the_main_parquet_files(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repo_id, **kwargs):
+        asked.update(kwargs, repo_id=repo_id)
+        return str(source(tmp_path, "hub"))
+
+    monkeypatch.setattr(gsm8k.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    assert gsm8k.main(gsm8k.Args(output_dir=tmp_path)) == {"train": 3, "test": 1}
+    assert asked == {"repo_id": "openai/gsm8k", "repo_type": "dataset", "allow_patterns": "main/*.parquet"}
+
+
+def test_gsm8k_runs_as_a_script_from_anywhere(tmp_path):
+    command = [sys.executable, Path(gsm8k.__file__).resolve(), "--source", source(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert len(read_rows(tmp_path / "data/gsm8k/train.parquet")) == 3
