@@ -105,13 +105,11 @@ def encode(tokenizer, rows: list[dict], args: Args) -> list[Sample]:
     """Rows -> samples whose response mask is the loss mask. Raises ValueError naming a row that is too long or teaches nothing."""
     samples, dropped = [], 0
     for row in rows:
-        ids, mask = encode_sft(tokenizer, row, max_length=1 << 30)
-        if len(ids) > args.max_length and not args.filter_overlong:
-            raise ValueError(f"row {row['row_index']} has {len(ids)} tokens, --max-length is {args.max_length}; raise it or add --filter-overlong")
+        ids, mask = encode_sft(tokenizer, row, max_length=None if args.filter_overlong else args.max_length)
         if len(ids) > args.max_length:
             dropped += 1
-            continue
-        samples.append(Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"]))
+        else:
+            samples.append(Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"]))
     if not samples:
         raise ValueError(f"no row is left: all {dropped} are longer than --max-length {args.max_length}")
     if dropped:

@@ -189,8 +189,8 @@ class Args:
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     for flag in ("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_prompt_length", "max_response_length"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1")
+        if vars(args)[flag] < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
     if args.ppo_mini_batch_size > args.train_batch_size:
         raise ValueError(f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is larger than --train-batch-size {args.train_batch_size}")
     if args.ppo_max_token_len_per_gpu < args.max_prompt_length + args.max_response_length:

@@ -314,7 +314,7 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
 # Demonstrations
 
 
-def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int) -> tuple[list[int], list[int]]:
+def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None) -> tuple[list[int], list[int]]:
     """Token ids of a demonstration, and which of them are learned.
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
@@ -326,7 +326,7 @@ def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int)
 
     Args:
         row: a row of `read_sft_rows`.
-        max_length: in tokens; a longer row is an error (nothing is cut).
+        max_length: in tokens; a longer row is an error (nothing is cut). None: no limit.
 
     Returns:
         token ids and loss mask (1 = learned), two lists of the same length. The mask goes by position, so a
@@ -338,9 +338,9 @@ def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int)
     """
     encode = _encode_messages if row.get("messages") is not None else _encode_response
     ids, mask = encode(tokenizer, row)
-    if len(ids) > max_length:
+    if max_length is not None and len(ids) > max_length:
         raise ValueError(
-            f"{_name(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or drop the row"
+            f"{_name(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or add --filter-overlong"
         )
     return ids, mask
 

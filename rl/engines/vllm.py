@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -78,8 +79,8 @@ def make_engine(
 def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
     """Sample `sampling.n` completions for each of this rank's prompts (token ids). Same seed, prompts and weights, same completions.
 
-    vLLM draws from torch's global generator, which is seeded here and restored afterwards. Per-request seeds would make each
-    sequence independent of its batch, at the price of one kernel launch a sequence a token.
+    vLLM draws from the global generators of torch and, for the seeds of its newer GPU sampler, numpy: both are seeded here and
+    restored afterwards. Per-request seeds cost one kernel launch a sequence a token in the older sampler.
     """
     from vllm import SamplingParams
 
@@ -107,7 +108,10 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
     bar = functools.partial(tqdm, delay=5, leave=False) if watched else False
     with torch.random.fork_rng(devices=[engine.d.device] if engine.d.device.type == "cuda" else []):
         torch.manual_seed(seed)
+        numpy_state = np.random.get_state()
+        np.random.seed(seed)
         outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=bar)
+        np.random.set_state(numpy_state)
     return [
         [Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in outputs[i].outputs] for i in mine
     ]
