@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from rl import checkpoint, losses, schedule
 from rl.batching import collate, plan_micro_batches
 from rl.data import encode_sft, prompts_for_step, read_sft_rows
-from rl.fsdp import clip_grad_norm, init_distributed, load_policy, shard
+from rl.fsdp import clip_grad_norm, init_distributed, load_policy, shard, shutdown_distributed
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer
 from rl.tracking import Backend, Tracker
@@ -199,6 +199,7 @@ def main(args: Args) -> dict[str, float]:
             checkpoint.save(run_dir, step + 1, policy, optimizer, tokenizer, d, config=vars(args), max_to_keep=args.max_ckpt_to_keep)
 
     tracker.close()
+    shutdown_distributed()
     return metrics | val_metrics
 
 

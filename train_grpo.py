@@ -24,7 +24,7 @@ from rl import advantages, checkpoint, losses, schedule
 from rl.batching import collate, plan_micro_batches
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
-from rl.fsdp import Dist, all_gather, clip_grad_norm, full_tensors, init_distributed, load_policy, own_slice, shard
+from rl.fsdp import Dist, all_gather, clip_grad_norm, full_tensors, init_distributed, load_policy, own_slice, shard, shutdown_distributed
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer, describe, reward_metrics, rollout_metrics, throughput
 from rl.rollout import fold, sample_groups, verify_engine
@@ -417,8 +417,9 @@ def main(args: Args) -> dict[str, float]:
         if args.save_freq and ((args.save_freq > 0 and (step + 1) % args.save_freq == 0) or step + 1 == total_steps):
             checkpoint.save(run_dir, step + 1, policy, optimizer, tokenizer, d, config=vars(args), max_to_keep=args.max_ckpt_to_keep)
 
-    backend.close(engine)
     tracker.close()
+    backend.close(engine)
+    shutdown_distributed()
     return metrics | val_metrics
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -51,8 +52,16 @@ def init_distributed(device: str = "auto") -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
 
 
+def shutdown_distributed() -> None:
+    """Leave the process group, if an engine has not ended it already; `init_distributed` may be called again."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> nn.Module:
     """A causal LM with master weights in `dtype` on the host. Rank 0 reads the files; other ranks get storage that `shard` fills."""
+    transformers.utils.logging.disable_progress_bar()
     attention = choose_attention(d.device, d.dtype)
     if d.is_main:
         model = AutoModelForCausalLM.from_pretrained(

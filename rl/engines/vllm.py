@@ -169,5 +169,6 @@ def wake(engine: Engine) -> None:
 
 
 def close(engine: Engine) -> None:
-    """Shut the engine down; the process group stays."""
+    """Shut the engine down once every rank is done with it. vLLM ends the process group with it."""
+    dist.barrier()
     engine.llm.llm_engine.engine_core.shutdown()

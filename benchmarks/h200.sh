@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# GRPO at its defaults on a Qwen2.5-shaped model with random weights and real GSM8K prompts; logs go to $2.
+#   bash benchmarks/h200.sh TOKENIZER_FOLDER LOG_FOLDER [SHAPE] [STEPS] [GPUS]
+set -uo pipefail
+tokenizer=$1 logs=$2 shape=${3:-1.5B} steps=${4:-3} gpus=${5:-1}
+mkdir -p "$logs"
+model=/tmp/qwen-$shape
+[ -d "$model" ] || python3 benchmarks/make_model.py --shape "$shape" --tokenizer "$tokenizer" --out "$model" 2>&1 | tail -2
+run() { # run NAME NPROC FLAGS...
+  local name=$1 nproc=$2; shift 2
+  echo "== $name: torchrun --nproc_per_node $nproc train_grpo.py $*"
+  torchrun --nproc_per_node "$nproc" train_grpo.py --model "$model" --total-training-steps "$steps" --no-val-before-train --test-freq -1 \
+    --save-freq 0 --log-samples-freq 0 --resume-mode disable --default-local-dir "/tmp/runs/$name" "$@" > "$logs/$name.log" 2>&1
+  echo "exit $?"
+  grep -E "^step|Error" "$logs/$name.log" | tail -8
+  cp "/tmp/runs/$name/metrics.jsonl" "$logs/$name.metrics.jsonl" 2>/dev/null
+}
+nvidia-smi --query-gpu=name,memory.total,clocks.sm --format=csv,noheader
+python3 -c "import torch, vllm, transformers; print('torch', torch.__version__, 'vllm', vllm.__version__, 'transformers', transformers.__version__)" 2>/dev/null
+if [ "$gpus" = 1 ]; then
+  run "grpo_${shape}_1gpu" 1
+else
+  run "grpo_${shape}_${gpus}gpu_tp1" "$gpus" --tensor-model-parallel-size 1
+  run "grpo_${shape}_${gpus}gpu_tp2" "$gpus" --tensor-model-parallel-size 2
+fi

@@ -1,0 +1,155 @@
+"""Evaluate: greedy accuracy, pass@k and majority vote of any checkpoint, with any engine, on any parquet that has a reward.
+
+    torchrun eval.py --model runs/glassrl/grpo/global_step_100/huggingface --val-files data/gsm8k/test.parquet
+    torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --n 16 --temperature 0.8 --k 1 4 16
+
+With --n responses per prompt: accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021 (arXiv
+2107.03374, eq. 1), a response counting as right if its score is at least --correct-at; the majority vote scores the first
+response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171), where the answer is the last number of the
+response.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from transformers import AutoTokenizer
+
+from rl.data import encode_prompts, read_rows
+from rl.engines import hf, vllm
+from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
+from rl.metrics import majority_vote, pass_at_k
+from rl.rollout import fold, sample_groups
+from rl.scoring import load_reward_function, score_samples
+from rl.types import Sampling
+
+ENGINES = {"vllm": vllm, "hf": hf}
+
+
+@dataclass(frozen=True)
+class Args:
+    # --- model
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    """Hugging Face id or folder: a checkpoint's huggingface/ folder is one."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you have read it."""
+
+    # --- data
+    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)
+    """Parquet or jsonl files in verl's schema."""
+    max_samples: int | None = None
+    """Evaluate the first so many prompts only."""
+    max_prompt_length: int = 512
+    """Tokens. A longer prompt is an error."""
+    max_response_length: int = 1024
+    """Tokens a response may have."""
+    custom_reward_function: str = "rewards/gsm8k.py:compute_score"
+    """path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float or dict with "score"."""
+
+    # --- rollout
+    engine: Literal["vllm", "hf"] = "vllm"
+    """vllm in this process, or the slow and simple sampler of transformers."""
+    n: int = 1
+    """Responses per prompt."""
+    temperature: float = 0.0
+    """0 is greedy. With --n above 1 it must be positive."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 all."""
+    k: tuple[int, ...] = ()
+    """Report pass@k for these k; default 1, 2, 4, ... up to --n."""
+    correct_at: float = 1.0
+    """Score from which a response counts as right for pass@k."""
+    tensor_model_parallel_size: int = 1
+    """GPUs that share one vLLM engine."""
+    gpu_memory_utilization: float = 0.9
+    """Share of GPU memory for weights and KV cache."""
+    max_num_seqs: int = 512
+    """Sequences an engine decodes at a time."""
+
+    # --- output
+    output: str | None = None
+    """Write every response with its score to this jsonl file."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to run; auto takes CUDA if there is any."""
+    seed: int = 0
+    """Decides the samples."""
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, without commas: the answer a response votes for ."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def main(args: Args) -> dict[str, float]:
+    """Generate, score, report; returns {metric: value}."""
+    if args.n > 1 and args.temperature <= 0:
+        raise ValueError(f"--n {args.n} with --temperature {args.temperature} repeats one greedy response; give a positive temperature")
+    if bad := [k for k in args.k if not 1 <= k <= args.n]:
+        raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --n is {args.n}")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    rows = encode_prompts(tokenizer, read_rows(args.val_files)[: args.max_samples], max_prompt_length=args.max_prompt_length)
+    rows_by_index = {row["row_index"]: row for row in rows}
+    compute_score = load_reward_function(args.custom_reward_function)
+
+    d = init_distributed(args.device)
+    backend = ENGINES[args.engine]
+    engine = backend.make_engine(
+        args.model,
+        d=d,
+        dtype=d.dtype,
+        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_num_seqs=args.max_num_seqs,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+        seed=args.seed,
+        free_cache_engine=False,
+        load_weights=True,
+        trust_remote_code=args.trust_remote_code,
+    )
+    sampling = Sampling(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length)
+    own_samples = sample_groups(backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank))
+    own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
+    own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)
+    samples, texts, scores = zip(*all_gather(zip(own_samples, own_texts, own_scores, strict=True), d), strict=True)
+
+    # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
+    groups = [range(i, i + args.n) for i in range(0, len(samples), args.n)]
+    score = [0.0 if s is None else s for s in scores]
+    correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
+    metrics = {
+        "num_prompts": float(len(rows)),
+        "accuracy": sum(score) / len(score),
+        "reward/error_frac": sum(s is None for s in scores) / len(scores),
+        "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
+        "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
+    }
+    if args.n > 1:
+        powers = [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]
+        for k in args.k or powers:
+            metrics[f"pass@{k}"] = sum(pass_at_k(args.n, c, k) for c in correct) / len(groups)
+        votes = [majority_vote([last_number(texts[i]) for i in group]) for group in groups]
+        metrics[f"maj@{args.n}"] = sum(score[g[v]] if v is not None else 0.0 for g, v in zip(groups, votes, strict=True)) / len(groups)
+
+    if d.is_main:
+        print(f"{args.model} on {', '.join(args.val_files)}: {len(rows)} prompts x {args.n}, temperature {args.temperature}")
+        for name, value in metrics.items():
+            print(f"  {name:28} {value:.4f}")
+        if args.output:
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            with open(args.output, "w") as f:
+                for s, text, x in zip(samples, texts, scores, strict=True):
+                    truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
+                    f.write(json.dumps({"row_index": s.row_index, "response": text, "score": x, "ground_truth": truth}) + "\n")
+    backend.close(engine)
+    shutdown_distributed()
+    return metrics
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
