@@ -1,12 +1,11 @@
-"""Evaluate: greedy accuracy, pass@k and majority vote of any checkpoint, with any engine, on any parquet that has a reward.
+"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
 
     torchrun eval.py --model runs/glassrl/grpo/global_step_100/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --n 16 --temperature 0.8 --k 1 4 16
 
-With --n responses per prompt: accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021 (arXiv
-2107.03374, eq. 1), a response counting as right if its score is at least --correct-at; the majority vote scores the first
-response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171), where the answer is the last number of the
-response.
+With --n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021 (arXiv
+2107.03374, eq. 1), a response counting as right from a score of --correct-at; the majority vote scores the first
+response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171), an answer being the last number.
 """
 
 import json
@@ -31,53 +30,30 @@ ENGINES = {"vllm": vllm, "hf": hf}
 
 @dataclass(frozen=True)
 class Args:
-    # --- model
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"
-    """Hugging Face id or folder: a checkpoint's huggingface/ folder is one."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you have read it."""
-
-    # --- data
-    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)
-    """Parquet or jsonl files in verl's schema."""
-    max_samples: int | None = None
-    """Evaluate the first so many prompts only."""
-    max_prompt_length: int = 512
-    """Tokens. A longer prompt is an error."""
-    max_response_length: int = 1024
-    """Tokens a response may have."""
+    # --- model and data
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a checkpoint's huggingface/ folder is one
+    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # parquet or jsonl files in verl's schema
+    max_samples: int | None = None  # evaluate the first so many prompts only
+    max_prompt_length: int = 512  # tokens; a longer prompt is an error
+    max_response_length: int = 1024  # tokens a response may have
+    # path.py:function, verl's signature (data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}
     custom_reward_function: str = "rewards/gsm8k.py:compute_score"
-    """path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float or dict with "score"."""
 
     # --- rollout
-    engine: Literal["vllm", "hf"] = "vllm"
-    """vllm in this process, or the slow and simple sampler of transformers."""
-    n: int = 1
-    """Responses per prompt."""
-    temperature: float = 0.0
-    """0 is greedy. With --n above 1 it must be positive."""
-    top_p: float = 1.0
-    """Nucleus sampling."""
-    top_k: int = -1
-    """Sample among the k likeliest tokens; -1 all."""
-    k: tuple[int, ...] = ()
-    """Report pass@k for these k; default 1, 2, 4, ... up to --n."""
-    correct_at: float = 1.0
-    """Score from which a response counts as right for pass@k."""
-    tensor_model_parallel_size: int = 1
-    """GPUs that share one vLLM engine."""
-    gpu_memory_utilization: float = 0.9
-    """Share of GPU memory for weights and KV cache."""
-    max_num_seqs: int = 512
-    """Sequences an engine decodes at a time."""
+    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
+    n: int = 1  # responses per prompt
+    temperature: float = 0.0  # 0 is greedy; with --n above 1 it must be positive
+    top_p: float = 1.0  # nucleus sampling
+    top_k: int = -1  # sample among the k likeliest tokens; -1 all
+    k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --n
+    correct_at: float = 1.0  # score from which a response counts as right for pass@k
+    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine
+    gpu_memory_utilization: float = 0.9  # share of GPU memory for weights and KV cache
+    max_num_seqs: int = 512  # sequences an engine decodes at a time
 
     # --- output
-    output: str | None = None
-    """Write every response with its score to this jsonl file."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run; auto takes CUDA if there is any."""
-    seed: int = 0
-    """Decides the samples."""
+    output: str | None = None  # write every response with its score to this jsonl file
+    seed: int = 0  # decides the samples
 
 
 def last_number(text: str) -> str | None:
@@ -89,15 +65,16 @@ def last_number(text: str) -> str | None:
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
     if args.n > 1 and args.temperature <= 0:
-        raise ValueError(f"--n {args.n} with --temperature {args.temperature} repeats one greedy response; give a positive temperature")
+        raise ValueError(f"--n {args.n} repeats one greedy response; add a positive --temperature")
     if bad := [k for k in args.k if not 1 <= k <= args.n]:
         raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --n is {args.n}")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    rows = encode_prompts(tokenizer, read_rows(args.val_files)[: args.max_samples], max_prompt_length=args.max_prompt_length)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = read_rows(args.val_files)[: args.max_samples]
+    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
     compute_score = load_reward_function(args.custom_reward_function)
 
-    d = init_distributed(args.device)
+    d = init_distributed()
     backend = ENGINES[args.engine]
     engine = backend.make_engine(
         args.model,
@@ -110,9 +87,8 @@ def main(args: Args) -> dict[str, float]:
         seed=args.seed,
         free_cache_engine=False,
         load_weights=True,
-        trust_remote_code=args.trust_remote_code,
     )
-    sampling = Sampling(n=args.n, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_response_length)
+    sampling = Sampling(args.n, args.temperature, args.top_p, args.top_k, max_tokens=args.max_response_length)
     own_samples = sample_groups(backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank))
     own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
     own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)
@@ -134,10 +110,12 @@ def main(args: Args) -> dict[str, float]:
         for k in args.k or powers:
             metrics[f"pass@{k}"] = sum(pass_at_k(args.n, c, k) for c in correct) / len(groups)
         votes = [majority_vote([last_number(texts[i]) for i in group]) for group in groups]
-        metrics[f"maj@{args.n}"] = sum(score[g[v]] if v is not None else 0.0 for g, v in zip(groups, votes, strict=True)) / len(groups)
+        elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
+        metrics[f"maj@{args.n}"] = sum(elected) / len(groups)
 
     if d.is_main:
-        print(f"{args.model} on {', '.join(args.val_files)}: {len(rows)} prompts x {args.n}, temperature {args.temperature}")
+        files = ", ".join(args.val_files)
+        print(f"{args.model} on {files}: {len(rows)} prompts x {args.n}, temperature {args.temperature}")
         for name, value in metrics.items():
             print(f"  {name:28} {value:.4f}")
         if args.output:
@@ -145,7 +123,8 @@ def main(args: Args) -> dict[str, float]:
             with open(args.output, "w") as f:
                 for s, text, x in zip(samples, texts, scores, strict=True):
                     truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
-                    f.write(json.dumps({"row_index": s.row_index, "response": text, "score": x, "ground_truth": truth}) + "\n")
+                    line = {"row_index": s.row_index, "response": text, "score": x, "ground_truth": truth}
+                    f.write(json.dumps(line, default=str) + "\n")
     backend.close(engine)
     shutdown_distributed()
     return metrics

@@ -17,7 +17,9 @@ from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
 
-def packed_sdpa(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_):
+def packed_sdpa(
+    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_
+):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask."""
     _refuse_short_window(sliding_window, max_length_q)
     offset = torch.arange(max_length_q, device=query.device)  # (L,)
@@ -28,13 +30,17 @@ def packed_sdpa(module, query, key, value, attention_mask, *, cu_seq_lens_q, max
     return out.transpose(1, 2)[valid][None], None  # row-major (b, L) order is packed order
 
 
-def packed_varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_):
+def packed_varlen(
+    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_
+):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA only)."""
     from torch.nn.attention.varlen import varlen_attn
 
     _refuse_short_window(sliding_window, max_length_q)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.13; 2.11 just works
+    grouped = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )  # torch 2.13; 2.11 just works
     out = varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling, **grouped
     )
@@ -43,7 +49,9 @@ def packed_varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, m
 
 def _refuse_short_window(sliding_window, max_length: int) -> None:
     if sliding_window is not None and sliding_window < max_length:
-        raise ValueError(f"sliding-window attention ({sliding_window}) below the sequence length ({max_length}) is not supported")
+        raise ValueError(
+            f"sliding-window attention ({sliding_window}) below the sequence length ({max_length}) is not supported"
+        )
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:

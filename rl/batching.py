@@ -57,3 +57,16 @@ def plan_micro_batches(
         room[rank][fits] -= lengths[row]
     count = max(len(b) for b in bins)
     return [b + [[] for _ in range(count - len(b))] for b in bins]
+
+
+def plan_updates(
+    lengths: Sequence[int], *, mini_batch_size: int, world_size: int, rank: int, max_tokens: int
+) -> list[tuple[range, list[list[int]]]]:
+    """Cut a step's rows into optimizer steps: one (rows, this rank's micro-batches) each, in the order of the rows.
+
+    `mini_batch_size` counts rows; the last mini-batch may be smaller. See `plan_micro_batches`.
+    """
+    minis = [range(i, min(i + mini_batch_size, len(lengths))) for i in range(0, len(lengths), mini_batch_size)]
+    return [
+        (mini, plan_micro_batches(lengths, mini, world_size=world_size, max_tokens=max_tokens)[rank]) for mini in minis
+    ]

@@ -13,6 +13,7 @@ import json
 import pathlib
 import re
 import shutil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,14 @@ def save(
     optimizer: torch.optim.Optimizer,
     tokenizer: PreTrainedTokenizerBase,
     d: Dist,
+    args: Any,
     *,
-    config: dict,
-    max_to_keep: int | None = None,
+    keep: int | None = None,
 ) -> pathlib.Path:
-    """Write `root/global_step_<step>` and return it; older checkpoints beyond `max_to_keep` go afterwards. All ranks must enter."""
+    """Write `root/global_step_<step>` and return it; older checkpoints beyond `keep` go afterwards. All ranks must enter.
+
+    `args` is the script's dataclass, recorded in trainer_state.json.
+    """
     final = pathlib.Path(root) / f"global_step_{step}"
     temporary = final.with_name(f".tmp_global_step_{step}")
     if d.is_main:
@@ -47,11 +51,11 @@ def save(
     dcp.save({"model": parameters, "optimizer": optimizer_state}, checkpoint_id=temporary / "state")
     export_hf(temporary / "huggingface", model, tokenizer, d)
     if d.is_main:
-        state = {"step": step, "config": config, "world_size": d.world_size, "torch": torch.__version__}
+        state = {"step": step, "args": vars(args), "world_size": d.world_size, "torch": torch.__version__}
         (temporary / "trainer_state.json").write_text(json.dumps(state, indent=2, default=str))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for old in list_steps(root)[: -max_to_keep or None] if max_to_keep else []:
+        for old in list_steps(root)[:-keep] if keep else []:
             shutil.rmtree(pathlib.Path(root) / f"global_step_{old}")
     dist.barrier()
     return final
@@ -61,7 +65,9 @@ def load(path: str | pathlib.Path, model: nn.Module, optimizer: torch.optim.Opti
     """Restore a `global_step_N` folder in place, at any world size; returns N. All ranks must enter. Raises ValueError if it is incomplete."""
     path = pathlib.Path(path)
     if not (path / "trainer_state.json").is_file():
-        raise ValueError(f"--resume-mode {path}: not a complete checkpoint (no trainer_state.json); give a global_step_N folder")
+        raise ValueError(
+            f"--resume-mode {path}: not a complete checkpoint (no trainer_state.json); give a global_step_N folder"
+        )
     parameters, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": parameters, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path / "state")
@@ -71,7 +77,11 @@ def load(path: str | pathlib.Path, model: nn.Module, optimizer: torch.optim.Opti
 
 def list_steps(root: str | pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints under `root`, ascending."""
-    matches = (re.fullmatch(r"global_step_(\d+)", p.name) for p in pathlib.Path(root).glob("global_step_*/") if (p / "trainer_state.json").is_file())
+    matches = (
+        re.fullmatch(r"global_step_(\d+)", p.name)
+        for p in pathlib.Path(root).glob("global_step_*/")
+        if (p / "trainer_state.json").is_file()
+    )
     return sorted(int(m[1]) for m in matches if m)
 
 

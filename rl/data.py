@@ -314,7 +314,9 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
 # Demonstrations
 
 
-def encode_sft(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None) -> tuple[list[int], list[int]]:
+def encode_sft(
+    tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None
+) -> tuple[list[int], list[int]]:
     """Token ids of a demonstration, and which of them are learned.
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages

@@ -1,11 +1,12 @@
 """Processes, parameters and gradients over ranks: torch.distributed and FSDP2, applied to the model from outside."""
 
+import functools
 import itertools
 import os
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import choose_attention
@@ -36,14 +38,21 @@ class Dist:
         return self.rank == 0
 
 
-def init_distributed(device: str = "auto") -> Dist:
+def init_distributed() -> Dist:
     """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA. Works without torchrun as a world of one."""
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
@@ -59,20 +68,16 @@ def shutdown_distributed() -> None:
         dist.destroy_process_group()
 
 
-def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> nn.Module:
+def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal LM with master weights in `dtype` on the host. Rank 0 reads the files; other ranks get storage that `shard` fills."""
     transformers.utils.logging.disable_progress_bar()
     attention = choose_attention(d.device, d.dtype)
     if d.is_main:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     else:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
     for module in model.modules():
@@ -82,20 +87,21 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32, trust
     return model
 
 
-def shard(model: nn.Module, d: Dist, *, gradient_checkpointing: bool = False) -> nn.Module:
+def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none", "full"] = "none") -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks (FSDP2), one unit a decoder layer and one for the rest.
 
     Compute runs in `d.dtype`, master weights and gradient reduction in the parameters' own dtype. Gradients are SUMMED over
     ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Embedding, final norm and
     LM head share the root unit, so tied weights stay one parameter. Every rank ends up with rank 0's values, buffers included.
     """
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     mesh = init_device_mesh(d.device.type, (d.world_size,))
     units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    if activation_checkpointing == "full":  # keep each unit's input only, run the unit again in the backward pass
+        for unit in units:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
     for module in [*units, model]:
         module.to(d.device)
         if d.world_size > 1:

@@ -81,7 +81,9 @@ def add_response_logprobs(model: nn.Module) -> nn.Module:
     return model
 
 
-def _response_logprobs(self, input_ids, position_ids, cu_seqlens, max_length, hidden_index, targets, temperature, entropy_grad):
+def _response_logprobs(
+    self, input_ids, position_ids, cu_seqlens, max_length, hidden_index, targets, temperature, entropy_grad
+):
     """Packed ids (1, N) -> log-probs and entropies (R,) of the R targets predicted at `hidden_index`."""
     hidden = self.base_model(
         input_ids=input_ids,
@@ -94,7 +96,7 @@ def _response_logprobs(self, input_ids, position_ids, cu_seqlens, max_length, hi
     ).last_hidden_state[0, hidden_index]  # (R, H)
     head = self.get_output_embeddings()
     logps, entropies = [], []
-    for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK)):
+    for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
         if torch.is_grad_enabled():  # logits are recomputed in the backward pass: only one chunk of them ever exists
             logp, entropy = checkpoint(_head_chunk, head, h, y, temperature, entropy_grad, use_reentrant=False)
         else:

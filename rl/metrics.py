@@ -11,7 +11,12 @@ from rl.types import Sample
 
 
 class Timer:
-    """`clock = Timer(device)`; `clock("gen")` closes a phase: seconds and, on CUDA, peak memory since the previous call."""
+    """`clock = Timer(device)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use on the device.
+
+    Memory is the device's own count at the end of the phase: everything of this process, torch's cached blocks and vLLM's
+    pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows within a phase,
+    so this is close to the phase's peak.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -29,13 +34,11 @@ class Timer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            self.memory[f"{phase}_used"] = (total - free) / 2**30
-            self.memory[f"{phase}_peak_allocated"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self.memory[phase] = (total - free) / 2**30
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        """timing_s/<phase> and timing_s/step (seconds); memory_gb/<phase>_peak_allocated by the trainer, _used by all of the device."""
+        """timing_s/<phase> and timing_s/step in seconds, memory_gb/<phase> in GiB."""
         times = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": self._now() - self.start}
         return times | {f"memory_gb/{k}": v for k, v in self.memory.items()}
 
@@ -64,13 +67,25 @@ class Sums:
         """{name: total over micro-batches and ranks} and {name: maximum}. All ranks must enter, with the same names."""
         names = sorted(self.totals)
         totals = all_reduce_sum(torch.stack([self.totals[n] for n in names])).tolist() if names else []
-        result = dict(zip(names, totals))
+        result = dict(zip(names, totals, strict=True))
         if self.maxima:
             names = sorted(self.maxima)
             largest = torch.stack([self.maxima[n] for n in names])
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-            result |= dict(zip(names, largest.tolist()))
+            result |= dict(zip(names, largest.tolist(), strict=True))
         return result
+
+
+def gap_sums(rollout_logp: torch.Tensor, old_logp: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over tokens of how far the engine's log-probs are from the trainer's, both (b, T), for `Sums.add`.
+
+    gap = |rollout - old|, probs_diff = |exp(rollout) - exp(old)|, rollout_kl = rollout - old (k1 estimate of KL(engine, trainer)).
+    """
+    return {
+        "gap": ((rollout_logp - old_logp).abs() * mask).sum(),
+        "probs_diff": ((rollout_logp.exp() - old_logp.exp()).abs() * mask).sum(),
+        "rollout_kl": ((rollout_logp - old_logp) * mask).sum(),
+    }
 
 
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
@@ -78,12 +93,18 @@ def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
     values = values[values.isfinite()].double()
     if values.numel() == 0:
         return {f"{prefix}/{k}": float("nan") for k in ("mean", "max", "min")}
-    return {f"{prefix}/mean": values.mean().item(), f"{prefix}/max": values.max().item(), f"{prefix}/min": values.min().item()}
+    return {
+        f"{prefix}/mean": values.mean().item(),
+        f"{prefix}/max": values.max().item(),
+        f"{prefix}/min": values.min().item(),
+    }
 
 
 def reward_metrics(rewards: torch.Tensor) -> dict[str, float]:
     """rewards (P, G), NaN where a response could not be scored -> critic/score/*, and how many groups carry a signal."""
-    spread = torch.stack([g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards])
+    spread = torch.stack(
+        [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards]
+    )
     return describe("critic/score", rewards) | {
         "reward/zero_std_frac": (spread == 0).double().mean().item(),
         "reward/error_frac": rewards.isnan().double().mean().item(),
@@ -95,7 +116,11 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     response = torch.tensor([float(len(s.response_ids)) for s in samples])
     prompt = torch.tensor([float(len(s.prompt_ids)) for s in samples])
     truncated = sum(s.finish_reason == "length" for s in samples) / len(samples)
-    return describe("response_length", response) | {"response_length/clip_ratio": truncated} | describe("prompt_length", prompt)
+    return (
+        describe("response_length", response)
+        | {"response_length/clip_ratio": truncated}
+        | describe("prompt_length", prompt)
+    )
 
 
 def throughput(samples: Sequence[Sample], times: dict[str, float], d: Dist) -> dict[str, float]:

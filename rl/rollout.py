@@ -22,7 +22,9 @@ def fold(*numbers: int) -> int:
     return state % 2**31
 
 
-def sample_groups(backend: ModuleType, engine: Any, rows: Sequence[dict], sampling: Sampling, *, seed: int) -> list[Sample]:
+def sample_groups(
+    backend: ModuleType, engine: Any, rows: Sequence[dict], sampling: Sampling, *, seed: int
+) -> list[Sample]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of the rows."""
     groups = backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed)
     return [
@@ -33,7 +35,9 @@ def sample_groups(backend: ModuleType, engine: Any, rows: Sequence[dict], sampli
 
 
 @torch.no_grad()
-def verify_engine(policy: nn.Module, samples: Sequence[Sample], *, temperature: float, limit: float, d: Dist, num_probe: int = 4) -> float:
+def verify_engine(
+    policy: nn.Module, samples: Sequence[Sample], *, temperature: float, limit: float, d: Dist, num_probe: int = 4
+) -> float:
     """Score the first fresh samples of every rank with the trainer and compare with the engine's own log-probs.
 
     Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if it exceeds

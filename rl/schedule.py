@@ -38,3 +38,12 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, min_lr
         return constant_with_warmup(step, warmup_steps=warmup_steps)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> float:
+    """The schedule named `kind`, "constant" or "cosine" (down to 0), at update `step`. Raises ValueError for another name."""
+    if kind == "constant":
+        return constant_with_warmup(step, warmup_steps=warmup_steps)
+    if kind == "cosine":
+        return cosine_with_warmup(step, warmup_steps=warmup_steps, total_steps=total_steps)
+    raise ValueError(f"--lr-scheduler-type {kind!r} must be constant or cosine")

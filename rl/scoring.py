@@ -20,7 +20,9 @@ def load_reward_function(spec: str) -> ComputeScore:
     path, _, name = spec.partition(":")
     file, name = pathlib.Path(path), name or "compute_score"
     if not file.is_file():
-        file = pathlib.Path(__file__).parent.parent / path  # relative to the repository, wherever the script was started
+        file = (
+            pathlib.Path(__file__).parent.parent / path
+        )  # relative to the repository, wherever the script was started
     if not file.is_file():
         raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
@@ -32,7 +34,9 @@ def load_reward_function(spec: str) -> ComputeScore:
     return vars(module)[name]
 
 
-def score_samples(compute_score: ComputeScore, samples: Sequence[Sample], texts: Sequence[str], rows: Sequence[dict]) -> list[float | None]:
+def score_samples(
+    compute_score: ComputeScore, samples: Sequence[Sample], texts: Sequence[str], rows: Sequence[dict]
+) -> list[float | None]:
     """One reward per sample; `rows` is indexed by `sample.row_index`. None where the function raised or returned no finite number.
 
     A wrong answer is the function's business (0). None leaves the group statistics and the loss and is counted; the first
@@ -48,6 +52,10 @@ def score_samples(compute_score: ComputeScore, samples: Sequence[Sample], texts:
         except Exception:  # a user's function may raise anything; one response must not end the run
             score, problem = math.nan, traceback.format_exc()
         if problem is not None and None not in scores:
-            print(f"reward function failed on row {sample.row_index}: {problem}\nresponse: {text[-300:]!r}", file=sys.stderr, flush=True)
+            print(
+                f"reward function failed on row {sample.row_index}: {problem}\nresponse: {text[-300:]!r}",
+                file=sys.stderr,
+                flush=True,
+            )
         scores.append(None if problem is not None else score)
     return scores

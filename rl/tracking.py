@@ -46,7 +46,12 @@ class Tracker:
             import swanlab
 
             self.swanlab = swanlab
-            swanlab.init(project=project_name, experiment_name=experiment_name, config=config, logdir=str(self.run_dir / "swanlab"))
+            swanlab.init(
+                project=project_name,
+                experiment_name=experiment_name,
+                config=config,
+                logdir=str(self.run_dir / "swanlab"),
+            )
         if "tensorboard" in backends:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -116,7 +121,9 @@ def show_sample(prompt: str, response: str, score: float | None) -> str:
     """A prompt, its response and its score as an indented block for the console; long texts keep their ends."""
 
     def clip(text: str, limit: int = 600) -> str:
-        return (text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]).replace("\n", "\n    ")
+        return (text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]).replace(
+            "\n", "\n    "
+        )
 
     return f"  prompt:   {clip(prompt)}\n  response: {clip(response)}\n  score:    {score}"
 
@@ -124,11 +131,16 @@ def show_sample(prompt: str, response: str, score: float | None) -> str:
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
     """One line a step: reward, length, loss terms, engine gap, speed, seconds by phase."""
     m = metrics
-    phases = " ".join(f"{k} {m[f'timing_s/{k}']:.1f}" for k in ("gen", "update_weights", "old_log_prob", "ref", "update_actor") if m.get(f"timing_s/{k}", 0) >= 0.05)
+    phases = " ".join(
+        f"{k} {m[f'timing_s/{k}']:.1f}"
+        for k in ("gen", "update_weights", "old_log_prob", "ref", "update_actor")
+        if m.get(f"timing_s/{k}", 0) >= 0.05
+    )
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"reward {m['critic/score/mean']:.3f}",
-        f"len {m['response_length/mean']:.0f}" + (f" ({m['response_length/clip_ratio']:.0%} cut)" if m["response_length/clip_ratio"] else ""),
+        f"len {m['response_length/mean']:.0f}"
+        + (f" ({m['response_length/clip_ratio']:.0%} cut)" if m["response_length/clip_ratio"] else ""),
         f"entropy {m['actor/entropy']:.3f}",
         f"kl {m['actor/kl_loss']:.4f}" if "actor/kl_loss" in m else f"clip {m['actor/pg_clipfrac']:.3f}",
         f"gap {m['rollout/logprob_gap_mean']:.0e}",

@@ -29,17 +29,17 @@ def make_engine(
     tensor_parallel_size: int = 1,
     seed: int = 0,
     free_cache_engine: bool = True,
-    enforce_eager: bool = False,
     load_weights: bool = False,
-    trust_remote_code: bool = False,
 ) -> Engine:
     """A second copy of the model on this rank's device. Memory and parallelism arguments of vLLM are accepted and unused.
 
     Raises ValueError for tensor_parallel_size > 1.
     """
     if tensor_parallel_size != 1:
-        raise ValueError(f"--tensor-model-parallel-size {tensor_parallel_size} needs --engine vllm; --engine hf runs on one device")
-    replica = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor_parallel_size} needs --engine vllm; --engine hf runs on one device"
+        )
+    replica = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     replica = replica.to(d.device).eval().requires_grad_(False)
     eos = replica.generation_config.eos_token_id
     eos = replica.config.eos_token_id if eos is None else eos
@@ -57,7 +57,9 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
     return [done[i : i + sampling.n] for i in range(0, len(done), sampling.n)]
 
 
-def _generate_batch(engine: Engine, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator) -> list[Completion]:
+def _generate_batch(
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator
+) -> list[Completion]:
     device, width = engine.d.device, max(map(len, prompts))
     stops = torch.tensor([*engine.eos_token_ids, *sampling.stop_token_ids], device=device, dtype=torch.long)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
@@ -67,7 +69,12 @@ def _generate_batch(engine: Engine, prompts: list[list[int]], sampling: Sampling
     for _ in range(sampling.max_tokens):
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = engine.model(
-            input_ids=ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         cache = out.past_key_values
         logp = processed_logprobs(out.logits[:, -1].float(), sampling)
@@ -84,7 +91,7 @@ def _generate_batch(engine: Engine, prompts: list[list[int]], sampling: Sampling
     lengths = torch.stack(alive).sum(0).tolist()
     token_rows, logp_rows = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
     reasons = ["stop" if f else "length" for f in finished.tolist()]
-    return [Completion(t[:n], lp[:n], r) for t, lp, n, r in zip(token_rows, logp_rows, lengths, reasons)]
+    return [Completion(t[:n], lp[:n], r) for t, lp, n, r in zip(token_rows, logp_rows, lengths, reasons, strict=True)]
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -109,7 +116,9 @@ def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tens
         parameters[name].data.copy_(tensor)
         missing.discard(name)
     if missing:
-        raise RuntimeError(f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}")
+        raise RuntimeError(
+            f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
+        )
 
 
 def sleep(engine: Engine) -> None:

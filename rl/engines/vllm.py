@@ -37,9 +37,7 @@ def make_engine(
     tensor_parallel_size: int = 1,
     seed: int = 0,
     free_cache_engine: bool = True,
-    enforce_eager: bool = False,
     load_weights: bool = False,
-    trust_remote_code: bool = False,
 ) -> Engine:
     """Start vLLM on this rank's device. Unless `load_weights`, weights are dummies until the first `update_weights`."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -47,15 +45,18 @@ def make_engine(
     on_cpu = d.device.type == "cpu"
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave thread placement to torch, which trains on the same cores
-        torch._dynamo.config.disable = True  # vLLM's CPU sampler is compiled otherwise: seconds of warm-up, and a C++ compiler needed
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )  # leave thread placement to torch, which trains on the same cores
+        torch._dynamo.config.disable = (
+            True  # vLLM's CPU sampler is compiled otherwise: seconds of warm-up, and a C++ compiler needed
+        )
     from vllm import LLM
     from vllm.distributed import parallel_state
 
     llm = LLM(
         model,
         skip_tokenizer_init=True,
-        trust_remote_code=trust_remote_code,
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=tensor_parallel_size,
         dtype=str(dtype).removeprefix("torch."),
@@ -67,7 +68,7 @@ def make_engine(
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top-k and top-p
         enable_prefix_caching=True,
         enable_sleep_mode=free_cache_engine and not on_cpu,
-        enforce_eager=enforce_eager or on_cpu,
+        enforce_eager=on_cpu,
         generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
         disable_log_stats=True,
         seed=seed,
@@ -113,7 +114,8 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
         outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=bar)
         np.random.set_state(numpy_state)
     return [
-        [Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in outputs[i].outputs] for i in mine
+        [Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in outputs[i].outputs]
+        for i in mine
     ]
 
 
@@ -138,7 +140,9 @@ def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tens
     assert engine.llm.reset_prefix_cache(), "vLLM kept a stale prefix cache after a weight push"
 
 
-def _load_on_cpu(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> set[str]:
+def _load_on_cpu(
+    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any
+) -> set[str]:
     """vLLM's CPU kernels keep packed copies of the weights, so layers are unpacked, loaded and packed again.
 
     A tied LM head packs a copy of the embedding that this reload forgets, so it is packed again by hand.

@@ -1,0 +1,35 @@
+# make demo    install, then train a tiny model from scratch with SFT and improve it with GRPO: a few minutes on two cores
+# make test    install, then the whole test suite
+# make lint    ruff
+
+PYTHON ?= python3
+BIN := .venv/bin
+CPU_TORCH := torch==2.13.0+cpu
+
+.PHONY: install demo test lint clean
+
+install: .venv/installed
+
+.venv/installed: requirements.txt requirements-cpu.txt requirements-cpu-overrides.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade uv
+	if nvidia-smi > /dev/null 2>&1; then \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
+	else \
+		{ $(BIN)/python -m pip install --quiet $(CPU_TORCH) 2> /dev/null || \
+		  $(BIN)/python -m pip install --quiet $(CPU_TORCH) --extra-index-url https://download.pytorch.org/whl/cpu; } && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements-cpu.txt --override requirements-cpu-overrides.txt; \
+	fi
+	touch $@
+
+demo: install
+	$(BIN)/python benchmarks/demo.py
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv runs

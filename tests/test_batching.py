@@ -1,0 +1,169 @@
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl.batching import collate, plan_micro_batches, plan_updates
+from rl.types import Batch, Sample, select
+
+EOS = 2
+
+
+def sample(prompt_ids, response_ids, response_mask=None, rollout_logprobs=None, row_index=0):
+    mask = [1] * len(response_ids) if response_mask is None else response_mask
+    logprobs = [-0.5 * (i + 1) for i in range(len(response_ids))] if rollout_logprobs is None else rollout_logprobs
+    return Sample(prompt_ids, response_ids, mask, logprobs, "stop", row_index)
+
+
+def token_load(plan_of_rank, lengths):
+    return sum(lengths[row] for micro in plan_of_rank for row in micro)
+
+
+# --- collate ---
+
+
+def test_collate_places_tokens_mask_and_logprobs_by_position():
+    batch = collate([sample([5, 6, 7], [8, EOS]), sample([9], [10, 11, 12, EOS])], pad_id=0)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, EOS], [9, 10, 11, 12, EOS]]
+    assert batch.response_mask.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]
+    assert batch.rollout_logp.tolist() == [[0, 0, 0, -0.5, -1.0], [0, -0.5, -1.0, -1.5, -2.0]]
+    assert batch.lengths.tolist() == [5, 5]
+    dtypes = [batch.input_ids.dtype, batch.lengths.dtype, batch.response_mask.dtype, batch.rollout_logp.dtype]
+    assert dtypes == [torch.int64, torch.int64, torch.float32, torch.float32]
+    assert [batch.old_logp, batch.ref_logp, batch.advantages, batch.values, batch.returns] == [None] * 5
+
+
+def test_collate_keeps_the_sampled_eos_when_the_pad_id_is_the_eos_id():
+    batch = collate([sample([EOS, 5], [6, EOS]), sample([7], [8, 9, 10, 11, 12])], pad_id=EOS)
+    assert batch.input_ids[0].tolist() == [EOS, 5, 6, EOS, EOS, EOS]
+    assert batch.response_mask[0].tolist() == [0, 0, 1, 1, 0, 0]
+    assert batch.lengths.tolist() == [4, 6]
+
+
+def test_collate_masks_tool_output_and_its_logprobs():
+    batch = collate([sample([5], [6, 7, 8, 9], [1, 0, 0, 1], [-1.0, -7.0, -8.0, -2.0])], pad_id=0)
+    assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1]]
+    assert batch.rollout_logp.tolist() == [[0, -1.0, 0, 0, -2.0]]
+
+
+def test_collate_refuses_samples_that_do_not_line_up():
+    with pytest.raises(AssertionError, match="row 7: 2 ids, 2 mask, 1 log-probs"):
+        collate([sample([5], [6, 7], rollout_logprobs=[-1.0], row_index=7)], pad_id=0)
+    with pytest.raises(AssertionError, match="at least one"):
+        collate([], pad_id=0)
+
+
+# --- select ---
+
+
+def test_select_takes_rows_in_order_and_cuts_to_the_longest():
+    samples = [sample([5, 6], [7, 8, 9, 10]), sample([11], [12]), sample([13, 14], [15])]
+    full = collate(samples, pad_id=0)
+    advantages = torch.arange(18.0).view(3, 6)
+    part = select(replace(full, advantages=advantages), [2, 1])
+    assert part.input_ids.tolist() == [[13, 14, 15], [11, 12, 0]]
+    assert part.lengths.tolist() == [3, 2]
+    assert part.response_mask.tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert part.rollout_logp.tolist() == [[0, 0, -0.5], [0, -0.5, 0]]
+    assert part.advantages.tolist() == [[12, 13, 14], [6, 7, 8]]
+    assert part.old_logp is None
+    assert full.input_ids.shape == (3, 6)
+
+
+def test_select_of_no_rows_is_one_row_that_weighs_nothing():
+    full = collate([sample([5, 6], [7, 8, 9]), sample([11], [12])], pad_id=EOS)
+    empty = select(replace(full, old_logp=full.rollout_logp), [])
+    assert empty.input_ids.shape == (1, 2) and empty.lengths.tolist() == [2]
+    for name in ("response_mask", "rollout_logp", "old_logp"):
+        assert getattr(empty, name).tolist() == [[0, 0]], name
+
+
+def test_select_works_with_a_range_and_a_device():
+    full = collate([sample([5], [6]), sample([7], [8])], pad_id=0)
+    assert isinstance(select(full, range(2), "cpu"), Batch)
+    assert select(full, range(1, 2), torch.device("cpu")).input_ids.tolist() == [[7, 8]]
+
+
+# --- plan_micro_batches ---
+
+
+def test_plan_matches_the_example():
+    assert plan_micro_batches([5, 4, 3, 2], [0, 1, 2, 3], world_size=2, max_tokens=5) == [[[0], [3]], [[1], [2]]]
+
+
+def test_plan_by_hand():
+    lengths = [4, 9, 3, 6, 1, 2]
+    # longest first: 1, 3, 0, 2, 5, 4; bins of at most 10 tokens: {1, 4}, {3, 0}, {2, 5}
+    assert plan_micro_batches(lengths, range(6), world_size=1, max_tokens=10) == [[[1, 4], [3, 0], [2, 5]]]
+    # loads: rank 0 takes 1 (9), rank 1 takes 3 (6), 0 (10), rank 0 takes 2 (12), rank 1 takes 5 (12), rank 0 takes 4
+    assert plan_micro_batches(lengths, range(6), world_size=2, max_tokens=10) == [[[1, 4], [2]], [[3, 0], [5]]]
+
+
+def test_plan_takes_only_the_rows_it_is_given():
+    assert plan_micro_batches([9, 5, 9, 4, 9], [3, 1], world_size=1, max_tokens=9) == [[[1, 3]]]
+
+
+def test_plan_gives_a_row_longer_than_the_budget_a_micro_batch_of_its_own():
+    assert plan_micro_batches([20, 3, 2], range(3), world_size=1, max_tokens=5) == [[[0], [1, 2]]]
+
+
+def test_plan_without_rows_has_no_micro_batches():
+    assert plan_micro_batches([3, 4], [], world_size=3, max_tokens=8) == [[], [], []]
+
+
+def test_plan_fills_ranks_without_work_with_empty_micro_batches():
+    assert plan_micro_batches([7], [0], world_size=3, max_tokens=8) == [[[0]], [[]], [[]]]
+    assert plan_micro_batches([5, 4, 4], range(3), world_size=2, max_tokens=5) == [[[0], []], [[1], [2]]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("max_tokens", [16, 40, 1000])
+def test_plan_holds_its_promises_on_random_lengths(world_size, max_tokens):
+    rng = random.Random(world_size * max_tokens)
+    for _ in range(50):
+        lengths = [rng.randint(1, 24) for _ in range(rng.randint(1, 60))]
+        rows = rng.sample(range(len(lengths)), rng.randint(0, len(lengths)))
+        plan = plan_micro_batches(lengths, rows, world_size=world_size, max_tokens=max_tokens)
+        assert sorted(row for rank in plan for micro in rank for row in micro) == sorted(rows)
+        assert len(plan) == world_size and len({len(rank) for rank in plan}) == 1
+        for micro in (micro for rank in plan for micro in rank if len(micro) > 1):
+            assert sum(lengths[row] for row in micro) <= max_tokens
+        loads = [token_load(rank, lengths) for rank in plan]
+        assert max(loads) - min(loads) <= max(lengths)
+        shuffled = rng.sample(rows, len(rows))
+        assert plan_micro_batches(lengths, shuffled, world_size=world_size, max_tokens=max_tokens) == plan
+
+
+def test_plan_does_not_waste_micro_batches():
+    lengths = [8] * 12 + [2] * 16
+    plan = plan_micro_batches(lengths, range(28), world_size=2, max_tokens=16)
+    assert [len(rank) for rank in plan] == [4, 4]  # 64 tokens a rank in bins of 16
+
+
+# --- plan_updates ---
+
+
+def test_plan_updates_by_hand():
+    lengths = [4, 9, 3, 6, 1, 2, 7]
+    options = dict(mini_batch_size=3, max_tokens=10)
+    assert plan_updates(lengths, world_size=1, rank=0, **options) == [
+        (range(0, 3), [[1], [0, 2]]),
+        (range(3, 6), [[3, 5, 4]]),
+        (range(6, 7), [[6]]),
+    ]
+    first, second = (plan_updates(lengths, world_size=2, rank=rank, **options) for rank in (0, 1))
+    assert first == [(range(0, 3), [[1]]), (range(3, 6), [[3]]), (range(6, 7), [[6]])]
+    assert second == [(range(0, 3), [[0, 2]]), (range(3, 6), [[5, 4]]), (range(6, 7), [[]])]
+
+
+@pytest.mark.parametrize("mini_batch_size", [1, 4, 7, 10, 99])
+def test_plan_updates_gives_every_row_to_one_rank_of_one_update(mini_batch_size):
+    lengths = [5, 8, 3, 8, 2, 9, 4, 4, 6, 7]
+    options = dict(mini_batch_size=mini_batch_size, world_size=3, max_tokens=12)
+    ranks = [plan_updates(lengths, rank=rank, **options) for rank in range(3)]
+    assert [row for mini, _ in ranks[0] for row in mini] == list(range(10))
+    assert all(len(mini) == mini_batch_size for mini, _ in ranks[0][:-1])
+    for updates in zip(*ranks, strict=True):
+        assert len({mini for mini, _ in updates}) == len({len(micros) for _, micros in updates}) == 1
+        assert sorted(row for _, micros in updates for micro in micros for row in micro) == list(updates[0][0])
