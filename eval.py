@@ -36,7 +36,7 @@ class Args:
     max_samples: int | None = None  # evaluate the first so many prompts only
     max_prompt_length: int = 512  # tokens; a longer prompt is an error
     max_response_length: int = 1024  # tokens a response may have
-    # path.py:function, verl's signature (data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}
+    # path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float | dict
     custom_reward_function: str = "rewards/gsm8k.py:compute_score"
 
     # --- rollout

@@ -58,9 +58,7 @@ class Args:
     default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
     save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
-    resume_mode: str = (
-        "auto"  # auto: from the newest checkpoint, if any; disable: start over; or a global_step_N folder
-    )
+    resume_mode: str = "auto"  # auto: from the newest checkpoint, if any; disable; or a global_step_N folder
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "sft"  # run in the trackers, and part of the folder
@@ -86,8 +84,8 @@ def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
     if args.max_token_len_per_gpu < args.max_length:
         raise ValueError(
-            f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one row of --max-length {args.max_length} "
-            "tokens; raise it to at least that"
+            f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one row of "
+            f"--max-length {args.max_length} tokens; raise it to at least that"
         )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train = encode(tokenizer, read_sft_rows(args.train_files), args)

@@ -63,7 +63,7 @@ class Args:
     max_prompt_length: int = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: int = 1024  # tokens; longer responses are cut and counted in response_length/clip_ratio
     filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length, and say how many
-    # path.py:function, verl's signature (data_source, solution_str, ground_truth, extra_info) -> float or {"score": ...}
+    # path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float | dict
     custom_reward_function: str = "rewards/gsm8k.py:compute_score"
 
     # --- rollout
@@ -118,9 +118,7 @@ class Args:
     default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
     save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
-    resume_mode: str = (
-        "auto"  # auto: from the newest checkpoint, if any; disable: start over; or a global_step_N folder
-    )
+    resume_mode: str = "auto"  # auto: from the newest checkpoint, if any; disable; or a global_step_N folder
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
@@ -135,8 +133,8 @@ def validate(args: Args) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
     if args.ppo_mini_batch_size > args.train_batch_size:
         raise ValueError(
-            f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size {args.train_batch_size}; "
-            "both count prompts, make them equal to train on policy"
+            f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
+            f"{args.train_batch_size}; both count prompts, make them equal to train on policy"
         )
     if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):
         raise ValueError(
@@ -144,9 +142,7 @@ def validate(args: Args) -> None:
             f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
         )
     if args.temperature <= 0:
-        raise ValueError(
-            f"--temperature {args.temperature} must be positive: greedy sampling has nothing to learn from"
-        )
+        raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
     if args.loss_mode in ("gspo", "gmpo") and args.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"--loss-mode {args.loss_mode} averages over sequences: add --loss-agg-mode seq-mean-token-mean"

@@ -1,10 +1,10 @@
-"""The whole path in a few minutes on two CPU cores: data -> SFT -> evaluation -> GRPO -> evaluation, each by the script a user runs.
+"""The whole path in a few minutes on two CPU cores: data -> SFT -> evaluation -> GRPO -> evaluation.
 
     make demo        (or: python benchmarks/demo.py)
 
-A 0.2M-parameter Qwen2 learns chains of four additions and subtractions ("4+3-5+2+1=?"). SFT shows it demonstrations of mixed
-quality: many are bare guesses, many end in a form that cannot be graded. GRPO then has to find out what the reward wants.
-Leaves runs/demo/summary.json and runs/demo/curve.png.
+A 0.2M-parameter Qwen2 learns chains of four additions and subtractions ("4+3-5+2+1=?"). SFT shows it demonstrations of
+mixed quality: many are bare guesses, many end in a form that cannot be graded. GRPO then has to find out what the
+reward wants. Leaves runs/demo/summary.json and runs/demo/curve.png.
 """
 
 import json
@@ -147,12 +147,10 @@ def main(args: Args) -> dict[str, float]:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot(lines, folder / "curve.png")
     print(f"\n{'':34}{'after SFT':>10}{'after GRPO':>12}")
-    print(
-        f"{'held-out accuracy, greedy (512)':34}{summary['accuracy_before']:>10.3f}{summary['accuracy_after']:>12.3f}"
-    )
-    print(
-        f"{'training reward, first/last step':34}{summary['reward_first_step']:>10.3f}{summary['reward_last_step']:>12.3f}"
-    )
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    print(f"{'held-out accuracy, greedy (512)':34}{before:>10.3f}{after:>12.3f}")
+    first, last = summary["reward_first_step"], summary["reward_last_step"]
+    print(f"{'training reward, first/last step':34}{first:>10.3f}{last:>12.3f}")
     print(f"{'seconds, start-up included':34}{summary['seconds_sft']:>10.0f}{summary['seconds_grpo']:>12.0f}")
     print(f"total {summary['seconds_total']:.0f} s; {args.run_dir}/summary.json, {args.run_dir}/curve.png")
     return summary

@@ -1,7 +1,8 @@
 """Attention over packed sequences, plugged into unmodified Hugging Face models.
 
-Sequences are concatenated into one row of N tokens; `cu_seq_lens_q` (b + 1,) int32 holds their borders. Hugging Face passes
-both arguments through to the attention function. Two implementations, each causal within a sequence and blind across them:
+Sequences are concatenated into one row of N tokens; `cu_seq_lens_q` (b + 1,) int32 holds their borders. Hugging Face
+passes both arguments through to the attention function. Two implementations, each causal within a sequence and blind
+across them:
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
@@ -33,7 +34,9 @@ def packed_sdpa(
 def packed_varlen(
     module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_
 ):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA only)."""
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
+    only).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     _refuse_short_window(sliding_window, max_length_q)

@@ -20,7 +20,8 @@ def collate(samples: Sequence[Sample], *, pad_id: int) -> Batch:
     for i, s in enumerate(samples):
         start, end = len(s.prompt_ids), s.num_tokens
         assert len(s.response_ids) == len(s.response_mask) == len(s.rollout_logprobs), (
-            f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask, {len(s.rollout_logprobs)} log-probs"
+            f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask entries, "
+            f"{len(s.rollout_logprobs)} log-probs"
         )
         input_ids[i, :end] = torch.tensor(s.prompt_ids + s.response_ids)
         response_mask[i, start:end] = torch.tensor(s.response_mask, dtype=torch.float32)
@@ -35,9 +36,9 @@ def plan_micro_batches(
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
     Rows go, longest first, to the rank with the fewest tokens so far, and there into the first micro-batch with room
-    for them (first-fit decreasing; a row longer than `max_tokens` gets a micro-batch of its own). Every rank gets the same
-    number of micro-batches, because each one is a collective: ranks with fewer are filled up with empty lists.
-    A pure function of its arguments, so all ranks agree on the plan without talking.
+    for them (first-fit decreasing; a row longer than `max_tokens` gets a micro-batch of its own). Every rank gets the
+    same number of micro-batches, because each one is a collective: ranks with fewer are filled up with empty lists. A
+    pure function of its arguments, so all ranks agree on the plan without talking.
 
     Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], world_size 2, max_tokens 5 -> [[[0], [3]], [[1], [2]]].
     """

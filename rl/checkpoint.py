@@ -1,11 +1,11 @@
 """Save and resume. `<dir>/global_step_N/` holds
 
-    state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size
-    huggingface/        config, tokenizer and safetensors in the compute dtype: transformers, vLLM and eval.py load it as it is
+    state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size huggingface/
+    config, tokenizer and safetensors in the compute dtype: transformers, vLLM and eval.py load it as it is
     trainer_state.json  step, arguments, versions; written last
 
-A checkpoint is written to a temporary folder and renamed, so a folder with the final name is complete. Order of data and
-sampling seeds are functions of the step, so the step is all the loop state there is.
+A checkpoint is written to a temporary folder and renamed, so a folder with the final name is complete. Order of data
+and sampling seeds are functions of the step, so the step is all the loop state there is.
 """
 
 import copy
@@ -37,9 +37,9 @@ def save(
     *,
     keep: int | None = None,
 ) -> pathlib.Path:
-    """Write `root/global_step_<step>` and return it; older checkpoints beyond `keep` go afterwards. All ranks must enter.
+    """Write `root/global_step_<step>` and return it. All ranks must enter.
 
-    `args` is the script's dataclass, recorded in trainer_state.json.
+    Older checkpoints beyond `keep` are deleted afterwards. `args` is the script's dataclass, recorded in trainer_state.json.
     """
     final = pathlib.Path(root) / f"global_step_{step}"
     temporary = final.with_name(f".tmp_global_step_{step}")
@@ -62,7 +62,10 @@ def save(
 
 
 def load(path: str | pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore a `global_step_N` folder in place, at any world size; returns N. All ranks must enter. Raises ValueError if it is incomplete."""
+    """Restore a `global_step_N` folder in place, at any world size; returns N. All ranks must enter.
+
+    Raises ValueError if it is incomplete.
+    """
     path = pathlib.Path(path)
     if not (path / "trainer_state.json").is_file():
         raise ValueError(
@@ -86,7 +89,9 @@ def list_steps(root: str | pathlib.Path) -> list[int]:
 
 
 def find(resume_mode: str, root: str | pathlib.Path) -> pathlib.Path | None:
-    """The checkpoint to resume: `disable` none, `auto` the newest complete one under `root` if there is one, otherwise a path."""
+    """The checkpoint to resume: `disable` none, `auto` the newest complete one under `root` if there is one, otherwise
+    a path.
+    """
     if resume_mode == "disable":
         return None
     if resume_mode != "auto":
@@ -96,7 +101,10 @@ def find(resume_mode: str, root: str | pathlib.Path) -> pathlib.Path | None:
 
 
 def export_hf(path: pathlib.Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, d: Dist) -> None:
-    """Write what transformers and vLLM load: safetensors in the compute dtype, config, generation config, tokenizer. All ranks must enter."""
+    """Write what transformers and vLLM load: safetensors in the compute dtype, config, generation config, tokenizer.
+
+    All ranks must enter.
+    """
     tensors = {}
     for name, tensor in full_tensors(model, d.dtype):  # tied weights come once, as safetensors wants them
         if d.is_main:

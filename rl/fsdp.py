@@ -39,7 +39,10 @@ class Dist:
 
 
 def init_distributed() -> Dist:
-    """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA. Works without torchrun as a world of one."""
+    """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA.
+
+    Works without torchrun as a world of one.
+    """
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -69,7 +72,10 @@ def shutdown_distributed() -> None:
 
 
 def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A causal LM with master weights in `dtype` on the host. Rank 0 reads the files; other ranks get storage that `shard` fills."""
+    """A causal LM with master weights in `dtype` on the host.
+
+    Rank 0 reads the files; other ranks get storage that `shard` fills.
+    """
     transformers.utils.logging.disable_progress_bar()
     attention = choose_attention(d.device, d.dtype)
     if d.is_main:
@@ -88,11 +94,12 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
 
 
 def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none", "full"] = "none") -> nn.Module:
-    """Shard parameters, gradients and optimizer state over all ranks (FSDP2), one unit a decoder layer and one for the rest.
+    """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
-    Compute runs in `d.dtype`, master weights and gradient reduction in the parameters' own dtype. Gradients are SUMMED over
-    ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Embedding, final norm and
-    LM head share the root unit, so tied weights stay one parameter. Every rank ends up with rank 0's values, buffers included.
+    One unit a decoder layer, one for the rest.     Compute runs in `d.dtype`, master weights and gradient reduction in the parameters' own dtype. Gradients are SUMMED
+    over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Embedding,
+    final norm and LM head share the root unit, so tied weights stay one parameter. Every rank ends up with rank 0's
+    values, buffers included.
     """
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
@@ -118,14 +125,20 @@ def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none"
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) for every parameter, tied ones once, cast to `dtype` before gathering. All ranks must iterate."""
+    """Yield (name, whole tensor) for every parameter, tied ones once, cast to `dtype` before gathering.
+
+    All ranks must iterate.
+    """
     for name, parameter in model.named_parameters():
         local = parameter.detach().to(dtype or parameter.dtype)
         yield name, local.full_tensor() if isinstance(local, DTensor) else local
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping. All ranks must enter."""
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping.
+
+    All ranks must enter.
+    """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -147,5 +160,7 @@ def all_gather(items: Iterable[T], d: Dist) -> list[T]:
 
 
 def own_slice(items: list[T], d: Dist) -> list[T]:
-    """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores the list."""
+    """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores the
+    list.
+    """
     return items[len(items) * d.rank // d.world_size : len(items) * (d.rank + 1) // d.world_size]

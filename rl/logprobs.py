@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of sampled tokens. Packing and the shift by one live here and nowhere else.
 
-`token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies the
-LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T).
-No caller ever sees a packed tensor; no model ever sees a padded one.
+`token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
+the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
+caller ever sees a packed tensor; no model ever sees a padded one.
 """
 
 import types
@@ -25,9 +25,9 @@ def token_logprobs(
         logp[i, t]    = z[y_t] - logsumexp(z),   z = logits at t-1 / temperature
         entropy[i, t] = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    Args: model, a causal LM prepared by `add_response_logprobs`; batch (b, T); temperature > 0, the one the rollout used;
-    entropy_grad, whether gradients flow through the entropy (for an entropy bonus).
-    Returns: logp (b, T) and entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
+    Args: model, a causal LM prepared by `add_response_logprobs`; batch (b, T); temperature > 0, the one the rollout
+    used; entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and
+    entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
     """
     b, T = batch.input_ids.shape
     assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
@@ -58,7 +58,9 @@ def token_logprobs(
 def fixed_logprobs(
     model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, temperature: float, device: torch.device
 ) -> torch.Tensor:
-    """`token_logprobs` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other ranks."""
+    """`token_logprobs` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other
+    ranks.
+    """
     logp = torch.zeros_like(batch.rollout_logp)
     for rows in micro_batches:
         micro = select(batch, rows, device)
@@ -69,9 +71,9 @@ def fixed_logprobs(
 
 
 def add_response_logprobs(model: nn.Module) -> nn.Module:
-    """Give a Hugging Face causal LM the method `response_logprobs`, known to FSDP2 as a second forward. Call after sharding.
+    """Give a Hugging Face causal LM the method `response_logprobs`, known to FSDP2 as a second forward.
 
-    Raises ValueError for architectures that transform logits after the LM head.
+    Call it after sharding.     Raises ValueError for architectures that transform logits after the LM head.
     """
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if model.config.to_dict().get(name) not in (None, 1, 1.0):

@@ -1,4 +1,7 @@
-"""Metrics under verl's names. Each function turns data of a step into {name: float}; docs/metrics.md says what is healthy."""
+"""Metrics under verl's names.
+
+Each function turns data of a step into {name: float}; docs/metrics.md says what is healthy.
+"""
 
 import time
 from collections import Counter
@@ -11,11 +14,11 @@ from rl.types import Sample
 
 
 class Timer:
-    """`clock = Timer(device)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use on the device.
+    """`clock = Timer(device)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use.
 
-    Memory is the device's own count at the end of the phase: everything of this process, torch's cached blocks and vLLM's
-    pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows within a phase,
-    so this is close to the phase's peak.
+    Memory is the device's own count at the end of the phase: everything of this process, torch's cached blocks and
+    vLLM's pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows
+    within a phase, so this is close to the phase's peak.
     """
 
     def __init__(self, device: torch.device):
@@ -79,7 +82,8 @@ class Sums:
 def gap_sums(rollout_logp: torch.Tensor, old_logp: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sums over tokens of how far the engine's log-probs are from the trainer's, both (b, T), for `Sums.add`.
 
-    gap = |rollout - old|, probs_diff = |exp(rollout) - exp(old)|, rollout_kl = rollout - old (k1 estimate of KL(engine, trainer)).
+    gap = |rollout - old|, probs_diff = |exp(rollout) - exp(old)|, rollout_kl = rollout - old (k1 estimate of KL(engine,
+    trainer)).
     """
     return {
         "gap": ((rollout_logp - old_logp).abs() * mask).sum(),
@@ -101,7 +105,7 @@ def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def reward_metrics(rewards: torch.Tensor) -> dict[str, float]:
-    """rewards (P, G), NaN where a response could not be scored -> critic/score/*, and how many groups carry a signal."""
+    """rewards (P, G), NaN where not scored -> critic/score/*, and the share of groups without any spread."""
     spread = torch.stack(
         [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards]
     )
@@ -124,7 +128,9 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def throughput(samples: Sequence[Sample], times: dict[str, float], d: Dist) -> dict[str, float]:
-    """perf/*: verl's tokens/s/GPU (prompt + response tokens over the step's seconds and ranks), and response tokens/s while generating."""
+    """perf/*: verl's tokens/s/GPU (prompt + response tokens over the step's seconds and ranks), and response tokens/s
+    while generating.
+    """
     total = sum(s.num_tokens for s in samples)
     return {
         "perf/total_num_tokens": float(total),
@@ -135,9 +141,9 @@ def throughput(samples: Sequence[Sample], times: dict[str, float], d: Dist) -> d
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k draws is right: 1 - C(n - c, k) / C(n, k). Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+    """Unbiased chance that at least one of k draws is right: 1 - C(n - c, k) / C(n, k).
 
-    Raises ValueError if k > n. Example: n = 4, c = 1, k = 2 -> 0.5.
+    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError if k > n. Example: n = 4, c = 1, k = 2 -> 0.5.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs 1 <= k <= n = {num_samples} samples per prompt")
@@ -148,6 +154,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_vote(answers: Sequence[str | None]) -> int | None:
-    """Index of the first sample that gives the most frequent answer; None answers do not vote. Ties go to the answer seen first."""
+    """Index of the first sample that gives the most frequent answer; None answers do not vote.
+
+    Ties go to the answer seen first.
+    """
     votes = Counter(a for a in answers if a is not None)
     return answers.index(votes.most_common(1)[0][0]) if votes else None

@@ -25,7 +25,9 @@ def fold(*numbers: int) -> int:
 def sample_groups(
     backend: ModuleType, engine: Any, rows: Sequence[dict], sampling: Sampling, *, seed: int
 ) -> list[Sample]:
-    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of the rows."""
+    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of
+    the rows.
+    """
     groups = backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed)
     return [
         Sample(row["prompt_ids"], c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason, row["row_index"])
@@ -40,8 +42,9 @@ def verify_engine(
 ) -> float:
     """Score the first fresh samples of every rank with the trainer and compare with the engine's own log-probs.
 
-    Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if it exceeds
-    `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken kernel. All ranks must enter.
+    Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if
+    it exceeds `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken
+    kernel. All ranks must enter.
     """
     probe = list(samples[:num_probe])
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
@@ -52,7 +55,8 @@ def verify_engine(
     mean = total / max(count, 1)
     if not mean <= limit:
         raise RuntimeError(
-            f"the rollout engine does not hold the policy's weights: engine and trainer log-probs differ by {mean:.2e} on average over "
-            f"{count:.0f} tokens, more than --max-logprob-gap {limit:.0e}. Weights were not pushed completely, or numerics differ."
+            "the rollout engine does not hold the policy's weights: engine and trainer log-probs differ by "
+            f"{mean:.2e} on average over {count:.0f} tokens, more than --max-logprob-gap {limit:.0e}. "
+            "Weights were not pushed completely, or numerics differ."
         )
     return mean

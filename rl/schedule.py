@@ -41,7 +41,10 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, min_lr
 
 
 def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> float:
-    """The schedule named `kind`, "constant" or "cosine" (down to 0), at update `step`. Raises ValueError for another name."""
+    """The schedule named `kind`, "constant" or "cosine" (down to 0), at update `step`.
+
+    Raises ValueError for another name.
+    """
     if kind == "constant":
         return constant_with_warmup(step, warmup_steps=warmup_steps)
     if kind == "cosine":

@@ -13,9 +13,10 @@ ComputeScore = Callable[..., float | dict]
 
 
 def load_reward_function(spec: str) -> ComputeScore:
-    """`path/to/file.py:name` (name defaults to compute_score) -> the function. Raises ValueError naming the file, the name and the fix.
+    """`path/to/file.py:name` (name defaults to compute_score) -> the function. Raises ValueError if there is none.
 
-    The signature is verl's: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict with "score".
+    The signature is verl's: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+    with "score".
     """
     path, _, name = spec.partition(":")
     file, name = pathlib.Path(path), name or "compute_score"
@@ -37,10 +38,10 @@ def load_reward_function(spec: str) -> ComputeScore:
 def score_samples(
     compute_score: ComputeScore, samples: Sequence[Sample], texts: Sequence[str], rows: Sequence[dict]
 ) -> list[float | None]:
-    """One reward per sample; `rows` is indexed by `sample.row_index`. None where the function raised or returned no finite number.
+    """One reward per sample; `rows` is indexed by `sample.row_index`.
 
-    A wrong answer is the function's business (0). None leaves the group statistics and the loss and is counted; the first
-    failure of a call is printed with its row.
+    None where the function raised or returned no finite number.     A wrong answer is the function's business (0). None leaves the group statistics and the loss and is counted; the
+    first failure of a call is printed with its row.
     """
     scores: list[float | None] = []
     for sample, text in zip(samples, texts, strict=True):

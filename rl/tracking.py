@@ -1,4 +1,6 @@
-"""Where metrics go: a progress line on the console and `metrics.jsonl` always; wandb, swanlab and tensorboard when asked for."""
+"""Where metrics go: a progress line on the console and `metrics.jsonl` always; wandb, swanlab and tensorboard when
+asked for.
+"""
 
 import dataclasses
 import json
@@ -58,7 +60,10 @@ class Tracker:
             self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
-        """Record the metrics of a step everywhere; print `line` if console is on. Non-finite values are null in metrics.jsonl."""
+        """Record the metrics of a step everywhere; print `line` if console is on.
+
+        Non-finite values are null in metrics.jsonl.
+        """
         if not self.enabled:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -75,7 +80,9 @@ class Tracker:
             self.print(line)
 
     def log_generations(self, step: int, kind: str, generations: list[dict]) -> None:
-        """Record responses: dicts with prompt, response, score (and whatever else) to generations.jsonl and the trackers' tables."""
+        """Record responses: dicts with prompt, response, score (and whatever else) to generations.jsonl and the
+        trackers' tables.
+        """
         if not self.enabled or not generations:
             return
         with open(self.run_dir / "generations.jsonl", "a") as f:

@@ -1,7 +1,7 @@
 """The data that flows through a training step: Completion -> Sample -> Batch.
 
-Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V vocabulary.
-Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
+Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V
+vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,9 @@ class Sample:
 class Batch:
     """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
 
-    input_ids (B, T) int64 | lengths (B,) int64 | response_mask (B, T) float32: 1 for tokens the policy sampled (EOS included)
-    rollout_logp, old_logp, ref_logp, advantages, values, returns (B, T) float32 or None, zero where response_mask is zero.
+    input_ids (B, T) int64 | lengths (B,) int64 | response_mask (B, T) float32: 1 for tokens the policy sampled (EOS
+    included) rollout_logp, old_logp, ref_logp, advantages, values, returns (B, T) float32 or None, zero where
+    response_mask is zero.
     """
 
     input_ids: torch.Tensor
@@ -68,9 +69,9 @@ class Batch:
 
 
 def select(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
-    """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors. No rows give one empty row.
+    """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
-    The empty row has two tokens and a zero mask. It weighs nothing; a rank that has run out of work
+    No rows give one empty row.     The empty row has two tokens and a zero mask. It weighs nothing; a rank that has run out of work
     uses it to take part in the collectives of the forward and backward pass.
     """
     index = torch.as_tensor(rows if len(rows) else [0], dtype=torch.long)

@@ -186,22 +186,6 @@ def test_update_weights_refuses_a_push_without_one_tensor(setup, policy, missing
     assert trainer_gap(policy, samples_from(setup, n=1)) < 1e-4  # a whole push repairs it
 
 
-def test_update_weights_takes_a_stream(setup, policy):
-    """Tensors may arrive one at a time and be overwritten once the next is asked for: that is how gathering works."""
-    backend, engine = setup
-
-    def stream():
-        buffer = torch.empty(80 * 96 * 4)
-        for name, tensor in full_tensors(policy):
-            view = buffer[: tensor.numel()].view(tensor.shape)
-            view.copy_(tensor)
-            yield name, view
-            buffer.fill_(float("nan"))
-
-    backend.update_weights(engine, stream())
-    assert trainer_gap(policy, samples_from(setup)) < 1e-4
-
-
 def test_the_engine_keeps_its_weights_while_the_policy_moves_on(setup, policy):
     """The engine holds a copy: an update of the trainer's parameters must not leak into it before the next push."""
     push(setup, policy)
@@ -260,14 +244,14 @@ def test_verify_engine_notices_a_tensor_that_missed_a_small_update(setup, policy
 @pytest.mark.parametrize("temperature", [0.69, 1.0])
 def test_verify_engine_notices_another_temperature(setup, policy, world, temperature):
     push(setup, policy)
-    with pytest.raises(RuntimeError, match=r"differ by \d\.\d\de-0\d on average over 120 tokens, more than .* 1e-04"):
+    with pytest.raises(RuntimeError, match=r"differ by \d\.\d\de-0\d on average over \d+ tokens, more than .* 1e-04"):
         verify(setup, policy, world, temperature=temperature)
 
 
 def test_verify_engine_notices_logprobs_that_are_not_finite(setup, policy, world):
     push(setup, policy)
     samples = samples_from(setup)
-    samples[0].rollout_logprobs[3] = math.nan
+    samples[0].rollout_logprobs[-1] = math.nan
     with pytest.raises(RuntimeError, match="differ by nan"):
         verify_engine(policy, samples, temperature=TEMPERATURE, limit=1e-4, d=world)
 

@@ -1,4 +1,7 @@
-"""The plain engine: a replica of the policy in transformers and a sampling loop with a KV cache. Slow, dependency-free, easy to trust."""
+"""The plain engine: a replica of the policy in transformers and a sampling loop with a KV cache.
+
+Slow, dependency-free, easy to trust.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -31,7 +34,7 @@ def make_engine(
     free_cache_engine: bool = True,
     load_weights: bool = False,
 ) -> Engine:
-    """A second copy of the model on this rank's device. Memory and parallelism arguments of vLLM are accepted and unused.
+    """A second copy of the model on this rank's device. Arguments about vLLM's memory are accepted and unused.
 
     Raises ValueError for tensor_parallel_size > 1.
     """
@@ -48,7 +51,10 @@ def make_engine(
 
 @torch.no_grad()
 def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
-    """Sample `sampling.n` completions for each prompt, `max_num_seqs` sequences at a time. Same seed and weights, same completions."""
+    """Sample `sampling.n` completions for each prompt, `max_num_seqs` sequences at a time.
+
+    Same seed and weights, same completions.
+    """
     generator = torch.Generator(engine.d.device).manual_seed(seed)
     repeated = [p for p in prompts for _ in range(sampling.n)]
     done: list[Completion] = []
@@ -95,7 +101,10 @@ def _generate_batch(
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """log-probs (B, V) of the distribution sampled from: temperature, then top-k, then top-p, renormalised. Temperature 0 counts as 1."""
+    """log-probs (B, V) of the distribution sampled from: temperature, then top-k, then top-p, renormalised.
+
+    Temperature 0 counts as 1.
+    """
     logits = logits / (sampling.temperature or 1.0)
     if sampling.top_k > 0:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
@@ -109,7 +118,10 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor
 
 
 def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy (name, whole tensor) pairs into the replica. All ranks must enter. Raises RuntimeError naming what was not reached."""
+    """Copy (name, whole tensor) pairs into the replica. All ranks must enter.
+
+    Raises RuntimeError naming what was not reached.
+    """
     parameters = dict(engine.model.named_parameters())
     missing = set(parameters)
     for name, tensor in named_tensors:

@@ -1,7 +1,8 @@
-"""vLLM inside the training process: no server, no RPC, weights pushed by one `load_weights` call. Tested with vLLM 0.26 and 0.28.
+"""vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with vLLM 0.26 and 0.28.
 
-Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N neighbouring
-ranks form one engine: they exchange their prompts, generate the same completions together, and each keeps its own prompts' share.
+Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
+neighbouring ranks form one engine: they exchange their prompts, generate the same completions together, and each keeps
+its own prompts' share.
 """
 
 import functools
@@ -71,6 +72,7 @@ def make_engine(
         enforce_eager=on_cpu,
         generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         seed=seed,
     )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
@@ -78,10 +80,10 @@ def make_engine(
 
 
 def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
-    """Sample `sampling.n` completions for each of this rank's prompts (token ids). Same seed, prompts and weights, same completions.
+    """Sample `sampling.n` completions for each of this rank's prompts (token ids).
 
-    vLLM draws from the global generators of torch and, for the seeds of its newer GPU sampler, numpy: both are seeded here and
-    restored afterwards. Per-request seeds cost one kernel launch a sequence a token in the older sampler.
+    The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and, for the seeds of its newer GPU sampler, numpy: both are seeded
+    here and restored afterwards. Per-request seeds cost one kernel launch a sequence a token in the older sampler.
     """
     from vllm import SamplingParams
 
@@ -120,9 +122,9 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
 
 
 def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load (name, whole tensor) pairs with Hugging Face names, lazily, and drop every cached prefix. All ranks must enter.
+    """Load (name, whole tensor) pairs with Hugging Face names, lazily, and drop every cached prefix.
 
-    Raises RuntimeError naming the engine's parameters that no pushed tensor reached.
+    All ranks must enter.     Raises RuntimeError naming the engine's parameters that no pushed tensor reached.
     """
     model_config = engine.llm.llm_engine.model_config
 
