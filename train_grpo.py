@@ -203,7 +203,9 @@ def main(args: Args) -> dict[str, float]:
     )
     backend.sleep(engine)
     policy = fsdp.shard(fsdp.load_policy(args.model, d), d, activation_checkpointing=args.activation_checkpointing)
-    reference = fsdp.shard(fsdp.load_policy(args.model, d).requires_grad_(False), d) if args.use_kl_loss else None
+    reference = None
+    if args.use_kl_loss:
+        reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     resume_from = checkpoint.find(args.resume_mode, run_dir)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0

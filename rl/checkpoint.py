@@ -39,7 +39,7 @@ def save(
 ) -> pathlib.Path:
     """Write `root/global_step_<step>` and return it. All ranks must enter.
 
-    Older checkpoints beyond `keep` are deleted afterwards. `args` is the script's dataclass, recorded in trainer_state.json.
+    Older checkpoints beyond `keep` are deleted afterwards. `args` is the script's dataclass, kept for the record.
     """
     final = pathlib.Path(root) / f"global_step_{step}"
     temporary = final.with_name(f".tmp_global_step_{step}")

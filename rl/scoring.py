@@ -21,9 +21,7 @@ def load_reward_function(spec: str) -> ComputeScore:
     path, _, name = spec.partition(":")
     file, name = pathlib.Path(path), name or "compute_score"
     if not file.is_file():
-        file = (
-            pathlib.Path(__file__).parent.parent / path
-        )  # relative to the repository, wherever the script was started
+        file = pathlib.Path(__file__).parent.parent / path  # relative to the repository, wherever the script started
     if not file.is_file():
         raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
@@ -40,8 +38,8 @@ def score_samples(
 ) -> list[float | None]:
     """One reward per sample; `rows` is indexed by `sample.row_index`.
 
-    None where the function raised or returned no finite number.     A wrong answer is the function's business (0). None leaves the group statistics and the loss and is counted; the
-    first failure of a call is printed with its row.
+    None where the function raised or returned no finite number. A wrong answer is the function's business (0); None
+    leaves the group statistics and the loss, and is counted. The first failure of a call is printed with its row.
     """
     scores: list[float | None] = []
     for sample, text in zip(samples, texts, strict=True):

@@ -52,27 +52,26 @@ class Sample:
 class Batch:
     """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
 
-    input_ids (B, T) int64 | lengths (B,) int64 | response_mask (B, T) float32: 1 for tokens the policy sampled (EOS
-    included) rollout_logp, old_logp, ref_logp, advantages, values, returns (B, T) float32 or None, zero where
-    response_mask is zero.
+    response_mask is 1 for tokens the policy sampled, EOS included. All other per-token tensors are zero where it is zero,
+    and the optional ones are None until a phase of the step adds them to a new Batch.
     """
 
-    input_ids: torch.Tensor
-    lengths: torch.Tensor
-    response_mask: torch.Tensor
-    rollout_logp: torch.Tensor
-    old_logp: torch.Tensor | None = None
-    ref_logp: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+    input_ids: torch.Tensor  # (B, T) int64
+    lengths: torch.Tensor  # (B,) int64, prompt + response
+    response_mask: torch.Tensor  # (B, T) float32
+    rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
+    old_logp: torch.Tensor | None = None  # (B, T) by the policy that starts the step
+    ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference
+    advantages: torch.Tensor | None = None  # (B, T)
+    values: torch.Tensor | None = None  # (B, T)
+    returns: torch.Tensor | None = None  # (B, T)
 
 
 def select(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
     """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
-    No rows give one empty row.     The empty row has two tokens and a zero mask. It weighs nothing; a rank that has run out of work
-    uses it to take part in the collectives of the forward and backward pass.
+    No rows give one empty row: two tokens and a zero mask. It weighs nothing; a rank that has run out of work uses it
+    to take part in the collectives of the forward and backward pass.
     """
     index = torch.as_tensor(rows if len(rows) else [0], dtype=torch.long)
     width = int(batch.lengths[index].max()) if len(rows) else 2

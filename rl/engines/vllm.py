@@ -46,12 +46,8 @@ def make_engine(
     on_cpu = d.device.type == "cpu"
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault(
-            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-        )  # leave thread placement to torch, which trains on the same cores
-        torch._dynamo.config.disable = (
-            True  # vLLM's CPU sampler is compiled otherwise: seconds of warm-up, and a C++ compiler needed
-        )
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # torch trains on the same cores
+        torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler needed
     from vllm import LLM
     from vllm.distributed import parallel_state
 
@@ -82,8 +78,9 @@ def make_engine(
 def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
     """Sample `sampling.n` completions for each of this rank's prompts (token ids).
 
-    The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and, for the seeds of its newer GPU sampler, numpy: both are seeded
-    here and restored afterwards. Per-request seeds cost one kernel launch a sequence a token in the older sampler.
+    The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and, for
+    the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds would cost
+    the older sampler one kernel launch a sequence a token.)
     """
     from vllm import SamplingParams
 
