@@ -96,10 +96,10 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
 def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none", "full"] = "none") -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
-    Compute runs in `d.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are SUMMED
-    over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each decoder
-    layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. Every rank
-    ends up with rank 0's values, buffers included.
+    Compute runs in `d.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
+    SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
+    decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
+    Every rank ends up with rank 0's values, buffers included.
     """
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master

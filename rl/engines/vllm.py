@@ -78,9 +78,9 @@ def make_engine(
 def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
     """Sample `sampling.n` completions for each of this rank's prompts (token ids).
 
-    The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and, for
-    the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds would cost
-    the older sampler one kernel launch a sequence a token.)
+    The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and,
+    for the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds
+    would cost the older sampler one kernel launch a sequence a token.)
     """
     from vllm import SamplingParams
 
