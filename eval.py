@@ -21,7 +21,7 @@ from rl.data import encode_prompts, read_rows
 from rl.engines import hf, vllm
 from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
 from rl.metrics import majority_vote, pass_at_k
-from rl.rollout import fold, sample_groups
+from rl.rollout import fold, sample_groups, stop_token_ids
 from rl.scoring import load_reward_function, score_samples
 from rl.types import Sampling
 
@@ -88,7 +88,8 @@ def main(args: Args) -> dict[str, float]:
         free_cache_engine=False,
         load_weights=True,
     )
-    sampling = Sampling(args.n, args.temperature, args.top_p, args.top_k, max_tokens=args.max_response_length)
+    stops = stop_token_ids(args.model, tokenizer)
+    sampling = Sampling(args.n, args.temperature, args.top_p, args.top_k, args.max_response_length, stops)
     own_samples = sample_groups(backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank))
     own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
     own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)

@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 import tyro
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from rl import checkpoint, fsdp, losses, schedule
@@ -24,7 +23,7 @@ from rl.batching import collate, plan_updates
 from rl.data import encode_sft, prompts_for_step, read_sft_rows
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer
-from rl.tracking import Backend, Tracker
+from rl.tracking import Backend, Tracker, progress
 from rl.types import Sample, select
 
 
@@ -103,14 +102,14 @@ def main(args: Args) -> dict[str, float]:
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
-        f"{len(train)} rows, {args.train_batch_size} a step, {d.world_size} rank(s), "
+        (f"resumed from {resume_from}\n" if resume_from else "")
+        + f"{len(train)} rows, {args.train_batch_size} a step, {d.world_size} rank(s), "
         f"steps {start + 1} to {total_steps}, {run_dir}"
     )
     planning = dict(rank=d.rank, world_size=d.world_size, max_tokens=args.max_token_len_per_gpu)
     metrics, val_metrics = {}, {}
 
-    bar = tqdm(desc="sft", initial=start, total=total_steps, disable=None if d.is_main else True, leave=False)
-    for step in range(start, total_steps):
+    for step in progress("sft", range(start, total_steps)):
         clock = Timer(d.device)
 
         # 1. Batch: a pure function of (seed, step), planned into micro-batches that all ranks run in lockstep.
@@ -152,7 +151,6 @@ def main(args: Args) -> dict[str, float]:
             f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU"
         )
         tracker.log(step + 1, metrics, line if last or (step + 1) % args.log_freq == 0 else "")
-        bar.update()
 
         # 4. Evaluate: the same loss on held-out rows, without gradients.
         if val and args.test_freq > 0 and (last or (step + 1) % args.test_freq == 0):
@@ -167,7 +165,6 @@ def main(args: Args) -> dict[str, float]:
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
             checkpoint.save(run_dir, step + 1, policy, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep)
 
-    bar.close()
     tracker.close()
     fsdp.shutdown_distributed()
     return metrics | val_metrics

@@ -28,9 +28,9 @@ from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer, describe, gap_sums, reward_metrics, rollout_metrics, throughput
-from rl.rollout import fold, sample_groups, verify_engine
+from rl.rollout import fold, sample_groups, stop_token_ids, verify_engine
 from rl.scoring import load_reward_function, score_samples
-from rl.tracking import Backend, Tracker, progress_line, show_sample
+from rl.tracking import Backend, Tracker, progress, progress_line, show_sample
 from rl.types import Sampling, select
 
 ENGINES = {"vllm": vllm, "hf": hf}
@@ -149,10 +149,10 @@ def validate(args: Args) -> None:
         )
 
 
-def evaluate(args, backend, engine, rows, tokenizer, compute_score, tracker, step, d) -> dict[str, float]:
+def evaluate(args, backend, engine, sampling, rows, tokenizer, compute_score, tracker, step, d) -> dict[str, float]:
     """Score one greedy response to every held-out prompt with the current weights. All ranks must enter."""
-    greedy = Sampling(temperature=0.0, max_tokens=args.max_response_length)
-    samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), greedy, seed=args.seed)
+    sampling = replace(sampling, n=1, temperature=0.0)
+    samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=args.seed)
     texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
     rows_by_index = {row["row_index"]: row for row in rows}
     scores = score_samples(compute_score, samples, texts, rows_by_index)
@@ -182,6 +182,12 @@ def main(args: Args) -> dict[str, float]:
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     compute_score = load_reward_function(args.custom_reward_function)
     rows_by_index = {row["row_index"]: row for row in train_rows}
+    sampling = Sampling(
+        n=args.rollout_n,
+        temperature=args.temperature,
+        max_tokens=args.max_response_length,
+        stop_token_ids=stop_token_ids(args.model, tokenizer),
+    )
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / args.ppo_mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
@@ -211,7 +217,8 @@ def main(args: Args) -> dict[str, float]:
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
-        f"{args.train_batch_size} prompts x {args.rollout_n} = {args.train_batch_size * args.rollout_n} responses and "
+        (f"resumed from {resume_from}\n" if resume_from else "")
+        + f"{args.train_batch_size} prompts x {args.rollout_n} = {args.train_batch_size * args.rollout_n} responses and "
         f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts, "
         f"steps {start + 1} to {total_steps}, {run_dir}"
     )
@@ -229,16 +236,16 @@ def main(args: Args) -> dict[str, float]:
         clock("update_weights")
         due = args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps)
         if args.val_before_train if step == 0 else due:
-            val_metrics = evaluate(args, backend, engine, val_rows, tokenizer, compute_score, tracker, step, d)
+            val_metrics = evaluate(
+                args, backend, engine, sampling, val_rows, tokenizer, compute_score, tracker, step, d
+            )
             clock("testing")
         if step == total_steps:
             break
-        sampling = Sampling(n=args.rollout_n, temperature=args.temperature, max_tokens=args.max_response_length)
-        own_samples = sample_groups(
-            backend, engine, fsdp.own_slice(rows, d), sampling, seed=fold(args.seed, step, d.rank)
-        )
-        backend.sleep(engine)
+        seed = fold(args.seed, step, d.rank)
+        own_samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=seed)
         clock("gen")
+        backend.sleep(engine)
         verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
         clock("verify")
 
@@ -290,7 +297,7 @@ def main(args: Args) -> dict[str, float]:
                 num_seqs=mini_mask.any(1).sum().item(),
                 scale=args.loss_scale_factor or args.max_response_length,
             )
-            for micro_rows in micros:
+            for micro_rows in progress("update", micros):
                 micro = select(batch, micro_rows, d.device)  # (b, t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.batching import collate
 from rl.fsdp import Dist, all_reduce_sum
@@ -20,6 +21,20 @@ def fold(*numbers: int) -> int:
         state = (state ^ (number & (2**64 - 1))) * 0xBF58476D1CE4E5B9 % 2**64
         state ^= state >> 29
     return state % 2**31
+
+
+def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
+
+    They often differ: an instruction-tuned tokenizer ends turns with one token, its base model ended documents with another.
+    """
+    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
+    try:
+        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
+    except OSError:  # the model comes without one
+        pass
+    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    return tuple(dict.fromkeys(ids))
 
 
 def sample_groups(

@@ -5,10 +5,16 @@ asked for.
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import sys
 import time
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
 
 Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
@@ -122,6 +128,12 @@ def _drop_after(file: pathlib.Path, step: int) -> None:
     if file.exists():
         kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
         file.write_text("".join(line + "\n" for line in kept))
+
+
+def progress(name: str, items: Sequence[T]) -> Iterable[T]:
+    """Iterate over a phase with a progress bar: on rank 0, on a terminal, once it has taken five seconds."""
+    quiet = True if os.environ.get("RANK", "0") != "0" else None  # None: quiet unless stderr is a terminal
+    return tqdm(items, desc=name, delay=5, leave=False, disable=quiet)
 
 
 def show_sample(prompt: str, response: str, score: float | None) -> str:

@@ -48,7 +48,7 @@ def test_collate_masks_tool_output_and_its_logprobs():
 
 
 def test_collate_refuses_samples_that_do_not_line_up():
-    with pytest.raises(AssertionError, match="row 7: 2 ids, 2 mask, 1 log-probs"):
+    with pytest.raises(AssertionError, match="row 7: 2 ids.* 1 log-probs"):
         collate([sample([5], [6, 7], rollout_logprobs=[-1.0], row_index=7)], pad_id=0)
     with pytest.raises(AssertionError, match="at least one"):
         collate([], pad_id=0)

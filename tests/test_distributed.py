@@ -1,9 +1,11 @@
 """One rank, two ranks and no sharding at all must give the same numbers."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
 
 from rl.batching import plan_micro_batches
@@ -228,3 +230,98 @@ def test_all_gather_takes_lists_of_different_lengths_in_rank_order(ranks):
 def test_all_reduce_sum_adds_over_ranks(ranks):
     expected = [float(len(ranks)), float(sum(range(len(ranks))))]
     assert all(rank["sum"].tolist() == expected for rank in ranks)
+
+
+# --- vLLM on two ranks ---
+
+
+@pytest.fixture(scope="module")
+def untied_model(tmp_path_factory) -> str:
+    """Folder of a small Qwen2 with a separate LM head and heads that two ranks can share."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    config = Qwen2Config(
+        vocab_size=80,
+        hidden_size=128,
+        num_hidden_layers=2,
+        intermediate_size=192,
+        num_attention_heads=4,  # of 32: vLLM on CPU refuses smaller ones
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((0.1 if parameter.ndim == 2 else 0.3) * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])
+def rolled_out(request, tiny_model, untied_model, torchrun, tmp_path_factory):
+    """(plain model before training, batch, per rank what tests/workers/rollouts.py found)."""
+    path = {1: tiny_model, 2: untied_model}[request.param]
+    plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
+    batch = make_batch(plain)
+    torch.save(batch, out / "batch.pt")
+    torchrun(WORKERS / "rollouts.py", 2, path, out / "batch.pt", out, request.param)
+    results = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    assert all(rank["tied"] == (path == tiny_model) for rank in results)
+    return plain, batch, results
+
+
+@torch.no_grad()
+def gap_to(model, samples):
+    """Largest difference between the engine's log-probs and those of a plain forward pass."""
+    gaps = []
+    for s in samples:
+        logp = plain_logprobs(model, s.prompt_ids + s.response_ids)[0][len(s.prompt_ids) :]
+        gaps.append((logp - torch.tensor(s.rollout_logprobs, dtype=logp.dtype)).abs().max().item())
+    return max(gaps)
+
+
+def trained_model(plain, rank):
+    model = copy.deepcopy(plain)
+    model.load_state_dict({name: tensor.double() for name, tensor in rank["trained"].items()}, strict=False)
+    model.tie_weights()
+    return model
+
+
+def test_every_ranks_engine_holds_the_policy_after_every_push(rolled_out):
+    plain, _, ranks = rolled_out
+    for rank in ranks:
+        after = trained_model(plain, rank)
+        assert rank["first push gap"] < 1e-5 and gap_to(plain, rank["first push"]) < 1e-4
+        assert rank["old weights gap"] > 0.01 and gap_to(after, rank["old weights"]) > 0.05
+        assert gap_to(plain, rank["old weights"]) < 1e-4
+        assert rank["second push gap"] < 1e-5 and gap_to(after, rank["second push"]) < 1e-4
+
+
+def test_every_rank_gets_the_samples_of_its_own_prompts(rolled_out):
+    for name in ("first push", "second push"):
+        first, second = (rank[name] for rank in rolled_out[2])
+        assert [s.row_index for s in first] == [0, 0, 1, 1]
+        assert [s.row_index for s in second] == [2, 2, 3, 3, 4, 4]
+        assert all(0 < len(s.response_ids) <= 10 for s in (*first, *second))
+
+
+def test_a_rank_without_prompts_gets_no_samples(rolled_out):
+    plain, _, (first, second) = rolled_out
+    assert first["rank 0 without prompts"] == []
+    samples = second["rank 0 without prompts"]
+    assert [s.row_index for s in samples] == [0, 0]
+    assert gap_to(trained_model(plain, second), samples) < 1e-4
+
+
+def test_an_update_between_rollouts_does_not_depend_on_the_world_size(rolled_out):
+    plain, batch, ranks = rolled_out
+    model = copy.deepcopy(plain)
+    plain_gradients(model, batch, range(8), CASE)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for name, expected in model.named_parameters():
+        assert (expected - plain.get_parameter(name)).abs().max() > 1e-4, f"{name} has not moved"
+        for rank in ranks:
+            torch.testing.assert_close(rank["trained"][name].double(), expected.detach(), rtol=0, atol=1e-6)
