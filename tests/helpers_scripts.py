@@ -1,0 +1,210 @@
+"""What the tests of the scripts share: a small task, the scripts run for real, and readers of what they leave behind.
+
+Run by torchrun it is a worker: `helpers_scripts.py RUNS.json` runs main of a script once for each entry, in order.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from data import arithmetic
+from rl.engines import hf
+from rl.rollout import fold
+
+ROOT = Path(__file__).parent.parent
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLOCKS = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/gen_tokens_per_s")  # differ from run to run
+
+# Right or wrong by the parity of the text: an untrained model earns both. CRASH_AT_CALL ends the process there.
+REWARD = """
+import os
+
+calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls
+    calls += 1
+    if calls == int(os.environ.get("CRASH_AT_CALL", "0")):
+        os._exit(9)
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+class Task(NamedTuple):
+    """Files of the arithmetic task, small: 256 demonstrations, 64 prompts, 16 held-out prompts of 30 tokens each."""
+
+    model: str
+    sft: str
+    train: str
+    test: str
+    reward: str
+
+
+def make_task(folder: Path) -> Task:
+    arithmetic.main(arithmetic.Args(output_dir=folder, num_sft=256, num_train=64, num_test=16))
+    names = ("model", "sft.parquet", "train.parquet", "test.parquet", "reward.py")
+    (folder / "reward.py").write_text(REWARD)
+    return Task(*(str(folder / name) for name in names))
+
+
+def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_grpo.py that takes a fraction of a second: 4 prompts x 4 responses of up to 12 tokens."""
+    return dict(
+        model=task.model,
+        train_files=(task.train,),
+        val_files=(task.test,),
+        train_batch_size=4,
+        ppo_mini_batch_size=4,
+        rollout_n=4,
+        max_prompt_length=32,
+        max_response_length=12,
+        engine="hf",
+        custom_reward_function=task.reward,
+        default_local_dir=str(run_dir),
+        total_training_steps=2,
+        lr=1e-3,
+        val_before_train=False,
+        test_freq=-1,
+        log_samples_freq=0,
+    ) | changes  # fmt: skip
+
+
+def sft_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of an sft.py that takes a fraction of a second."""
+    return dict(
+        model=task.model,
+        train_files=(task.sft,),
+        train_batch_size=16,
+        max_length=128,
+        default_local_dir=str(run_dir),
+        total_training_steps=4,
+        lr=4e-3,
+    ) | changes  # fmt: skip
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """Arguments as a user types them: {"rollout_n": 4, "use_kl_loss": True} -> --rollout-n 4 --use-kl-loss"""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{flag}" if value else f"--no-{flag}"]
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+def start(*command: object, nproc: int = 0, **env: object) -> subprocess.Popen:
+    """Start `python command` (or torchrun with `nproc` ranks) in the repository, one thread a process, no network."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, *map(str, command)],
+        cwd=ROOT,
+        env=environment | {name: str(value) for name, value in env.items()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, *, timeout: float = 150) -> str:
+    """Wait for a started process; returns what it printed, and leaves the exit status in `process.returncode`."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"{process.args} took longer than {timeout} s:\n{output[-4000:]}") from None
+    return output
+
+
+def run(*command: object, nproc: int = 0, **env: object) -> str:
+    """`start` and `finish` a command that must succeed; returns its output."""
+    process = start(*command, nproc=nproc, **env)
+    output = finish(process)
+    assert process.returncode == 0, f"{process.args} ended with {process.returncode}:\n{output[-6000:]}"
+    return output
+
+
+def leave_distributed() -> None:
+    """Undo what a script's main leaves behind when it raises: the process group, and the rank in the environment."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+
+
+def read_jsonl(path: str | Path) -> list[dict]:
+    """Objects of a jsonl file; NaN and Infinity, which are not JSON, are errors."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{path} holds {constant}")
+
+    return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
+
+
+def timeless(lines: Iterable[dict]) -> list[dict]:
+    """Lines of metrics.jsonl without what a clock says."""
+    return [{k: v for k, v in line.items() if k != "time" and not k.startswith(CLOCKS)} for line in lines]
+
+
+def weights(checkpoint: str | Path) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint's huggingface/ folder."""
+    return load_file(Path(checkpoint) / "huggingface" / "model.safetensors")
+
+
+def dcp_state(checkpoint: str | Path, scratch: Path) -> dict[str, Any]:
+    """Everything in a checkpoint's state/ folder by path: model/..., optimizer/state/...; tensors and plain values."""
+    file = scratch / "state.pt"
+    dcp_to_torch_save(Path(checkpoint) / "state", file)
+
+    def flatten(prefix: str, value: Any) -> dict[str, Any]:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if not isinstance(value, dict) or not value:
+            return {prefix: value}
+        return {k: v for key, x in value.items() for k, v in flatten(f"{prefix}/{key}".lstrip("/"), x).items()}
+
+    return flatten("", torch.load(file, weights_only=False))
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """The same names, and under each the same value, bit by bit."""
+    assert left.keys() == right.keys() and left, f"{sorted(left.keys() ^ right.keys())}"
+    different = [
+        name
+        for name, a in left.items()
+        if not (torch.equal(a, right[name]) if isinstance(a, torch.Tensor) else a == right[name])
+    ]
+    assert not different, f"{len(different)} of {len(left)} differ: {different[:5]}"
+
+
+def generate_by_prompt(sample: Callable = hf.generate) -> Callable:
+    """A `generate` whose responses depend on the prompt and the weights alone: not on seed, rank or neighbours."""
+
+    def generate(engine, prompts, sampling, *, seed):
+        return [sample(engine, [prompt], sampling, seed=fold(*prompt))[0] for prompt in prompts]
+
+    return generate
+
+
+if __name__ == "__main__":
+    for entry in json.loads(Path(sys.argv[1]).read_text()):
+        hf.generate = generate_by_prompt() if entry.get("by_prompt") else hf.generate
+        os.environ |= entry.get("env", {})
+        script = importlib.import_module(entry["script"])
+        script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))

@@ -1,0 +1,368 @@
+"""A run that was interrupted ends exactly where the unbroken one does; what it exports is what it trained."""
+
+import json
+import shutil
+import signal
+
+import helpers_scripts as h
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import sft
+import train_grpo
+from rl import checkpoint, fsdp
+
+STEPS = 5
+# Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
+BUSY = dict(
+    total_training_steps=STEPS,
+    save_freq=1,
+    ppo_mini_batch_size=2,
+    ppo_epochs=2,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    lr_scheduler_type="cosine",
+    lr_warmup_steps=2,
+    val_before_train=True,
+    test_freq=2,
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in one order everywhere, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+@pytest.fixture(scope="module")
+def unbroken(task, tmp_path_factory):
+    """A GRPO run of five steps that was never interrupted, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **BUSY)))
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture
+def policy_of():
+    """(model folder, dtype of the export) -> policy, optimizer and Dist of a world of one."""
+
+    def make(model, dtype=torch.float32):
+        d = fsdp.init_distributed()
+        d = fsdp.Dist(d.rank, d.world_size, d.device, dtype)
+        policy = fsdp.shard(fsdp.load_policy(model, d), d)
+        return policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), d
+
+    return make
+
+
+def assert_same_run(run_dir, unbroken, last, scratch):
+    """Weights, optimizer and metrics of two runs: equal to the last bit, each line of metrics.jsonl there once."""
+    h.assert_same(h.weights(run_dir / f"global_step_{last}"), h.weights(unbroken / f"global_step_{last}"))
+    h.assert_same(
+        h.dcp_state(run_dir / f"global_step_{last}", scratch), h.dcp_state(unbroken / f"global_step_{last}", scratch)
+    )
+    lines, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (run_dir, unbroken))
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    assert lines == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact continuation
+
+
+def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken, tmp_path):
+    # Scored responses: 16 held out, 2 steps of 16, 16 held out, so that call 90 falls into step 4.
+    settings = h.grpo_settings(task, tmp_path, **BUSY)
+    process = h.start("train_grpo.py", *h.flags(settings), CRASH_AT_CALL=90)
+    output = h.finish(process)
+    assert process.returncode == 9, output
+    assert checkpoint.list_steps(tmp_path) == [1, 2, 3]
+    assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2, 3]
+
+    metrics = train_grpo.main(train_grpo.Args(**settings))
+
+    assert_same_run(tmp_path, unbroken, STEPS, tmp_path)
+    steps = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    assert steps == [1, 2, 3, 4, 5]
+    last = h.read_jsonl(unbroken / "metrics.jsonl")[-2]
+    assert {k: v for k, v in metrics.items() if k.startswith(("actor/", "critic/"))} == {
+        k: v for k, v in last.items() if k.startswith(("actor/", "critic/"))
+    }
+    assert (tmp_path / "generations.jsonl").read_text() == (unbroken / "generations.jsonl").read_text()
+    # The comparison means something: training moved the weights, and every step moved them further.
+    first, final = h.weights(unbroken / "global_step_1"), h.weights(unbroken / f"global_step_{STEPS}")
+    assert all(not torch.equal(first[name], final[name]) for name in first)
+
+
+def test_a_run_continues_from_a_folder_that_is_named(task, unbroken, tmp_path):
+    settings = h.grpo_settings(task, tmp_path, **BUSY, resume_mode=str(unbroken / "global_step_2"))
+    train_grpo.main(train_grpo.Args(**settings))
+    h.assert_same(h.weights(tmp_path / "global_step_5"), h.weights(unbroken / "global_step_5"))
+    lines = [line for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    whole = [line for line in h.read_jsonl(unbroken / "metrics.jsonl") if "actor/loss" in line]
+    assert h.timeless(lines) == h.timeless(whole)[2:]
+
+
+def test_resume_mode_disable_starts_over(task, unbroken, tmp_path):
+    shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **BUSY, resume_mode="disable")))
+    assert_same_run(tmp_path, unbroken, STEPS, tmp_path)
+
+
+def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(unbroken, run_dir)
+    before = (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns
+    metrics = train_grpo.main(train_grpo.Args(**h.grpo_settings(task, run_dir, **BUSY)))
+    assert "actor/loss" not in metrics and 0 < metrics["val/accuracy"] < 1
+    assert checkpoint.list_steps(run_dir) == [1, 2, 3, 4, 5]
+    assert (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns == before
+    assert [x["step"] for x in h.read_jsonl(run_dir / "metrics.jsonl") if "actor/loss" in x] == [1, 2, 3, 4, 5]
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys, tyro
+from rl import checkpoint
+import sft
+
+def export(path, *rest, original=checkpoint.export_hf):
+    if "global_step_3" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(path, *rest)
+
+checkpoint.export_hf = export
+sft.main(tyro.cli(sft.Args))
+"""
+
+
+def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(task, tmp_path):
+    changes = dict(save_freq=1, total_training_steps=5, val_files=(task.sft,), test_freq=2, train_batch_size=12)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    sft.main(sft.Args(**h.sft_settings(task, whole, **changes)))
+    settings = h.sft_settings(task, broken, **changes)
+    process = h.start("-c", KILLED_WHILE_SAVING, *h.flags(settings))
+    output = h.finish(process)
+    assert process.returncode == -signal.SIGKILL, output
+    assert (broken / ".tmp_global_step_3" / "state").is_dir()  # half of it was there
+    assert checkpoint.list_steps(broken) == [1, 2]
+    assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")] == [1, 2, 2, 3]
+
+    sft.main(sft.Args(**settings))
+
+    assert_same_run(broken, whole, 5, tmp_path)
+    assert not list(broken.glob(".tmp_*"))
+
+
+def test_a_crashed_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
+    pytest.importorskip("vllm")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = dict(engine="vllm", save_freq=1, total_training_steps=3, test_freq=3)
+    commands = {run_dir: h.flags(h.grpo_settings(task, run_dir, **changes)) for run_dir in (whole, broken)}
+    unbroken = h.start("train_grpo.py", *commands[whole])
+    crashed = h.start("train_grpo.py", *commands[broken], CRASH_AT_CALL=20)
+    output = h.finish(crashed)
+    assert crashed.returncode == 9, output
+    output = h.finish(unbroken)
+    assert unbroken.returncode == 0, output
+    assert checkpoint.list_steps(broken) == [1]
+
+    h.run("train_grpo.py", *commands[broken])
+
+    assert_same_run(broken, whole, 3, tmp_path)
+    lines = h.read_jsonl(whole / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert all(line["actor/grad_norm"] > 0.1 for line in lines[:3])
+
+
+def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, policy_of, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    # Five prompts on two ranks: 8 responses a step for one, 12 for the other, whose call 20 is in step 2.
+    changes = dict(total_training_steps=3, save_freq=1, train_batch_size=5, ppo_mini_batch_size=2)
+    entries = [
+        {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
+        {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "env": {"CRASH_AT_CALL": "20"}},
+    ]
+    (tmp_path / "runs.json").write_text(json.dumps(entries))
+    process = h.start(h.__file__, tmp_path / "runs.json", nproc=2)
+    output = h.finish(process)
+    assert process.returncode != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
+    assert checkpoint.list_steps(broken) == [1], output
+
+    h.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
+
+    assert_same_run(broken, whole, 3, tmp_path)
+    # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.
+    policy, optimizer, d = policy_of(task.model)
+    assert checkpoint.load(broken / "global_step_3", policy, optimizer) == 3
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    again = checkpoint.save(tmp_path / "again", 3, policy, optimizer, tokenizer, d, train_grpo.Args())
+    h.assert_same(h.dcp_state(again, tmp_path), h.dcp_state(broken / "global_step_3", tmp_path))
+    h.assert_same(h.weights(again), h.weights(broken / "global_step_3"))
+    state = h.dcp_state(again, tmp_path)
+    assert state["optimizer/state/model.norm.weight/step"] == 9  # three updates a step
+    train_grpo.main(train_grpo.Args(**entries[1]["settings"] | {"total_training_steps": 4}))
+    assert checkpoint.list_steps(broken) == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exported model
+
+
+def test_transformers_loads_exactly_the_trained_weights(task, unbroken, tmp_path):
+    folder = unbroken / "global_step_5" / "huggingface"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    trained = {
+        name.removeprefix("model/"): tensor
+        for name, tensor in h.dcp_state(unbroken / "global_step_5", tmp_path).items()
+        if name.startswith("model/")
+    }
+    h.assert_same(dict(model.state_dict()), trained)
+    original = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
+    assert all(not torch.equal(tensor, original[name]) for name, tensor in trained.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in h.weights(unbroken / "global_step_5")
+    assert model.generation_config.eos_token_id == AutoTokenizer.from_pretrained(task.model).eos_token_id
+    config = AutoConfig.from_pretrained(folder)
+    assert config.architectures == ["Qwen2ForCausalLM"] and config.tie_word_embeddings
+    assert config.dtype == torch.float32
+
+
+def test_the_tokenizer_survives_the_round_trip(task, unbroken):
+    before = AutoTokenizer.from_pretrained(task.model)
+    after = AutoTokenizer.from_pretrained(unbroken / "global_step_5" / "huggingface")
+    chat = [{"role": "user", "content": "4+3-5=?"}, {"role": "assistant", "content": "4+3=7\n#### 2"}]
+    assert after.apply_chat_template(chat, tokenize=False) == before.apply_chat_template(chat, tokenize=False)
+    text = before.apply_chat_template(chat, tokenize=False)
+    assert after(text)["input_ids"] == before(text)["input_ids"]
+    assert after.decode(after(text)["input_ids"]) == text
+    assert (after.eos_token, after.pad_token) == (before.eos_token, before.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
+    config = AutoConfig.from_pretrained(task.model)
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "untied")
+    policy, optimizer, d = policy_of(tmp_path / "untied", torch.bfloat16)
+    master = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    saved = checkpoint.save(tmp_path, 7, policy, optimizer, tokenizer, d, train_grpo.Args())
+    exported = h.weights(saved)
+    h.assert_same(exported, {name: tensor.bfloat16() for name, tensor in master.items()})
+    assert not torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    state = h.dcp_state(saved, tmp_path)
+    h.assert_same({n.removeprefix("model/"): x for n, x in state.items() if n.startswith("model/")}, master)  # fp32
+    model = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
+    assert model.dtype == AutoConfig.from_pretrained(saved / "huggingface").dtype == torch.bfloat16
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    written = json.loads((saved / "trainer_state.json").read_text())
+    assert (written["step"], written["world_size"], written["args"]["rollout_n"]) == (7, 1, 8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which checkpoints there are
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "keep", "expected"),
+    [(0, None, []), (-1, None, [5]), (2, None, [2, 4, 5]), (1, 2, [4, 5]), (1, 9, [1, 2, 3, 4, 5])],
+)
+def test_save_freq_and_max_ckpt_to_keep(task, tmp_path, save_freq, keep, expected):
+    changes = dict(total_training_steps=5, save_freq=save_freq, max_ckpt_to_keep=keep)
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **changes)))
+    assert checkpoint.list_steps(tmp_path) == expected
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {f"global_step_{step}" for step in expected}
+
+
+def make_checkpoints(root, *steps):
+    for step in steps:
+        (root / f"global_step_{step}").mkdir(parents=True)
+        (root / f"global_step_{step}" / "trainer_state.json").write_text(json.dumps({"step": step}))
+
+
+def test_auto_finds_the_newest_complete_checkpoint(tmp_path):
+    assert checkpoint.find("auto", tmp_path / "nowhere") is None
+    assert checkpoint.find("auto", tmp_path) is None
+    make_checkpoints(tmp_path, 9, 10, 2)
+    (tmp_path / "global_step_11" / "state").mkdir(parents=True)  # no trainer_state.json: incomplete
+    for name in (".tmp_global_step_12", "global_step_13_backup", "global_step_x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text('{"step": 13}')
+    assert checkpoint.list_steps(tmp_path) == [2, 9, 10]  # as numbers, not as text
+    assert checkpoint.find("auto", tmp_path) == tmp_path / "global_step_10"
+    assert checkpoint.find("disable", tmp_path) is None
+    assert checkpoint.find(str(tmp_path / "global_step_2"), tmp_path) == tmp_path / "global_step_2"
+
+
+def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
+    shutil.copytree(unbroken / "global_step_3", tmp_path / "global_step_3")
+    for name in ("global_step_4", ".tmp_global_step_5"):
+        shutil.copytree(unbroken / "global_step_4", tmp_path / name)
+    (tmp_path / "global_step_4" / "trainer_state.json").unlink()
+    (tmp_path / ".tmp_global_step_5" / "litter").write_text("of a run that was killed")
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **BUSY)))
+    lines = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    assert lines == [4, 5]
+    assert checkpoint.list_steps(tmp_path) == [3, 4, 5]
+    h.assert_same(h.weights(tmp_path / "global_step_5"), h.weights(unbroken / "global_step_5"))
+    assert not list(tmp_path.glob(".tmp_*")) and not list(tmp_path.rglob("litter"))
+
+
+@pytest.mark.parametrize("name", ["global_step_2", "global_step_77", ""])
+def test_an_incomplete_checkpoint_is_refused_by_path(task, unbroken, tmp_path, name):
+    shutil.copytree(unbroken / "global_step_2", tmp_path / "global_step_2")
+    (tmp_path / "global_step_2" / "trainer_state.json").unlink()
+    path = tmp_path / name
+    with pytest.raises(ValueError, match="not a complete checkpoint") as error:
+        train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "run", resume_mode=str(path))))
+    assert f"--resume-mode {path}" in str(error.value) and "trainer_state.json" in str(error.value)
+
+
+def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    save = lambda: checkpoint.save(tmp_path, 1, policy, optimizer, tokenizer, d, train_grpo.Args())  # noqa: E731
+    first = h.weights(save())
+    (tmp_path / "global_step_1" / "stale").write_text("")
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    second = h.weights(save())
+    h.assert_same(second, {name: tensor + 1.0 for name, tensor in first.items()})
+    assert not (tmp_path / "global_step_1" / "stale").exists()
+
+
+def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    for k in range(3):
+        for i, parameter in enumerate(policy.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (i + 1) * (-1) ** k)
+        optimizer.step()
+    saved = checkpoint.save(
+        tmp_path, 3, policy, optimizer, AutoTokenizer.from_pretrained(task.model), d, train_grpo.Args()
+    )
+    expected = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
+    fresh, fresh_optimizer, _ = policy_of(task.model)
+    assert checkpoint.load(saved, fresh, fresh_optimizer) == 3
+    h.assert_same(dict(fsdp.full_tensors(fresh)), expected)
+    for old, new in zip(policy.parameters(), fresh.parameters(), strict=True):
+        before, after = optimizer.state[old], fresh_optimizer.state[new]
+        assert before.keys() == after.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert after["step"] == before["step"] == 3
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(after[name].full_tensor(), before[name].full_tensor())
+            assert before[name].full_tensor().abs().min() > 0
