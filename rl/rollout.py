@@ -26,7 +26,7 @@ def fold(*numbers: int) -> int:
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
 
-    They often differ: an instruction-tuned tokenizer ends turns with one token, its base model ended documents with another.
+    They often differ: one token ends the turns of an instruction-tuned model, another the documents of its base model.
     """
     found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
     try:
