@@ -102,7 +102,7 @@ def main(args: Args) -> dict[str, float]:
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
-        f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1} to {total_steps}, "
+        f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
         f"{args.train_batch_size} rows a step of {len(train)}, {d.world_size} rank(s)"
     )
     planning = dict(rank=d.rank, world_size=d.world_size, max_tokens=args.max_token_len_per_gpu)
