@@ -366,8 +366,17 @@ def test_models_that_transform_their_logits_are_refused(config, name):
         add_response_logprobs(AutoModelForCausalLM.from_config(config))
 
 
-def test_models_that_scale_their_logits_by_one_are_accepted():
-    add_response_logprobs(AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, logits_scaling=1.0)))
+@torch.no_grad()
+def test_token_logprobs_uses_the_attention_scale_of_the_model(batch):
+    """Granite scales its attention scores by a number of its own; a logits_scaling of one is no scaling."""
+    config = GraniteConfig(**SIZES, num_hidden_layers=1, attention_multiplier=3.0, logits_scaling=1.0)
+    expected = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    packed = AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(CPU, torch.float32)).double()
+    for parameter in expected.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    packed.load_state_dict(expected.state_dict())
+    logp, _ = token_logprobs(add_response_logprobs(packed), batch, temperature=TEMPERATURE)
+    close(logp, one_by_one(expected, batch)[0], 1e-10)
 
 
 @pytest.mark.parametrize("attention", [packed_sdpa, packed_varlen])
