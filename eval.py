@@ -57,7 +57,7 @@ class Args:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, without commas: the answer a response votes for ."""
+    """The last number in a text, without commas: the answer that a response votes for."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return numbers[-1].replace(",", "") if numbers else None
 
@@ -106,7 +106,7 @@ def main(args: Args) -> dict[str, float]:
         "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
-    if args.n > 1:
+    if args.n > 1 or args.k:
         powers = [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]
         for k in args.k or powers:
             metrics[f"pass@{k}"] = sum(pass_at_k(args.n, c, k) for c in correct) / len(groups)

@@ -92,13 +92,14 @@ def main(args: Args) -> dict[str, float]:
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     total_steps = args.total_training_steps or args.total_epochs * (len(train) // args.train_batch_size)
 
-    d = fsdp.init_distributed()
     run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
+    resume_from = checkpoint.find(args.resume_mode, run_dir)
+
+    d = fsdp.init_distributed()
     policy = fsdp.shard(fsdp.load_policy(args.model, d), d, activation_checkpointing=args.activation_checkpointing)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
-    resume_from = checkpoint.find(args.resume_mode, run_dir)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
@@ -108,16 +109,28 @@ def main(args: Args) -> dict[str, float]:
     planning = dict(rank=d.rank, world_size=d.world_size, max_tokens=args.max_token_len_per_gpu)
     metrics, val_metrics = {}, {}
 
-    for step in progress("sft", range(start, total_steps)):
+    for step in progress("sft", range(start, total_steps + 1)):  # the last round only evaluates
         clock = Timer(d.device)
 
-        # 1. Batch: a pure function of (seed, step), planned into micro-batches that all ranks run in lockstep.
+        # 1. Evaluate: the same loss on held-out rows, without gradients.
+        if val and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
+            held_out = collate(val, pad_id=tokenizer.pad_token_id or 0)
+            [(_, micros)] = plan_updates(held_out.lengths.tolist(), mini_batch_size=len(val), **planning)
+            logp = fixed_logprobs(policy, held_out, micros, temperature=1.0, device=d.device)
+            total = fsdp.all_reduce_sum(logp.sum().to(d.device)).item()
+            val_metrics = {"val/loss": -total / held_out.response_mask[:, 1:].sum().item()}
+            tracker.log(step, val_metrics, f"step {step} | held out: loss {val_metrics['val/loss']:.4f}")
+            clock("testing")
+        if step == total_steps:
+            break
+
+        # 2. Batch: a pure function of (seed, step), planned into micro-batches that all ranks run in lockstep.
         samples = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
         batch = collate(samples, pad_id=tokenizer.pad_token_id or 0)  # (B, T)
         [(_, micros)] = plan_updates(batch.lengths.tolist(), mini_batch_size=len(samples), **planning)
         clock("data")
 
-        # 2. Update: the denominator is the whole batch's, so gradients of micro-batches and ranks add up.
+        # 3. Update: the denominator is the whole batch's, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         num_tokens, sums = batch.response_mask[:, 1:].sum().item(), Sums(d.device)
@@ -134,7 +147,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.zero_grad(set_to_none=True)
         clock("update")
 
-        # 3. Report.
+        # 4. Report.
         times, total_tokens = clock.metrics(), batch.lengths.sum().item()
         metrics = {
             "train/loss": sums.reduce()["loss"],
@@ -150,15 +163,6 @@ def main(args: Args) -> dict[str, float]:
             f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU"
         )
         tracker.log(step + 1, metrics, line if last or (step + 1) % args.log_freq == 0 else "")
-
-        # 4. Evaluate: the same loss on held-out rows, without gradients.
-        if val and args.test_freq > 0 and (last or (step + 1) % args.test_freq == 0):
-            held_out = collate(val, pad_id=tokenizer.pad_token_id or 0)
-            [(_, micros)] = plan_updates(held_out.lengths.tolist(), mini_batch_size=len(val), **planning)
-            logp = fixed_logprobs(policy, held_out, micros, temperature=1.0, device=d.device)
-            total = fsdp.all_reduce_sum(logp.sum().to(d.device)).item()
-            val_metrics = {"val/loss": -total / held_out.response_mask[:, 1:].sum().item()}
-            tracker.log(step + 1, val_metrics, f"step {step + 1} | held out: loss {val_metrics['val/loss']:.4f}")
 
         # 5. Checkpoint: weights, optimizer and the step; the order of the data follows from the step.
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):

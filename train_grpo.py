@@ -2,7 +2,7 @@
 
     torchrun train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct                       # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
-    python train_grpo.py --model data/arithmetic/model --engine hf                  # a laptop, no vLLM
+    make demo                                                                       # a laptop: see benchmarks/demo.py
 
 Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) is PPO without a critic: the advantage of a response
 is its reward relative to the other responses to the same prompt. Deviations from the paper, all common practice:
@@ -28,7 +28,7 @@ from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer, describe, gap_sums, reward_metrics, rollout_metrics, throughput
-from rl.rollout import fold, sample_groups, stop_token_ids, verify_engine
+from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
 from rl.scoring import load_reward_function, score_samples
 from rl.tracking import Backend, Tracker, progress, progress_line, show_sample
 from rl.types import Sampling, select
@@ -78,6 +78,7 @@ class Args:
     max_logprob_gap: float | None = None
 
     # --- algorithm
+
     # how a response is compared with its group; dr_grpo is grpo without the division by the standard deviation
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"] = "grpo"
     loss_mode: Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "policy_gradient"] = "ppo_clip"  # the surrogate
@@ -89,11 +90,11 @@ class Args:
     clip_ratio_low: float = 0.2  # ratio >= 1 - this; GSPO wants about 3e-4
     clip_ratio_high: float = 0.2  # ratio <= 1 + this; DAPO's clip-higher is 0.28, GSPO wants about 4e-4
     clip_ratio_c: float = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
-    ppo_mini_batch_size: int = 128  # prompts per optimizer step; equal to --train-batch-size: strictly on policy
+    ppo_mini_batch_size: int | None = None  # prompts per optimizer step; default --train-batch-size: on policy
     ppo_epochs: int = 1  # passes over a step's responses
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # estimator; "+": with the gradient of k2
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = "k3"  # "+": gradient of k2
     entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
     rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated weights for the engine/trainer gap (TIS)
     rollout_is_threshold: float = 2.0  # cap of those weights
@@ -129,12 +130,12 @@ class Args:
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     for flag in ("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_response_length"):
-        if vars(args)[flag] < 1:
+        if vars(args)[flag] is not None and vars(args)[flag] < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
-    if args.ppo_mini_batch_size > args.train_batch_size:
+    if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
-            f"{args.train_batch_size}; both count prompts, make them equal to train on policy"
+            f"{args.train_batch_size}; both count prompts, leave it out to train on policy"
         )
     if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):
         raise ValueError(
@@ -143,6 +144,11 @@ def validate(args: Args) -> None:
         )
     if args.temperature <= 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
+    if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
+        raise ValueError(
+            f"--clip-ratio-c {args.clip_ratio_c} must be above 1, "
+            f"--rollout-is-threshold {args.rollout_is_threshold} above 0"
+        )
     if args.loss_mode in ("gspo", "gmpo") and args.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"--loss-mode {args.loss_mode} averages over sequences: add --loss-agg-mode seq-mean-token-mean"
@@ -180,6 +186,7 @@ def main(args: Args) -> dict[str, float]:
     evaluates = args.val_before_train or args.test_freq > 0
     val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
+    check_context(args.model, args.max_prompt_length + args.max_response_length)
     compute_score = load_reward_function(args.custom_reward_function)
     rows_by_index = {row["row_index"]: row for row in train_rows}
     sampling = Sampling(
@@ -189,12 +196,15 @@ def main(args: Args) -> dict[str, float]:
         stop_token_ids=stop_token_ids(args.model, tokenizer),
     )
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
-    updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / args.ppo_mini_batch_size)
+    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size
+    updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
+
+    run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
+    resume_from = checkpoint.find(args.resume_mode, run_dir)
 
     d = fsdp.init_distributed()
     max_logprob_gap = args.max_logprob_gap or (1e-4 if d.dtype == torch.float32 else 0.1)
-    run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
     backend = ENGINES[args.engine]
     engine = backend.make_engine(
         args.model,
@@ -213,7 +223,6 @@ def main(args: Args) -> dict[str, float]:
     if args.use_kl_loss:
         reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    resume_from = checkpoint.find(args.resume_mode, run_dir)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
@@ -262,11 +271,13 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, response_mask=batch.response_mask * rewards.isfinite().view(-1, 1))  # drop the unscored
         updates = plan_updates(
             batch.lengths.tolist(),
-            mini_batch_size=args.ppo_mini_batch_size * args.rollout_n,
+            mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
             rank=d.rank,
             world_size=d.world_size,
         )
+
+        clock("batch")
 
         # 5. Fixed log-probs: of the policy that starts this step, for the ratio, and of the reference, for the KL term.
         own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
@@ -353,6 +364,7 @@ def main(args: Args) -> dict[str, float]:
             **{f"actor/{name}": s[name] / updates_per_step for name in ("loss", "pg_loss", "kl_loss") if name in s},
             **{f"actor/{name}": s[name] / tokens for name in ("entropy", "pg_clipfrac", "ppo_kl")},
             "actor/grad_norm": sum(grad_norms) / len(grad_norms),
+            "actor/skipped_updates": float(sum(not math.isfinite(norm) for norm in grad_norms)),
             "actor/lr": lr,
             "rollout/logprob_gap_mean": s["gap"] / tokens,
             "rollout/logprob_gap_max": s["gap_max"],

@@ -9,6 +9,7 @@ reward wants. Leaves runs/demo/summary.json and runs/demo/curve.png.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -71,12 +72,13 @@ def main(args: Args) -> dict[str, float]:
     """Run the five commands and write the summary; returns it."""
     folder = ROOT / args.run_dir
     data, task = folder / "data", ("--max-prompt-length", 32, "--max-response-length", 40)
+    shutil.rmtree(folder, ignore_errors=True)
     start = time.perf_counter()
     run("data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128, "--seed", args.seed)
     seconds_sft = run(
         *("sft.py", "--model", data / "model", "--train-files", data / "sft.parquet", "--max-length", 128),
         *("--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps),
-        *("--activation-checkpointing", "none", "--log-freq", 50, "--resume-mode", "disable", "--seed", args.seed),
+        *("--activation-checkpointing", "none", "--log-freq", 50, "--seed", args.seed),
         *("--default-local-dir", folder / "sft"),
     )
     sft_model = folder / "sft" / f"global_step_{args.sft_steps}" / "huggingface"
@@ -113,7 +115,7 @@ def main(args: Args) -> dict[str, float]:
             "--total-training-steps",
             args.grpo_steps,
         ),
-        *("--activation-checkpointing", "none", "--test-freq", 10, "--resume-mode", "disable", "--seed", args.seed),
+        *("--activation-checkpointing", "none", "--test-freq", 10, "--seed", args.seed),
         *("--default-local-dir", folder / "grpo", "--log-samples-freq", 20),
     )
     grpo_model = folder / "grpo" / f"global_step_{args.grpo_steps}" / "huggingface"

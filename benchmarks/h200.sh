@@ -11,7 +11,7 @@ run() { # run NAME NPROC FLAGS...
   local name=$1 nproc=$2; shift 2
   echo "== $name: torchrun --nproc_per_node $nproc train_grpo.py $*"
   torchrun --nproc_per_node "$nproc" train_grpo.py --model "$model" --total-training-steps "$steps" --no-val-before-train --test-freq -1 \
-    --save-freq 0 --log-samples-freq 0 --resume-mode disable --default-local-dir "/tmp/runs/$name" \
+    --save-freq 0 --log-samples-freq 0 --default-local-dir "/tmp/runs/$name" \
     --custom-reward-function benchmarks/noise_reward.py "$@" 2>&1 | tr '\r' '\n' | grep -v "it/s" > "$logs/$name.log"
   echo "exit ${PIPESTATUS[0]}"
   grep -E "^step|Error" "$logs/$name.log" | tail -8

@@ -1,7 +1,7 @@
 """Save and resume. `<dir>/global_step_N/` holds
 
-    state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size huggingface/
-    config, tokenizer and safetensors in the compute dtype: transformers, vLLM and eval.py load it as it is
+    state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size
+    huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
     trainer_state.json  step, arguments, versions; written last
 
 A checkpoint is written to a temporary folder and renamed, so a folder with the final name is complete. Order of data
@@ -55,22 +55,15 @@ def save(
         (temporary / "trainer_state.json").write_text(json.dumps(state, indent=2, default=str))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for old in list_steps(root)[:-keep] if keep else []:
+        older = [s for s in list_steps(root) if s <= step]
+        for old in older[:-keep] if keep else []:
             shutil.rmtree(pathlib.Path(root) / f"global_step_{old}")
     dist.barrier()
     return final
 
 
-def load(path: str | pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore a `global_step_N` folder in place, at any world size; returns N. All ranks must enter.
-
-    Raises ValueError if it is incomplete.
-    """
-    path = pathlib.Path(path)
-    if not (path / "trainer_state.json").is_file():
-        raise ValueError(
-            f"--resume-mode {path}: not a complete checkpoint (no trainer_state.json); give a global_step_N folder"
-        )
+def load(path: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore a folder that `find` returned, in place, at any world size; returns its step. All ranks must enter."""
     parameters, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": parameters, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path / "state")
@@ -89,15 +82,27 @@ def list_steps(root: str | pathlib.Path) -> list[int]:
 
 
 def find(resume_mode: str, root: str | pathlib.Path) -> pathlib.Path | None:
-    """The checkpoint to resume: `disable` none, `auto` the newest complete one under `root` if there is one, otherwise
-    a path.
+    """The checkpoint to resume, checked before anything is loaded.
+
+    `auto`: the newest complete one under `root`, or None. `disable`: None. Otherwise a global_step_N folder.
+    Raises ValueError if the folder is not a complete checkpoint, or if `disable` would mix a new run into an old one.
     """
-    if resume_mode == "disable":
-        return None
-    if resume_mode != "auto":
-        return pathlib.Path(resume_mode)
     steps = list_steps(root)
-    return pathlib.Path(root) / f"global_step_{steps[-1]}" if steps else None
+    if resume_mode == "disable":
+        if steps:
+            raise ValueError(
+                f"--resume-mode disable, but {root} holds checkpoints up to step {steps[-1]}; choose another "
+                "--experiment-name or --default-local-dir, or remove the folder"
+            )
+        return None
+    if resume_mode == "auto":
+        return pathlib.Path(root) / f"global_step_{steps[-1]}" if steps else None
+    if not (pathlib.Path(resume_mode) / "trainer_state.json").is_file():
+        raise ValueError(
+            f"--resume-mode {resume_mode}: not a complete checkpoint (no trainer_state.json); give auto, disable or a "
+            "global_step_N folder"
+        )
+    return pathlib.Path(resume_mode)
 
 
 def export_hf(path: pathlib.Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, d: Dist) -> None:

@@ -35,6 +35,7 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
 

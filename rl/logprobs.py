@@ -73,7 +73,7 @@ def fixed_logprobs(
 def add_response_logprobs(model: nn.Module) -> nn.Module:
     """Give a Hugging Face causal LM the method `response_logprobs`, known to FSDP2 as a second forward.
 
-    Call it after sharding.     Raises ValueError for architectures that transform logits after the LM head.
+    Call it after sharding. Raises ValueError for architectures that transform logits after the LM head.
     """
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if model.config.to_dict().get(name) not in (None, 1, 1.0):

@@ -16,7 +16,7 @@ from rl.types import Sample
 class Timer:
     """`clock = Timer(device)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use.
 
-    Memory is the device's own count at the end of the phase: everything of this process, torch's cached blocks and
+    Memory is the device's own count at the end of the phase: everything on it, torch's cached blocks and
     vLLM's pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows
     within a phase, so this is close to the phase's peak.
     """

@@ -23,6 +23,16 @@ def fold(*numbers: int) -> int:
     return state % 2**31
 
 
+def check_context(model: str, tokens: int) -> None:
+    """Raise ValueError if the model has fewer positions than a prompt and a response together may take."""
+    positions = AutoConfig.from_pretrained(model).to_dict().get("max_position_embeddings")
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"--max-prompt-length + --max-response-length = {tokens} tokens, but {model} has {positions} positions; "
+            "lower one of them"
+        )
+
+
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
 
@@ -55,13 +65,13 @@ def sample_groups(
 def verify_engine(
     policy: nn.Module, samples: Sequence[Sample], *, temperature: float, limit: float, d: Dist, num_probe: int = 4
 ) -> float:
-    """Score the first fresh samples of every rank with the trainer and compare with the engine's own log-probs.
+    """Score a few fresh samples of every rank with the trainer and compare with the engine's own log-probs.
 
     Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if
     it exceeds `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken
     kernel. All ranks must enter.
     """
-    probe = list(samples[:num_probe])
+    probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
     batch = select(batch, range(len(batch.lengths)), d.device)
     logp, _ = token_logprobs(policy, batch, temperature=temperature)

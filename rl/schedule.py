@@ -1,7 +1,8 @@
-"""Learning-rate schedules: pure functions of the update number, so resuming a run is setting `step`.
+"""Learning-rate schedules: pure functions of the step, so resuming a run is setting `step`.
 
-Each returns the factor by which the base learning rate is multiplied. `step` is the number of updates already made: 0
-for the first. A warm-up counts k + 1 at update k, so that no update, not even the first, has learning rate 0.
+Each returns the factor by which the base learning rate is multiplied. `step` is the number of steps already made: 0 for
+the first; all updates of a training step share its learning rate. A warm-up counts k + 1 at step k, so that no step,
+not even the first, has learning rate 0.
 """
 
 import math

@@ -124,10 +124,15 @@ class Tracker:
 
 
 def _drop_after(file: pathlib.Path, step: int) -> None:
-    """Keep the lines of a jsonl file up to `step`, so that the steps a resumed run repeats stand there once."""
+    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself."""
+
+    def evaluates(line: dict) -> bool:
+        return line.get("kind") == "val" or any(name.startswith("val") for name in line)
+
     if file.exists():
-        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
-        file.write_text("".join(line + "\n" for line in kept))
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        kept = [line for line in lines if line["step"] < step or (line["step"] == step and not evaluates(line))]
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def progress(name: str, items: Sequence[T]) -> Iterable[T]:

@@ -1,11 +1,13 @@
 """What the tests of the scripts share: a small task, the scripts run for real, and readers of what they leave behind.
 
 Run by torchrun it is a worker: `helpers_scripts.py RUNS.json` runs main of a script once for each entry, in order.
+Each run forms a process group of its own, on a port of its own.
 """
 
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -126,7 +128,7 @@ def finish(process: subprocess.Popen, *, timeout: float = 150) -> str:
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()  # torchrun then ends its ranks
         output, _ = process.communicate()
         raise AssertionError(f"{process.args} took longer than {timeout} s:\n{output[-4000:]}") from None
     return output
@@ -138,6 +140,21 @@ def run(*command: object, nproc: int = 0, **env: object) -> str:
     output = finish(process)
     assert process.returncode == 0, f"{process.args} ended with {process.returncode}:\n{output[-6000:]}"
     return output
+
+
+def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
+    """Run mains one after the other on `nproc` ranks; returns exit status and output.
+
+    An entry is {"script": module, "settings": arguments} and may have "env" and "by_prompt" (see `generate_by_prompt`).
+    """
+    ports = [socket.create_server(("127.0.0.1", 0)) for _ in entries]
+    numbered = [entry | {"port": str(port.getsockname()[1])} for entry, port in zip(entries, ports, strict=True)]
+    for port in ports:
+        port.close()
+    file.write_text(json.dumps(numbered))
+    process = start(__file__, file, nproc=nproc, TORCHELASTIC_USE_AGENT_STORE=False)
+    output = finish(process)
+    return process.returncode, output
 
 
 def leave_distributed() -> None:
@@ -205,6 +222,6 @@ def generate_by_prompt(sample: Callable = hf.generate) -> Callable:
 if __name__ == "__main__":
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         hf.generate = generate_by_prompt() if entry.get("by_prompt") else hf.generate
-        os.environ |= entry.get("env", {})
+        os.environ |= entry.get("env", {}) | {"MASTER_PORT": entry["port"]}
         script = importlib.import_module(entry["script"])
         script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))

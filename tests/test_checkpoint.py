@@ -195,10 +195,8 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
         {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
         {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "env": {"CRASH_AT_CALL": "20"}},
     ]
-    (tmp_path / "runs.json").write_text(json.dumps(entries))
-    process = h.start(h.__file__, tmp_path / "runs.json", nproc=2)
-    output = h.finish(process)
-    assert process.returncode != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
+    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
     assert checkpoint.list_steps(broken) == [1], output
 
     h.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)

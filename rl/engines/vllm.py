@@ -41,6 +41,11 @@ def make_engine(
     load_weights: bool = False,
 ) -> Engine:
     """Start vLLM on this rank's device. Unless `load_weights`, weights are dummies until the first `update_weights`."""
+    if d.world_size % tensor_parallel_size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the {d.world_size} rank(s) of "
+            "this run; start a multiple of it with torchrun --nproc_per_node"
+        )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     on_cpu = d.device.type == "cpu"
@@ -121,7 +126,7 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
 def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load (name, whole tensor) pairs with Hugging Face names, lazily, and drop every cached prefix.
 
-    All ranks must enter.     Raises RuntimeError naming the engine's parameters that no pushed tensor reached.
+    All ranks must enter. Raises RuntimeError naming the engine's parameters that no pushed tensor reached.
     """
     model_config = engine.llm.llm_engine.model_config
 
