@@ -1,10 +1,10 @@
 """Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
 
     torchrun eval.py --model runs/glassrl/grpo/global_step_100/huggingface --val-files data/gsm8k/test.parquet
-    torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --n 16 --temperature 0.8 --k 1 4 16
+    torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
 
-With --n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021 (arXiv
-2107.03374, eq. 1), a response counting as right from a score of --correct-at; the majority vote scores the first
+With --rollout-n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021
+(arXiv 2107.03374, eq. 1), a response counting as right from a score of --correct-at; the majority vote scores the first
 response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171), an answer being the last number.
 """
 
@@ -41,11 +41,11 @@ class Args:
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    n: int = 1  # responses per prompt
-    temperature: float = 0.0  # 0 is greedy; with --n above 1 it must be positive
+    rollout_n: int = 1  # responses per prompt
+    temperature: float = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
     top_p: float = 1.0  # nucleus sampling
     top_k: int = -1  # sample among the k likeliest tokens; -1 all
-    k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --n
+    k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
     tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine
     gpu_memory_utilization: float = 0.9  # share of GPU memory for weights and KV cache
@@ -64,10 +64,10 @@ def last_number(text: str) -> str | None:
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
-    if args.n > 1 and args.temperature <= 0:
-        raise ValueError(f"--n {args.n} repeats one greedy response; add a positive --temperature")
-    if bad := [k for k in args.k if not 1 <= k <= args.n]:
-        raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --n is {args.n}")
+    if args.rollout_n > 1 and args.temperature <= 0:
+        raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")
+    if bad := [k for k in args.k if not 1 <= k <= args.rollout_n]:
+        raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --rollout-n is {args.rollout_n}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = read_rows(args.val_files)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
@@ -89,14 +89,14 @@ def main(args: Args) -> dict[str, float]:
         load_weights=True,
     )
     stops = stop_token_ids(args.model, tokenizer)
-    sampling = Sampling(args.n, args.temperature, args.top_p, args.top_k, args.max_response_length, stops)
+    sampling = Sampling(args.rollout_n, args.temperature, args.top_p, args.top_k, args.max_response_length, stops)
     own_samples = sample_groups(backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank))
     own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
     own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)
     samples, texts, scores = zip(*all_gather(zip(own_samples, own_texts, own_scores, strict=True), d), strict=True)
 
     # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
-    groups = [range(i, i + args.n) for i in range(0, len(samples), args.n)]
+    groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
     score = [0.0 if s is None else s for s in scores]
     correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
     metrics = {
@@ -106,17 +106,17 @@ def main(args: Args) -> dict[str, float]:
         "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
-    if args.n > 1 or args.k:
-        powers = [2**i for i in range(args.n.bit_length()) if 2**i <= args.n]
+    if args.rollout_n > 1 or args.k:
+        powers = [2**i for i in range(args.rollout_n.bit_length()) if 2**i <= args.rollout_n]
         for k in args.k or powers:
-            metrics[f"pass@{k}"] = sum(pass_at_k(args.n, c, k) for c in correct) / len(groups)
+            metrics[f"pass@{k}"] = sum(pass_at_k(args.rollout_n, c, k) for c in correct) / len(groups)
         votes = [majority_vote([last_number(texts[i]) for i in group]) for group in groups]
         elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
-        metrics[f"maj@{args.n}"] = sum(elected) / len(groups)
+        metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
 
     if d.is_main:
         files = ", ".join(args.val_files)
-        print(f"{args.model} on {files}: {len(rows)} prompts x {args.n}, temperature {args.temperature}")
+        print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")
         for name, value in metrics.items():
             print(f"  {name:28} {value:.4f}")
         if args.output:

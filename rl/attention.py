@@ -19,10 +19,11 @@ from transformers.utils import is_flash_attn_2_available
 
 
 def packed_sdpa(
-    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_
+    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **rest
 ):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask."""
     _refuse_short_window(sliding_window, max_length_q)
+    _refuse_options(rest)
     offset = torch.arange(max_length_q, device=query.device)  # (L,)
     valid = offset < cu_seq_lens_q.diff()[:, None]  # (b, L)
     index = (cu_seq_lens_q[:-1, None] + offset).where(valid, 0).long()  # (b, L) positions in the packed row
@@ -32,7 +33,7 @@ def packed_sdpa(
 
 
 def packed_varlen(
-    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **_
+    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **rest
 ):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
     only).
@@ -40,6 +41,7 @@ def packed_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     _refuse_short_window(sliding_window, max_length_q)
+    _refuse_options(rest)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
     grouped = (
         {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -55,6 +57,12 @@ def _refuse_short_window(sliding_window, max_length: int) -> None:
         raise ValueError(
             f"sliding-window attention ({sliding_window}) below the sequence length ({max_length}) is not supported"
         )
+
+
+def _refuse_options(options: dict) -> None:
+    for name in ("softcap", "s_aux"):  # Gemma 2's capped scores, gpt-oss' sinks: dropping them would change the numbers
+        if options.get(name) is not None:
+            raise ValueError(f"--model: its attention uses {name}, which packed attention does not compute")
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:

@@ -78,6 +78,7 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
     Rank 0 reads the files; other ranks get storage that `shard` fills.
     """
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # flash-attn warns about fp32 masters, though it computes in bf16
     attention = choose_attention(d.device, d.dtype)
     if d.is_main:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)

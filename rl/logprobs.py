@@ -9,7 +9,7 @@ import types
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from rl.types import Batch, select
@@ -49,6 +49,8 @@ def token_logprobs(
         temperature,
         entropy_grad,
     )
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
     grid = torch.zeros(b, T, dtype=logp.dtype, device=logp.device)
     mask = batch.response_mask.to(logp.dtype)
     return grid.masked_scatter(scored, logp) * mask, grid.masked_scatter(scored, entropy) * mask
@@ -75,8 +77,9 @@ def add_response_logprobs(model: nn.Module) -> nn.Module:
 
     Call it after sharding. Raises ValueError for architectures that transform logits after the LM head.
     """
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if model.config.to_dict().get(name) not in (None, 1, 1.0):
+    config = model.config.get_text_config().to_dict()
+    for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if config.get(name) not in (None, 1, 1.0):
             raise ValueError(f"--model: {model.config.model_type} scales its logits ({name}), which is not supported")
     model.response_logprobs = types.MethodType(_response_logprobs, model)
     register_fsdp_forward_method(model, "response_logprobs")  # no-op on a model that is not sharded

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from data import arithmetic
+from rl import fsdp
 from rl.engines import hf
 from rl.rollout import fold
 
@@ -123,7 +124,7 @@ def start(*command: object, nproc: int = 0, **env: object) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, *, timeout: float = 150) -> str:
+def finish(process: subprocess.Popen, *, timeout: float = 90) -> str:
     """Wait for a started process; returns what it printed, and leaves the exit status in `process.returncode`."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -145,14 +146,15 @@ def run(*command: object, nproc: int = 0, **env: object) -> str:
 def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
     """Run mains one after the other on `nproc` ranks; returns exit status and output.
 
-    An entry is {"script": module, "settings": arguments} and may have "env" and "by_prompt" (see `generate_by_prompt`).
+    An entry is {"script": module, "settings": arguments} and may have "env"; if it is "comparable", see
+    `generate_by_prompt` and `load_in_double`.
     """
     ports = [socket.create_server(("127.0.0.1", 0)) for _ in entries]
     numbered = [entry | {"port": str(port.getsockname()[1])} for entry, port in zip(entries, ports, strict=True)]
     for port in ports:
         port.close()
     file.write_text(json.dumps(numbered))
-    process = start(__file__, file, nproc=nproc, TORCHELASTIC_USE_AGENT_STORE=False)
+    process = start(__file__, file, nproc=nproc)
     output = finish(process)
     return process.returncode, output
 
@@ -219,9 +221,15 @@ def generate_by_prompt(sample: Callable = hf.generate) -> Callable:
     return generate
 
 
+def load_in_double(load: Callable = fsdp.load_policy) -> Callable:
+    """A `load_policy` that gives float64, in which what is equal up to rounding stays so through Adam."""
+    return lambda path, d, **_: load(path, d, dtype=torch.float64)
+
+
 if __name__ == "__main__":
     for entry in json.loads(Path(sys.argv[1]).read_text()):
-        hf.generate = generate_by_prompt() if entry.get("by_prompt") else hf.generate
-        os.environ |= entry.get("env", {}) | {"MASTER_PORT": entry["port"]}
+        if entry.get("comparable"):
+            hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
+        os.environ |= entry.get("env", {}) | {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
         script = importlib.import_module(entry["script"])
         script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))

@@ -84,13 +84,13 @@ def assert_same_run(run_dir, unbroken, last, scratch):
 
 
 def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken, tmp_path):
-    # Scored responses: 16 held out, 2 steps of 16, 16 held out, so that call 90 falls into step 4.
+    # Scored responses: 16 held out, 2 steps of 16, 16 held out, so that call 70 falls into step 3.
     settings = h.grpo_settings(task, tmp_path, **BUSY)
-    process = h.start("train_grpo.py", *h.flags(settings), CRASH_AT_CALL=90)
+    process = h.start("train_grpo.py", *h.flags(settings), CRASH_AT_CALL=70)
     output = h.finish(process)
     assert process.returncode == 9, output
-    assert checkpoint.list_steps(tmp_path) == [1, 2, 3]
-    assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2, 3]
+    assert checkpoint.list_steps(tmp_path) == [1, 2]
+    assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
 
     metrics = train_grpo.main(train_grpo.Args(**settings))
 
@@ -116,10 +116,15 @@ def test_a_run_continues_from_a_folder_that_is_named(task, unbroken, tmp_path):
     assert h.timeless(lines) == h.timeless(whole)[2:]
 
 
-def test_resume_mode_disable_starts_over(task, unbroken, tmp_path):
-    shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **BUSY, resume_mode="disable")))
+def test_resume_mode_disable_starts_over_but_never_mixes_two_runs(task, unbroken, tmp_path):
+    for name in ("metrics.jsonl", "generations.jsonl"):  # of a run that ended before its first checkpoint
+        shutil.copy(unbroken / name, tmp_path / name)
+    settings = h.grpo_settings(task, tmp_path, **BUSY, resume_mode="disable")
+    train_grpo.main(train_grpo.Args(**settings))
     assert_same_run(tmp_path, unbroken, STEPS, tmp_path)
+    assert (tmp_path / "generations.jsonl").read_text() == (unbroken / "generations.jsonl").read_text()
+    with pytest.raises(ValueError, match=f"--resume-mode disable, but {tmp_path} holds checkpoints up to step 5"):
+        train_grpo.main(train_grpo.Args(**settings))
 
 
 def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
@@ -127,7 +132,8 @@ def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
     shutil.copytree(unbroken, run_dir)
     before = (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns
     metrics = train_grpo.main(train_grpo.Args(**h.grpo_settings(task, run_dir, **BUSY)))
-    assert "actor/loss" not in metrics and 0 < metrics["val/accuracy"] < 1
+    assert metrics.keys() == {"val-core/arithmetic/reward/mean@1", "val/accuracy", "val/response_length"}
+    assert metrics.items() <= h.read_jsonl(unbroken / "metrics.jsonl")[-1].items()
     assert checkpoint.list_steps(run_dir) == [1, 2, 3, 4, 5]
     assert (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns == before
     assert [x["step"] for x in h.read_jsonl(run_dir / "metrics.jsonl") if "actor/loss" in x] == [1, 2, 3, 4, 5]
@@ -158,7 +164,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     assert process.returncode == -signal.SIGKILL, output
     assert (broken / ".tmp_global_step_3" / "state").is_dir()  # half of it was there
     assert checkpoint.list_steps(broken) == [1, 2]
-    assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")] == [1, 2, 2, 3]
+    assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")] == [0, 1, 2, 2, 3]
 
     sft.main(sft.Args(**settings))
 
@@ -166,25 +172,21 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     assert not list(broken.glob(".tmp_*"))
 
 
-def test_a_crashed_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
+def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
     pytest.importorskip("vllm")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = dict(engine="vllm", save_freq=1, total_training_steps=3, test_freq=3)
-    commands = {run_dir: h.flags(h.grpo_settings(task, run_dir, **changes)) for run_dir in (whole, broken)}
-    unbroken = h.start("train_grpo.py", *commands[whole])
-    crashed = h.start("train_grpo.py", *commands[broken], CRASH_AT_CALL=20)
-    output = h.finish(crashed)
-    assert crashed.returncode == 9, output
-    output = h.finish(unbroken)
-    assert unbroken.returncode == 0, output
-    assert checkpoint.list_steps(broken) == [1]
-
-    h.run("train_grpo.py", *commands[broken])
-
-    assert_same_run(broken, whole, 3, tmp_path)
+    h.run("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))
     lines = h.read_jsonl(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
-    assert all(line["actor/grad_norm"] > 0.1 for line in lines[:3])
+    assert all(line["actor/grad_norm"] > 0.1 and line["rollout/logprob_gap_mean"] < 1e-5 for line in lines[:3])
+    shutil.copytree(whole, broken)  # as if it had crashed while saving step 2, with more in its log
+    for step in (2, 3):
+        shutil.rmtree(broken / f"global_step_{step}")
+
+    h.run("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
+
+    assert_same_run(broken, whole, 3, tmp_path)
 
 
 def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, policy_of, tmp_path):
@@ -302,7 +304,7 @@ def test_auto_finds_the_newest_complete_checkpoint(tmp_path):
         (tmp_path / name / "trainer_state.json").write_text('{"step": 13}')
     assert checkpoint.list_steps(tmp_path) == [2, 9, 10]  # as numbers, not as text
     assert checkpoint.find("auto", tmp_path) == tmp_path / "global_step_10"
-    assert checkpoint.find("disable", tmp_path) is None
+    assert checkpoint.find("disable", tmp_path / "nowhere") is None
     assert checkpoint.find(str(tmp_path / "global_step_2"), tmp_path) == tmp_path / "global_step_2"
 
 

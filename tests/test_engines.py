@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl.batching import collate
 from rl.engines import hf, vllm
 from rl.engines.hf import processed_logprobs
 from rl.fsdp import full_tensors, load_policy, shard
 from rl.logprobs import token_logprobs
-from rl.rollout import fold, sample_groups, verify_engine
+from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
 from rl.types import Sample, Sampling
 
 TEMPERATURE = 0.7
@@ -428,6 +428,11 @@ def test_hf_engine_refuses_tensor_parallelism(tiny_model, world):
         hf.make_engine(tiny_model, d=world, dtype=torch.float32, max_model_len=64, tensor_parallel_size=2)
 
 
+def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 1 rank"):
+        vllm.make_engine(tiny_model, d=world, dtype=torch.float32, max_model_len=64, tensor_parallel_size=2)
+
+
 # --- samples ---
 
 
@@ -447,3 +452,16 @@ def test_fold_gives_every_step_and_rank_its_own_seed():
     seeds = {fold(seed, step, rank) for seed in range(5) for step in range(200) for rank in range(8)}
     assert len(seeds) == 8000 and all(0 <= seed < 2**31 for seed in seeds)
     assert fold(1, 2) != fold(2, 1) and fold(0, 1) != fold(1) and fold(3, 4) == fold(3, 4)
+
+
+def test_stop_token_ids_are_those_of_tokenizer_config_and_generation_config(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert stop_token_ids(tiny_model, tokenizer) == (2, 0)
+    AutoConfig.from_pretrained(tiny_model, eos_token_id=7).save_pretrained(tmp_path)  # and no generation config
+    assert stop_token_ids(str(tmp_path), tokenizer) == (2, 7)
+
+
+def test_check_context_refuses_more_tokens_than_positions(tiny_model):
+    check_context(tiny_model, 512)
+    with pytest.raises(ValueError, match="max-response-length = 513 tokens, but .* has 512 positions"):
+        check_context(tiny_model, 513)

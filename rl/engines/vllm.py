@@ -8,7 +8,7 @@ its own prompts' share.
 import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,17 +131,35 @@ def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tens
     model_config = engine.llm.llm_engine.model_config
 
     def push(model: torch.nn.Module) -> set[str]:
-        expected = {name for name, _ in model.named_parameters()}
+        expected, pushed = {name for name, _ in model.named_parameters()}, set()
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named_tensors:
+                pushed.add(name)
+                yield name, tensor
+
         if engine.d.device.type == "cpu":
-            loaded = _load_on_cpu(model, named_tensors, model_config)
+            loaded = _load_on_cpu(model, stream(), model_config)
         else:
-            loaded = model.load_weights(iter(named_tensors))
-        return expected - set(loaded)
+            loaded = model.load_weights(stream())
+        return (expected - set(loaded)) | _missing_parts(model, loaded, pushed)
 
     (missing,) = engine.llm.apply_model(push)
     if missing:
-        raise RuntimeError(f"weight push left {len(missing)} of vLLM's parameters untouched: {sorted(missing)[:5]}")
+        raise RuntimeError(f"weight push left {len(missing)} parameters of vLLM untouched: {sorted(missing)[:5]}")
     assert engine.llm.reset_prefix_cache(), "vLLM kept a stale prefix cache after a weight push"
+
+
+def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -> set[str]:
+    """Names that were not pushed of tensors that vLLM fuses with others that were: it counts q as all of qkv."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    missing = set()
+    for name in loaded:
+        *prefix, module, leaf = name.split(".")
+        parts = {".".join([*prefix, part, leaf]) for part in fused.get(module, ())}
+        if parts & pushed:
+            missing |= parts - pushed
+    return missing
 
 
 def _load_on_cpu(

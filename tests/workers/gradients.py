@@ -91,7 +91,7 @@ def check_mixed_precision(path: str, batch: Batch, plan: list[list[int]], d: Dis
     """bfloat16 compute on float32 master weights, the precision of training on GPUs."""
     d = replace(d, dtype=torch.bfloat16)
     model = load(path, d, torch.float32)
-    packed_backward(model, batch, ALL, CASE, max_tokens=40, rank=d.rank, world_size=d.world_size)
+    packed_backward(model, batch, ALL, CASE, max_tokens=1000, rank=d.rank, world_size=d.world_size)
     results = {"gradients_bfloat16": take_gradients(model)}
     fixed_logprobs(model, batch, plan, temperature=TEMPERATURE, device=d.device)
     return results | {"master_after_forward": parameters(model)}
@@ -167,8 +167,10 @@ def main(path: str, batch_file: str, out: str) -> None:
     )
 
     recomputing = load(path, d, torch.float64, activation_checkpointing="full")
+    calls = []
+    recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     packed_backward(recomputing, batch, ALL, CASE, max_tokens=40, **work)
-    results["gradients_recomputed"] = take_gradients(recomputing)
+    results["gradients_recomputed"], results["calls"] = take_gradients(recomputing), (len(calls), len(plan))
     single = load(path, d, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)
