@@ -26,7 +26,7 @@ demo: install
 	$(BIN)/python benchmarks/demo.py
 
 test: install
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 lint: install
 	$(BIN)/ruff check .
