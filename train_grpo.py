@@ -145,14 +145,10 @@ def validate(args: Args) -> None:
     if args.temperature <= 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
     if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
-        raise ValueError(
-            f"--clip-ratio-c {args.clip_ratio_c} must be above 1, "
-            f"--rollout-is-threshold {args.rollout_is_threshold} above 0"
-        )
+        c, cap = args.clip_ratio_c, args.rollout_is_threshold
+        raise ValueError(f"--clip-ratio-c {c} must be above 1 and --rollout-is-threshold {cap} above 0")
     if args.loss_mode in ("gspo", "gmpo") and args.loss_agg_mode != "seq-mean-token-mean":
-        raise ValueError(
-            f"--loss-mode {args.loss_mode} averages over sequences: add --loss-agg-mode seq-mean-token-mean"
-        )
+        raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode seq-mean-token-mean, its paper's mean")
 
 
 def evaluate(args, backend, engine, sampling, rows, tokenizer, compute_score, tracker, step, d) -> dict[str, float]:
@@ -189,17 +185,12 @@ def main(args: Args) -> dict[str, float]:
     check_context(args.model, args.max_prompt_length + args.max_response_length)
     compute_score = load_reward_function(args.custom_reward_function)
     rows_by_index = {row["row_index"]: row for row in train_rows}
-    sampling = Sampling(
-        n=args.rollout_n,
-        temperature=args.temperature,
-        max_tokens=args.max_response_length,
-        stop_token_ids=stop_token_ids(args.model, tokenizer),
-    )
+    stops = stop_token_ids(args.model, tokenizer)
+    sampling = Sampling(args.rollout_n, args.temperature, max_tokens=args.max_response_length, stop_token_ids=stops)
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
-
     run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
     resume_from = checkpoint.find(args.resume_mode, run_dir)
 
@@ -276,7 +267,6 @@ def main(args: Args) -> dict[str, float]:
             rank=d.rank,
             world_size=d.world_size,
         )
-
         clock("batch")
 
         # 5. Fixed log-probs: of the policy that starts this step, for the ratio, and of the reference, for the KL term.
@@ -299,6 +289,7 @@ def main(args: Args) -> dict[str, float]:
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
+        clip_ratios = {name: vars(args)[name] for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
         sums, grad_norms = Sums(d.device), []
         for mini, micros in updates * args.ppo_epochs:
             mini_mask = batch.response_mask[mini.start : mini.stop]
@@ -314,15 +305,7 @@ def main(args: Args) -> dict[str, float]:
                     policy, micro, temperature=args.temperature, entropy_grad=args.entropy_coeff != 0
                 )
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = LOSSES[args.loss_mode](
-                    logp,
-                    old_logp,
-                    micro.advantages,
-                    mask,
-                    clip_ratio_low=args.clip_ratio_low,
-                    clip_ratio_high=args.clip_ratio_high,
-                    clip_ratio_c=args.clip_ratio_c,
-                )
+                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **clip_ratios)
                 if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
                     pg_loss = pg_loss * losses.importance_weights(
                         old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
