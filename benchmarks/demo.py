@@ -40,7 +40,7 @@ def run(*command: object) -> float:
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     start = time.perf_counter()
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True, env=env)
+    subprocess.run([sys.executable, *words], check=True, env=env)
     return time.perf_counter() - start
 
 
@@ -72,7 +72,8 @@ def plot(lines: list[dict], path: Path) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Run the five commands and write the summary; returns it."""
-    folder = ROOT / args.run_dir
+    os.chdir(ROOT)
+    folder = args.run_dir
     data, task = folder / "data", ("--max-prompt-length", 32, "--max-response-length", 40)
     shutil.rmtree(folder, ignore_errors=True)
     start = time.perf_counter()

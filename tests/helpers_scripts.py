@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLOCKS = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/gen_tokens_per_s")  # differ from run to run
 
-# Right or wrong by the parity of the text: an untrained model earns both. CRASH_AT_CALL ends the process there.
+# Right or wrong by parity, so that an untrained model earns both. CRASH_AT_CALL ends the process at that call.
 REWARD = """
 import os
 
@@ -40,8 +40,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     calls += 1
     if calls == int(os.environ.get("CRASH_AT_CALL", "0")):
         os._exit(9)
-    return float(sum(map(ord, solution_str)) % 2)
+    return float((sum(map(ord, solution_str)) + int(ground_truth)) % 2)
 """
+
+
+def parity(response: str, ground_truth: str) -> float:
+    """The score that REWARD gives."""
+    return float((sum(map(ord, response)) + int(ground_truth)) % 2)
 
 
 class Task(NamedTuple):

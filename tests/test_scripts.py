@@ -69,6 +69,18 @@ def distance(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
+def greedy(folder, file, count):
+    """What transformers itself answers to the first prompts of a file, one at a time."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
+    for row in pq.read_table(file).to_pylist()[:count]:
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        best = model.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(best, skip_special_tokens=True))
+    return answers
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From the command line, end to end
 
@@ -98,7 +110,7 @@ def test_sft_from_the_command_line(trained, task):
     assert [x["step"] for x in train] == list(range(1, 41)) and [x["step"] for x in val] == [0, 20, 40]
     assert statistics.mean(x["train/loss"] for x in train[-5:]) < 0.6 * train[0]["train/loss"]
     assert val[2]["val/loss"] < val[1]["val/loss"] < val[0]["val/loss"]
-    assert val[0]["val/loss"] == pytest.approx(math.log(80), rel=0.02)  # an untrained model of 80 tokens
+    assert val[0]["val/loss"] == pytest.approx(math.log(80), rel=0.05)  # an untrained model of 80 tokens
     output = (trained / "output.txt").read_text()
     shown = re.findall(r"step (\d+)/40 \| loss (\d\.\d{4})", output)
     assert shown == [(str(x["step"]), f"{x['train/loss']:.4f}") for x in train if x["step"] in (15, 30, 40)]
@@ -148,10 +160,13 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     # Held-out accuracy, counted again from what was generated with the final weights.
     generations = [g for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 2]
     assert len(generations) == 16
-    scores = [float(sum(map(ord, g["response"])) % 2) for g in generations]
+    truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(task.test).to_pylist()]
+    scores = [h.parity(g["response"], truth) for g, truth in zip(generations, truths, strict=True)]
     assert [g["score"] for g in generations] == scores and 0 < sum(scores) < 16
     assert lines[-1]["val/accuracy"] == lines[-1]["val-core/arithmetic/reward/mean@1"] == sum(scores) / 16
     assert f"accuracy {sum(scores) / 16:.3f} on 16 prompts" in output
+    untrained = [g["response"] for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 0]
+    assert untrained[:3] == greedy(settings["model"], task.test, 3)
     # What the console shows.
     assert "4 prompts x 4 = 16 responses and 1 update(s) a step, 1 rank(s), 64 prompts" in output
     for k in (1, 2):
@@ -162,45 +177,54 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     assert (folder / "global_step_2" / "huggingface" / "model.safetensors").is_file()
 
 
+@pytest.fixture(scope="module")
+def lively(task, tmp_path_factory):
+    """A model whose answers differ from prompt to prompt: the task's, with larger weights."""
+    folder = tmp_path_factory.mktemp("lively") / "model"
+    shutil.copytree(task.model, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
 GENERATE = dict(max_prompt_length=32, max_response_length=40)
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_eval_from_the_command_line(task, trained, tmp_path, engine):
+def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
-    model = trained / "global_step_40" / "huggingface"
-    settings = dict(model=model, val_files=(task.test,), engine=engine, custom_reward_function=task.reward, **GENERATE)
+    settings = dict(model=lively, val_files=(task.test,), engine=engine, custom_reward_function=task.reward, **GENERATE)
     output = h.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
     assert [x["row_index"] for x in written] == list(range(16))
     assert [x["ground_truth"] for x in written] == [row["reward_model"]["ground_truth"] for row in rows]
-    scores = [float(sum(map(ord, x["response"])) % 2) for x in written]
+    scores = [h.parity(x["response"], x["ground_truth"]) for x in written]
     assert [x["score"] for x in written] == scores and 0 < sum(scores) < 16
+    assert len({x["response"] for x in written}) > 8  # the model answers the question, whatever it answers
     assert f"accuracy                     {sum(scores) / 16:.4f}" in output
     assert "pass@" not in output and "maj@" not in output
-    # The responses are what transformers generates greedily, one prompt at a time.
-    tokenizer, reference = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    for row, x in list(zip(rows, written, strict=True))[:4]:
-        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        best = reference.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :]
-        assert x["response"] == tokenizer.decode(best, skip_special_tokens=True)
+    assert [x["response"] for x in written[:6]] == greedy(lively, task.test, 6)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_flag(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as end:
         tyro.cli(SCRIPTS[name].Args, description=SCRIPTS[name].__doc__, args=["--help"])
     assert end.value.code == 0
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
-    blocks = dict(re.findall(r"^ *--([a-z0-9-]+)[^\n]*\n(.*?)(?=^ *--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
+    blocks = dict(re.findall(r"^ {1,3}--([a-z][a-z0-9-]*)(.*?)(?=^ {1,3}--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
     for field in dataclasses.fields(SCRIPTS[name].Args):
         flag = field.name.replace("_", "-")
         assert flag in blocks, f"--{flag} is not in the help"
-        words = re.sub(r"\(default:.*", "", blocks[flag], flags=re.DOTALL).split()
+        _, _, rest = re.sub(r"\s{2,}", "  ", blocks[flag]).partition("  ")  # after the names of the values
+        words = re.sub(r"\(default:.*", "", rest, flags=re.DOTALL).split()
         assert len(words) >= 2, f"--{flag} has no help text: {blocks[flag]!r}"
         assert "---" not in words, f"--{flag} shows a section heading: {blocks[flag]!r}"
 
@@ -289,7 +313,7 @@ def test_kl_loss_pulls_towards_the_reference_and_is_part_of_the_loss(grpo):
     for x in lines:
         assert x["actor/loss"] == pytest.approx(x["actor/pg_loss"] + 100 * x["actor/kl_loss"], abs=1e-5)
         assert "timing_s/ref" in x
-    assert strong["actor/kl_loss"] < 0.5 * weak["actor/kl_loss"]
+    assert strong["actor/kl_loss"] < 0.75 * weak["actor/kl_loss"]
     h.assert_same(grpo.weights(2, 3), grpo.weights(3, 3))
     assert "actor/kl_loss" not in without
 
@@ -314,7 +338,7 @@ def test_kl_estimators(grpo):
 
 
 def test_entropy_bonus(grpo):
-    runs = {c: grpo(entropy_coeff=c, total_training_steps=4, lr=3e-3) for c in (0.0, 0.5, -0.5)}
+    runs = {c: grpo(entropy_coeff=c, total_training_steps=6, lr=3e-3) for c in (0.0, 0.5, -0.5)}
     first = grpo.lines(2)[0]
     assert first["actor/loss"] == pytest.approx(first["actor/pg_loss"] - 0.5 * first["actor/entropy"], rel=1e-5)
     assert grpo.lines(1)[0]["actor/loss"] == grpo.lines(1)[0]["actor/pg_loss"]
@@ -330,6 +354,54 @@ def test_rollout_importance_weights(grpo, level):
         assert capped[name] == pytest.approx(0.5 * plain[name], rel=1e-5, abs=1e-8)
     free = grpo(total_training_steps=1, rollout_is=level)
     assert free["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+
+
+def test_an_engine_that_is_too_sure_is_corrected_and_reported(grpo, monkeypatch):
+    plain = grpo(total_training_steps=1)
+
+    def generate(*args, original=hf.generate, **kwargs):
+        groups = original(*args, **kwargs)
+        return [[c._replace(logprobs=[x + math.log(2) for x in c.logprobs]) for c in group] for group in groups]
+
+    monkeypatch.setattr(hf, "generate", generate)
+    with pytest.raises(RuntimeError, match=r"log-probs differ by 6\.93e-01 on average"):
+        grpo(total_training_steps=1)
+    uncorrected = grpo(total_training_steps=1, max_logprob_gap=1.0)
+    assert uncorrected["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-6)
+    corrected = grpo(total_training_steps=1, max_logprob_gap=1.0, rollout_is="token")
+    assert corrected["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 2, rel=1e-5)
+    for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/kl"):
+        assert corrected[name] == pytest.approx(math.log(2), rel=1e-5), name
+    assert corrected["training/rollout_probs_diff_mean"] > 1e-3 > plain["training/rollout_probs_diff_mean"]
+
+
+def test_gradients_are_clipped_to_their_global_norm(grpo, task):
+    # Adam divides by |g| + 1e-8: only gradients far below that move a weight by less than the learning rate.
+    free = grpo(total_training_steps=1, weight_decay=0.0)
+    clipped = grpo(total_training_steps=1, weight_decay=0.0, grad_clip=1e-10)
+    assert clipped["actor/grad_norm"] == free["actor/grad_norm"] > 0.1  # reported as it was
+    assert distance(grpo.weights(1, 1), original(task)) == pytest.approx(1e-3, rel=0.01)
+    assert 0 < distance(grpo.weights(2, 1), original(task)) < 1e-5
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(grpo, task, monkeypatch):
+    bad = set()
+    norms = itertools.count()
+
+    def clip(model, max_norm, original=fsdp.clip_grad_norm):
+        norm = original(model, max_norm)
+        return math.inf if next(norms) in bad else norm
+
+    monkeypatch.setattr(fsdp, "clip_grad_norm", clip)
+    bad |= {0}
+    metrics = grpo(total_training_steps=1, weight_decay=0.0)
+    assert metrics["actor/skipped_updates"] == 1 and distance(grpo.weights(1, 1), original(task)) == 0
+    bad |= {2, 3, 5, 6, 8}  # of updates 1 to 8: never three in a row
+    grpo(total_training_steps=4, ppo_epochs=2)
+    assert [x["actor/skipped_updates"] for x in grpo.lines(2)] == [1, 1, 2, 1]
+    bad |= {10, 11, 12}
+    with pytest.raises(RuntimeError, match=r"step 4: gradient norm inf three times in a row; lower --lr"):
+        grpo(total_training_steps=5)
 
 
 def test_old_logprobs_are_computed_only_where_they_differ(grpo):
@@ -409,7 +481,7 @@ def reward(tmp_path):
         lines = "\n    ".join(body.splitlines())
         path.write_text(
             "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-            f"    fine = float(sum(map(ord, solution_str)) % 2)\n    {lines}\n"
+            f"    fine = float((sum(map(ord, solution_str)) + int(ground_truth)) % 2)\n    {lines}\n"
         )
         return str(path)
 
@@ -449,11 +521,13 @@ def test_single_failures_are_counted_and_the_run_goes_on(grpo, reward, capsys):
     assert capsys.readouterr().err.count("a bug of the user") >= 3
 
 
-def test_a_step_without_a_single_reward_changes_nothing_but_weight_decay(grpo, reward, task):
-    metrics = grpo(custom_reward_function=reward("raise OSError"), total_training_steps=2, weight_decay=0.0)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_steps_without_a_single_reward_do_nothing_but_decay_the_weights(grpo, reward, task, weight_decay):
+    metrics = grpo(custom_reward_function=reward("raise OSError"), weight_decay=weight_decay, lr=1e-2)
     assert metrics["reward/error_frac"] == 1.0 and metrics["actor/grad_norm"] == metrics["actor/loss"] == 0.0
     assert [x["critic/score/mean"] for x in grpo.lines(1)] == [None, None]
-    assert distance(grpo.weights(1, 2), original(task)) == 0.0
+    expected = {name: tensor * (1 - 1e-2 * weight_decay) ** 2 for name, tensor in original(task).items()}
+    assert distance(grpo.weights(1, 2), expected) <= 1e-6 * weight_decay
 
 
 def test_accuracy_is_reported_by_data_source(grpo, task, tmp_path, reward):
@@ -522,7 +596,7 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
         val_files=(task.test,),
         engine="hf",
         custom_reward_function=str(tmp_path / "digits.py"),
-        n=n,
+        rollout_n=n,
         temperature=1.0,
         output=str(file),
         **GENERATE,
@@ -720,10 +794,10 @@ GRPO_MISTAKES = {
         ["--max-prompt-length + --max-response-length = 129", "128 positions", "lower"],
     ),
     "temperature": (lambda f: dict(temperature=0.0), ["--temperature 0.0", "positive"]),
-    "gspo": (lambda f: dict(loss_mode="gspo"), ["--loss-mode gspo", "add --loss-agg-mode seq-mean-token-mean"]),
+    "gspo": (lambda f: dict(loss_mode="gspo"), ["--loss-mode gspo", "--loss-agg-mode seq-mean-token-mean"]),
     "gmpo": (
         lambda f: dict(loss_mode="gmpo", loss_agg_mode="seq-mean-token-sum"),
-        ["--loss-mode gmpo", "add --loss-agg-mode seq-mean-token-mean"],
+        ["--loss-mode gmpo", "--loss-agg-mode seq-mean-token-mean"],
     ),
     "dual clip": (lambda f: dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
     "cap": (lambda f: dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "above 0"]),
@@ -790,8 +864,8 @@ def test_sft_refuses(case, task, weightless, tmp_path):
 
 
 EVAL_MISTAKES = {
-    "greedy n": (lambda f: dict(n=4), ["--n 4", "positive --temperature"]),
-    "k": (lambda f: dict(n=4, temperature=1.0, k=(2, 8)), ["--k 8", "--n is 4"]),
+    "greedy n": (lambda f: dict(rollout_n=4), ["--rollout-n 4", "positive --temperature"]),
+    "k": (lambda f: dict(rollout_n=4, temperature=1.0, k=(2, 8)), ["--k 8", "--rollout-n is 4"]),
     "k 0": (lambda f: dict(k=(0,)), ["--k 0"]),
     "long prompt": (lambda f: dict(val_files=(f["long"],)), ["row 4", "--max-prompt-length 32"]),
     "missing": (lambda f: dict(val_files=(f["missing"],)), ["missing.parquet", "no such data file"]),
