@@ -9,6 +9,7 @@ reward wants. Leaves runs/demo/summary.json and runs/demo/curve.png.
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,14 +34,13 @@ class Args:
     """Seed of data, weights and both runs."""
 
 
-def run(*command: object) -> float:
+def run(command: str) -> float:
     """Run a script of this repository with the current Python; returns seconds. A failure ends the demo."""
-    words = [str(word) for word in command]
-    print("\n$ python " + " ".join(words), flush=True)
+    print(f"\n$ python {command}", flush=True)
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     start = time.perf_counter()
-    subprocess.run([sys.executable, *words], check=True, env=env)
+    subprocess.run([sys.executable, *shlex.split(command)], check=True, env=env)
     return time.perf_counter() - start
 
 
@@ -73,65 +73,25 @@ def plot(lines: list[dict], path: Path) -> None:
 def main(args: Args) -> dict[str, float]:
     """Run the five commands and write the summary; returns it."""
     os.chdir(ROOT)
-    folder = args.run_dir
-    data, task = folder / "data", ("--max-prompt-length", 32, "--max-response-length", 40)
+    folder, data = args.run_dir, args.run_dir / "data"
     shutil.rmtree(folder, ignore_errors=True)
     start = time.perf_counter()
-    run("data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128, "--seed", args.seed)
+    limits = "--max-prompt-length 32 --max-response-length 40"
+    run(f"data/arithmetic.py --output-dir {data} --num-sft {args.sft_steps * 128} --seed {args.seed}")
     seconds_sft = run(
-        *("sft.py", "--model", data / "model", "--train-files", data / "sft.parquet", "--max-length", 128),
-        *("--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps),
-        *("--activation-checkpointing", "none", "--log-freq", 50, "--seed", args.seed),
-        *("--default-local-dir", folder / "sft"),
+        f"sft.py --model {data}/model --train-files {data}/sft.parquet --max-length 128 "
+        f"--default-local-dir {folder}/sft --lr 4e-3 --beta2 0.98 --lr-warmup-steps 30 "
+        f"--total-training-steps {args.sft_steps} --activation-checkpointing none --log-freq 50 --seed {args.seed}"
     )
-    sft_model = folder / "sft" / f"global_step_{args.sft_steps}" / "huggingface"
-    run(
-        "eval.py",
-        "--model",
-        sft_model,
-        "--val-files",
-        data / "test.parquet",
-        *task,
-        "--output",
-        folder / "before.jsonl",
-    )
+    sft_model = f"{folder}/sft/global_step_{args.sft_steps}/huggingface"
+    run(f"eval.py --model {sft_model} --val-files {data}/test.parquet {limits} --output {folder}/before.jsonl")
     seconds_grpo = run(
-        *(
-            "train_grpo.py",
-            "--model",
-            sft_model,
-            "--train-files",
-            data / "train.parquet",
-            "--val-files",
-            data / "test.parquet",
-            *task,
-        ),
-        *(
-            "--train-batch-size",
-            32,
-            "--ppo-mini-batch-size",
-            32,
-            "--rollout-n",
-            8,
-            "--lr",
-            1e-4,
-            "--total-training-steps",
-            args.grpo_steps,
-        ),
-        *("--activation-checkpointing", "none", "--test-freq", 10, "--seed", args.seed),
-        *("--default-local-dir", folder / "grpo", "--log-samples-freq", 20),
+        f"train_grpo.py --model {sft_model} --train-files {data}/train.parquet --val-files {data}/test.parquet "
+        f"{limits} --train-batch-size 32 --rollout-n 8 --lr 1e-4 --total-training-steps {args.grpo_steps} "
+        f"--activation-checkpointing none --log-samples-freq 20 --seed {args.seed} --default-local-dir {folder}/grpo"
     )
-    grpo_model = folder / "grpo" / f"global_step_{args.grpo_steps}" / "huggingface"
-    run(
-        "eval.py",
-        "--model",
-        grpo_model,
-        "--val-files",
-        data / "test.parquet",
-        *task,
-        "--output",
-        folder / "after.jsonl",
-    )
+    grpo_model = f"{folder}/grpo/global_step_{args.grpo_steps}/huggingface"
+    run(f"eval.py --model {grpo_model} --val-files {data}/test.parquet {limits} --output {folder}/after.jsonl")
 
     def accuracy(name: str) -> float:
         scores = [json.loads(line)["score"] for line in (folder / name).read_text().splitlines()]

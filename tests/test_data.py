@@ -141,13 +141,6 @@ def test_read_rows_of_a_file_as_verl_writes_it(tmp_path):
     assert rows[2]["extra_info"] == {}
 
 
-def test_read_rows_of_a_file_that_pandas_wrote(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    rows = [rl_row("a"), rl_row("b")]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "x.parquet")
-    assert [without(row, "row_index") for row in read_rows(tmp_path / "x.parquet")] == rows
-
-
 def test_flipped_byte_is_detected(tmp_path):
     path = write(tmp_path / "x.parquet", [rl_row(f"question {i}", str(i)) for i in range(50)])
     good = path.read_bytes()

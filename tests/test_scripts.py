@@ -421,6 +421,22 @@ def test_old_logprobs_are_computed_only_where_they_differ(grpo):
     assert still["actor/ppo_kl"] == pytest.approx(0)
 
 
+def test_denominators_belong_to_the_mini_batch(grpo):
+    # Nothing moves at a learning rate of 0, and every mini-batch weighs its own tokens only.
+    metrics = grpo(total_training_steps=1, ppo_mini_batch_size=2, entropy_coeff=1.0, lr=0.0)
+    assert metrics["actor/entropy"] > 4
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] - metrics["actor/entropy"], rel=1e-3)
+    by_sequence = grpo(
+        total_training_steps=1,
+        ppo_mini_batch_size=2,
+        entropy_coeff=1.0,
+        lr=0.0,
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    difference = by_sequence["actor/pg_loss"] - by_sequence["actor/loss"]
+    assert difference == pytest.approx(by_sequence["actor/entropy"], rel=1e-2)
+
+
 def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
     settings = dict(ppo_epochs=2, ppo_mini_batch_size=3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
     expected = grpo(**settings)
@@ -432,9 +448,10 @@ def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
 
 
-def test_the_learning_rate_follows_its_schedule(grpo):
-    grpo(total_training_steps=4, lr_warmup_steps=2)
+def test_the_learning_rate_follows_its_schedule(grpo, task):
+    grpo(total_training_steps=4, lr_warmup_steps=2, weight_decay=0.0, save_freq=1)
     assert [x["actor/lr"] for x in grpo.lines(1)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+    assert distance(grpo.weights(1, 1), original(task)) == pytest.approx(0.5e-3, rel=0.01)  # Adam's first step
     grpo(total_training_steps=4, lr_scheduler_type="cosine")
     expected = [1e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
     assert [x["actor/lr"] for x in grpo.lines(2)] == pytest.approx(expected)

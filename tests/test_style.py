@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
@@ -121,3 +122,13 @@ def test_every_function_of_a_script_is_documented(path):
     for node in tree(path).body:
         if isinstance(node, ast.FunctionDef):
             assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_no_flag_is_an_abbreviation_of_a_torchrun_option(path):
+    """`torchrun script.py --n 4` fails: torchrun reads --n as short for --nnodes and others, wherever it stands."""
+    options = [option for action in get_args_parser()._actions for option in action.option_strings]
+    (args,) = (node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    flags = ["--" + node.target.id.replace("_", "-") for node in args.body if isinstance(node, ast.AnnAssign)]
+    assert len(flags) > 10
+    assert [flag for flag in flags if any(option.startswith(flag) for option in options)] == []
