@@ -256,7 +256,9 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     config = AutoConfig.from_pretrained(task.model)
     config.tie_word_embeddings = False
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "untied")
+    untied = AutoModelForCausalLM.from_config(config)
+    untied.generation_config.eos_token_id = [2, 0]  # two ways to end, as instruction-tuned models have
+    untied.save_pretrained(tmp_path / "untied")
     policy, optimizer, d = policy_of(tmp_path / "untied", torch.bfloat16)
     master = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
     tokenizer = AutoTokenizer.from_pretrained(task.model)
@@ -269,6 +271,7 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
     assert model.dtype == AutoConfig.from_pretrained(saved / "huggingface").dtype == torch.bfloat16
     assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert model.generation_config.eos_token_id == [2, 0]
     written = json.loads((saved / "trainer_state.json").read_text())
     assert (written["step"], written["world_size"], written["args"]["rollout_n"]) == (7, 1, 8)
 

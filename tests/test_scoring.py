@@ -83,11 +83,13 @@ def test_no_samples_no_scores():
 # Finding the function
 
 SOURCE = """
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 
 @dataclass
-class Answer:  # looks its module up by name
+class Answer:  # with such annotations, it looks its module up by name
     value: float
 
 
