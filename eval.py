@@ -21,7 +21,7 @@ from rl.data import encode_prompts, read_rows
 from rl.engines import hf, vllm
 from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
 from rl.metrics import majority_vote, pass_at_k
-from rl.rollout import fold, sample_groups, stop_token_ids
+from rl.rollout import check_context, fold, sample_groups, stop_token_ids
 from rl.scoring import load_reward_function, score_samples
 from rl.types import Sampling
 
@@ -64,6 +64,10 @@ def last_number(text: str) -> str | None:
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
+    if args.rollout_n < 1 or (args.max_samples is not None and args.max_samples < 1):
+        raise ValueError(f"--rollout-n {args.rollout_n} and --max-samples {args.max_samples} must be at least 1")
+    if args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise ValueError(f"--temperature {args.temperature} must be 0 or more, --top-p {args.top_p} in (0, 1]")
     if args.rollout_n > 1 and args.temperature <= 0:
         raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")
     if bad := [k for k in args.k if not 1 <= k <= args.rollout_n]:
@@ -72,6 +76,7 @@ def main(args: Args) -> dict[str, float]:
     rows = read_rows(args.val_files)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
+    check_context(args.model, args.max_prompt_length + args.max_response_length)
     compute_score = load_reward_function(args.custom_reward_function)
 
     d = init_distributed()

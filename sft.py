@@ -23,6 +23,7 @@ from rl.batching import collate, plan_updates
 from rl.data import encode_sft, prompts_for_step, read_sft_rows
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer
+from rl.rollout import check_context
 from rl.tracking import Backend, Tracker, progress
 from rl.types import Sample, select
 
@@ -86,6 +87,10 @@ def main(args: Args) -> dict[str, float]:
             f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
+    for flag in ("train_batch_size", "total_training_steps", "max_ckpt_to_keep"):
+        if vars(args)[flag] is not None and vars(args)[flag] < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
+    check_context(args.model, args.max_length, "--max-length")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train = encode(tokenizer, read_sft_rows(args.train_files), args)
     val = encode(tokenizer, read_sft_rows(args.val_files), args) if args.val_files else []

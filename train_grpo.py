@@ -129,7 +129,8 @@ class Args:
 
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
-    for flag in ("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_response_length"):
+    counts = "train_batch_size ppo_mini_batch_size ppo_epochs rollout_n max_response_length total_training_steps"
+    for flag in (*counts.split(), "max_ckpt_to_keep"):
         if vars(args)[flag] is not None and vars(args)[flag] < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
     if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
@@ -142,7 +143,7 @@ def validate(args: Args) -> None:
             f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one sequence of "
             f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
         )
-    if args.temperature <= 0:
+    if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
     if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
         c, cap = args.clip_ratio_c, args.rollout_is_threshold

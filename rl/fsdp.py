@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -65,10 +66,16 @@ def init_distributed() -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
 
 
+def final_barrier() -> None:
+    """Wait for every rank before the process group is taken down."""
+    dist.barrier()
+    time.sleep(0.1)  # gloo's worker thread needs the GIL to free its last work; at interpreter exit it would abort
+
+
 def shutdown_distributed() -> None:
     """Leave the process group, if an engine has not ended it already; `init_distributed` may be called again."""
     if dist.is_initialized():
-        dist.barrier()
+        final_barrier()
         dist.destroy_process_group()
 
 

@@ -23,14 +23,11 @@ def fold(*numbers: int) -> int:
     return state % 2**31
 
 
-def check_context(model: str, tokens: int) -> None:
-    """Raise ValueError if the model has fewer positions than a prompt and a response together may take."""
+def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
+    """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
     positions = AutoConfig.from_pretrained(model).to_dict().get("max_position_embeddings")
     if positions is not None and tokens > positions:
-        raise ValueError(
-            f"--max-prompt-length + --max-response-length = {tokens} tokens, but {model} has {positions} positions; "
-            "lower one of them"
-        )
+        raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
 
 
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

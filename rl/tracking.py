@@ -130,7 +130,8 @@ def _drop_after(file: pathlib.Path, step: int) -> None:
         return line.get("kind") == "val" or any(name.startswith("val") for name in line)
 
     if file.exists():
-        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        text = file.read_text()
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # a crash may cut the last one
         kept = [line for line in lines if line["step"] < step or (line["step"] == step and not evaluates(line))]
         file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 

@@ -979,3 +979,18 @@ def test_unknown_values_name_the_flag(name, words, capsys):
     assert end.value.code == 2
     text = capsys.readouterr().err
     assert words[0] in text and words[1] in text
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "words"),
+    [
+        (train_grpo, dict(temperature=float("nan")), "--temperature nan"),
+        (train_grpo, dict(total_training_steps=0), "--total-training-steps 0 must be at least 1"),
+        (train_grpo, dict(max_ckpt_to_keep=-1), "--max-ckpt-to-keep -1 must be at least 1"),
+        (sft, dict(max_ckpt_to_keep=0), "--max-ckpt-to-keep 0 must be at least 1"),
+        (sft, dict(max_length=400), "--max-length = 400 tokens, but"),
+    ],
+)
+def test_impossible_counts_are_refused(task, module, settings, words):
+    with pytest.raises(ValueError, match=words):
+        module.main(module.Args(**dict(model=str(task.model), train_files=(str(task.train),)) | settings))

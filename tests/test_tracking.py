@@ -10,7 +10,7 @@ from pathlib import Path
 import helpers_scripts as h
 import pytest
 
-from rl.tracking import Tracker, progress, progress_line, show_sample
+from rl.tracking import Tracker, _drop_after, progress, progress_line, show_sample
 
 
 @dataclass(frozen=True)
@@ -228,3 +228,10 @@ def test_a_progress_bar_changes_nothing_and_is_silent_off_the_terminal(capsys, m
         monkeypatch.setenv("RANK", rank)
         assert list(progress("update", [[3], [1, 2], []])) == [[3], [1, 2], []]
     assert capsys.readouterr() == ("", "")
+
+
+def test_drop_after_forgives_a_line_that_a_crash_cut(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "crit')
+    _drop_after(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from rl.fsdp import Dist
+from rl.fsdp import Dist, final_barrier
 from rl.types import Completion, Sampling
 
 
@@ -196,5 +196,5 @@ def wake(engine: Engine) -> None:
 
 def close(engine: Engine) -> None:
     """Shut the engine down once every rank is done with it. vLLM ends the process group with it."""
-    dist.barrier()
+    final_barrier()
     engine.llm.llm_engine.engine_core.shutdown()
