@@ -9,6 +9,7 @@ response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ from transformers import AutoTokenizer
 from rl.data import encode_prompts, read_rows
 from rl.engines import hf, vllm
 from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
-from rl.metrics import majority_vote, pass_at_k
+from rl.metrics import accuracy, majority_vote, pass_at_k, scoring_metrics
 from rl.rollout import check_context, fold, sample_groups, stop_token_ids
-from rl.scoring import load_reward_function, score_samples
+from rl.scoring import Scorer
 from rl.types import Sampling
 
 ENGINES = {"vllm": vllm, "hf": hf}
@@ -36,8 +37,12 @@ class Args:
     max_samples: int | None = None  # evaluate the first so many prompts only
     max_prompt_length: int = 512  # tokens; a longer prompt is an error
     max_response_length: int = 1024  # tokens a response may have
-    # path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float | dict
-    custom_reward_function: str = "rewards/gsm8k.py:compute_score"
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
+    custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
+    reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
+    reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score
+    reward_memory_mb: int = 4096  # MiB of private memory of such a process; 0 for no limit
+    allow_unsafe_code_execution: bool = False  # let code rewards run model-written code without a complete sandbox
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
@@ -77,7 +82,17 @@ def main(args: Args) -> dict[str, float]:
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
     check_context(args.model, args.max_prompt_length + args.max_response_length)
-    compute_score = load_reward_function(args.custom_reward_function)
+    if args.allow_unsafe_code_execution:
+        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
+    scorer = Scorer(
+        args.custom_reward_function,
+        tokenizer,
+        workers=args.reward_workers,
+        timeout_s=args.reward_timeout,
+        memory_mb=args.reward_memory_mb,
+        extra_info={"max_response_length": args.max_response_length},
+    )
+    reward_check = scorer.check(rows)
 
     d = init_distributed()
     backend = ENGINES[args.engine]
@@ -95,19 +110,20 @@ def main(args: Args) -> dict[str, float]:
     )
     stops = stop_token_ids(args.model, tokenizer)
     sampling = Sampling(args.rollout_n, args.temperature, args.top_p, args.top_k, args.max_response_length, stops)
-    own_samples = sample_groups(backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank))
-    own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
-    own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)
-    samples, texts, scores = zip(*all_gather(zip(own_samples, own_texts, own_scores, strict=True), d), strict=True)
+    own_samples = sample_groups(
+        backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank), on_group=scorer.submit
+    )
+    samples, scores = zip(*all_gather(zip(own_samples, scorer.collect(own_samples), strict=True), d), strict=True)
 
     # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
     groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
-    score = [0.0 if s is None else s for s in scores]
+    score = [accuracy(s) for s in scores]
     correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
     metrics = {
         "num_prompts": float(len(rows)),
         "accuracy": sum(score) / len(score),
-        "reward/error_frac": sum(s is None for s in scores) / len(scores),
+        "reward/mean": sum(s.value or 0.0 for s in scores) / len(scores),
+        **scoring_metrics(scores, [rows_by_index[s.row_index]["data_source"] for s in samples]),
         "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
@@ -115,22 +131,25 @@ def main(args: Args) -> dict[str, float]:
         powers = [2**i for i in range(args.rollout_n.bit_length()) if 2**i <= args.rollout_n]
         for k in args.k or powers:
             metrics[f"pass@{k}"] = sum(pass_at_k(args.rollout_n, c, k) for c in correct) / len(groups)
-        votes = [majority_vote([last_number(texts[i]) for i in group]) for group in groups]
+        votes = [majority_vote([last_number(scores[i].text) for i in group]) for group in groups]
         elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
         metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
 
     if d.is_main:
         files = ", ".join(args.val_files)
         print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")
+        print(reward_check)
         for name, value in metrics.items():
             print(f"  {name:28} {value:.4f}")
         if args.output:
             Path(args.output).parent.mkdir(parents=True, exist_ok=True)
             with open(args.output, "w") as f:
-                for s, text, x in zip(samples, texts, scores, strict=True):
+                for s, x in zip(samples, scores, strict=True):
                     truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
-                    line = {"row_index": s.row_index, "response": text, "score": x, "ground_truth": truth}
+                    line = {"row_index": s.row_index, "response": x.text, "score": x.value, **x.components}
+                    line["ground_truth"] = truth
                     f.write(json.dumps(line, default=str) + "\n")
+    scorer.close()
     backend.close(engine)
     shutdown_distributed()
     return metrics

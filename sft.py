@@ -51,7 +51,9 @@ class Args:
 
     # --- memory: never changes the numbers
     max_token_len_per_gpu: int = 16384  # tokens in one micro-batch; lower it on out-of-memory
-    activation_checkpointing: Literal["none", "full"] = "full"  # recompute activations: slower, far less memory
+    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
+    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
 
     # --- evaluation, checkpoints, logging
     test_freq: int = 100  # compute val/loss every this many steps and at the end, if there are --val-files; -1 never
@@ -101,7 +103,12 @@ def main(args: Args) -> dict[str, float]:
     resume_from = checkpoint.find(args.resume_mode, run_dir)
 
     d = fsdp.init_distributed()
-    policy = fsdp.shard(fsdp.load_policy(args.model, d), d, activation_checkpointing=args.activation_checkpointing)
+    policy = fsdp.shard(
+        fsdp.load_policy(args.model, d),
+        d,
+        activation_checkpointing=args.activation_checkpointing,
+        compile=args.compile and d.device.type == "cuda",
+    )
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )

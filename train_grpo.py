@@ -15,6 +15,7 @@ Every per-token tensor is (B, T), and position t describes token t given the tok
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,16 +23,26 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from rl import advantages, checkpoint, fsdp, losses, schedule
+from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule
 from rl.batching import collate, plan_updates
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.metrics import Sums, Timer, describe, gap_sums, reward_metrics, rollout_metrics, throughput
+from rl.metrics import (
+    Sums,
+    Timer,
+    describe,
+    evaluation_metrics,
+    gap_sums,
+    reward_metrics,
+    rollout_metrics,
+    scoring_metrics,
+    throughput,
+)
 from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
-from rl.scoring import load_reward_function, score_samples
+from rl.scoring import Score, Scorer, stop_if_failing
 from rl.tracking import Backend, Tracker, progress, progress_line, show_sample
-from rl.types import Sampling, select
+from rl.types import Sample, Sampling, select
 
 ENGINES = {"vllm": vllm, "hf": hf}
 ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
@@ -63,8 +74,26 @@ class Args:
     max_prompt_length: int = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: int = 1024  # tokens; longer responses are cut and counted in response_length/clip_ratio
     filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length, and say how many
-    # path.py:function with verl's signature (data_source, solution_str, ground_truth, extra_info) -> float | dict
-    custom_reward_function: str = "rewards/gsm8k.py:compute_score"
+
+    # --- reward
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; with --reward-model none
+    custom_reward_function: tuple[str, ...] | None = None
+    reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
+    reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score
+    reward_memory_mb: int = 4096  # MiB of private memory of such a process; 0 for no limit
+    allow_unsafe_code_execution: bool = False  # let code rewards run model-written code without a complete sandbox
+    reward_max_error_frac: float = 0.05  # stop the run if more of a step's responses raise or time out
+    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
+    reward_model_coef: float = 1.0  # weight of that score
+    reward_model_max_length: int = 4096  # tokens of prompt and response in its own template; longer ones lose the start
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response
+    kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
+    kl_target: float = 0.1  # KL a token that the adaptive controller aims at
+    kl_horizon: int = 10_000  # responses over which it corrects a relative error of one
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
@@ -110,7 +139,9 @@ class Args:
 
     # --- memory: never changes the numbers
     ppo_max_token_len_per_gpu: int = 16384  # prompt + response tokens in one micro-batch; lower it on out-of-memory
-    activation_checkpointing: Literal["none", "full"] = "full"  # recompute activations: slower, far less memory
+    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
+    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
 
     # --- evaluation, checkpoints, logging
     val_before_train: bool = True  # evaluate the untrained policy first (step 0)
@@ -130,7 +161,7 @@ class Args:
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     counts = "train_batch_size ppo_mini_batch_size ppo_epochs rollout_n max_response_length total_training_steps"
-    for flag in (*counts.split(), "max_ckpt_to_keep"):
+    for flag in (*counts.split(), "max_ckpt_to_keep", "reward_workers", "kl_horizon"):
         if vars(args)[flag] is not None and vars(args)[flag] < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
     if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
@@ -143,6 +174,16 @@ def validate(args: Args) -> None:
             f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one sequence of "
             f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
         )
+    if args.reward_model and args.ppo_max_token_len_per_gpu < args.reward_model_max_length:
+        raise ValueError(
+            f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one conversation of "
+            f"--reward-model-max-length {args.reward_model_max_length} tokens; change one of them"
+        )
+    if not args.reward_timeout > 0 or not args.kl_target > 0 or not 0 <= args.reward_max_error_frac <= 1:
+        raise ValueError(
+            f"--reward-timeout {args.reward_timeout} and --kl-target {args.kl_target} must be positive, "
+            f"--reward-max-error-frac {args.reward_max_error_frac} within 0 and 1"
+        )
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
     if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
@@ -152,23 +193,20 @@ def validate(args: Args) -> None:
         raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode seq-mean-token-mean, its paper's mean")
 
 
-def evaluate(args, backend, engine, sampling, rows, tokenizer, compute_score, tracker, step, d) -> dict[str, float]:
+def evaluate(args, backend, engine, sampling, rows, tokenizer, submit, collect, tracker, step, d) -> dict[str, float]:
     """Score one greedy response to every held-out prompt with the current weights. All ranks must enter."""
     sampling = replace(sampling, n=1, temperature=0.0)
-    samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=args.seed)
-    texts = tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
-    rows_by_index = {row["row_index"]: row for row in rows}
-    scores = score_samples(compute_score, samples, texts, rows_by_index)
-    samples, texts, scores = zip(*fsdp.all_gather(zip(samples, texts, scores, strict=True), d), strict=True)
-    by_source: dict[str, list[float]] = {}
-    for sample, score in zip(samples, scores, strict=True):  # a response that could not be scored counts as wrong here
-        by_source.setdefault(rows_by_index[sample.row_index]["data_source"], []).append(score or 0.0)
-    metrics = {f"val-core/{source}/reward/mean@1": sum(s) / len(s) for source, s in by_source.items()}
-    metrics["val/accuracy"] = sum(score or 0.0 for score in scores) / len(scores)
+    samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=args.seed, on_group=submit)
+    scored = fsdp.all_gather(zip(samples, collect(samples, rows), strict=True), d)
+    samples, scores = zip(*scored, strict=True)  # one each for every row, in order
+    metrics = evaluation_metrics(scores, [row["data_source"] for row in rows])
     metrics["val/response_length"] = sum(len(s.response_ids) for s in samples) / len(samples)
-    prompts = [tokenizer.decode(s.prompt_ids) for s in samples[: args.log_val_generations]]
-    shown = [{"prompt": p, "response": t, "score": x} for p, t, x in zip(prompts, texts, scores, strict=False)]
-    tracker.log_generations(step, "val", shown)
+    shown = list(zip(samples, scores, strict=True))[: args.log_val_generations]
+    tracker.log_generations(
+        step,
+        "val",
+        [{"prompt": tokenizer.decode(s.prompt_ids), "response": x.text, "score": x.value} for s, x in shown],
+    )
     tracker.log(step, metrics, f"step {step} | held out: accuracy {metrics['val/accuracy']:.3f} on {len(rows)} prompts")
     return metrics
 
@@ -184,8 +222,21 @@ def main(args: Args) -> dict[str, float]:
     val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     check_context(args.model, args.max_prompt_length + args.max_response_length)
-    compute_score = load_reward_function(args.custom_reward_function)
-    rows_by_index = {row["row_index"]: row for row in train_rows}
+    if args.allow_unsafe_code_execution:
+        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
+    if args.reward_model:
+        reward_model.check_reward_model(args.reward_model)
+        judge_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+    functions = args.custom_reward_function or (() if args.reward_model else ("rewards/by_data_source.py",))
+    scorer = Scorer(
+        functions,
+        tokenizer,
+        workers=args.reward_workers,
+        timeout_s=args.reward_timeout,
+        memory_mb=args.reward_memory_mb,
+        extra_info={"max_response_length": args.max_response_length},
+    )
+    reward_check = scorer.check(train_rows + val_rows)
     stops = stop_token_ids(args.model, tokenizer)
     sampling = Sampling(args.rollout_n, args.temperature, max_tokens=args.max_response_length, stop_token_ids=stops)
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
@@ -210,18 +261,39 @@ def main(args: Args) -> dict[str, float]:
         seed=args.seed,
     )
     backend.sleep(engine)
-    policy = fsdp.shard(fsdp.load_policy(args.model, d), d, activation_checkpointing=args.activation_checkpointing)
+    policy = fsdp.shard(
+        fsdp.load_policy(args.model, d),
+        d,
+        activation_checkpointing=args.activation_checkpointing,
+        compile=args.compile and d.device.type == "cuda",
+    )
     reference = None
-    if args.use_kl_loss:
+    if args.use_kl_loss or args.use_kl_in_reward:
         reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d)
+    judge = None
+    if args.reward_model:
+        judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)
+        fsdp.offload(fsdp.shard(judge, d))
+
+    def collect(samples: list[Sample], rows: list[dict]) -> list[Score]:
+        """The finished scores of this rank's samples of `rows`, plus the reward model's. All ranks must enter."""
+        scores = scorer.collect(samples)
+        if judge is None:
+            return scores
+        limits = dict(max_length=args.reward_model_max_length, max_tokens_per_gpu=args.ppo_max_token_len_per_gpu)
+        coef = args.reward_model_coef
+        return reward_model.add_scores(judge, judge_tokenizer, rows, samples, scores, coef=coef, d=d, **limits)
+
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
         f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
         f"{args.train_batch_size} prompts x {args.rollout_n} = {args.train_batch_size * args.rollout_n} responses and "
-        f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from"
+        f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
+        f"{reward_check}"
     )
+    kl_coef = checkpoint.extra(resume_from).get("kl_coef", args.kl_coef)
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
 
     for step in range(start, total_steps + 1):  # the last round only evaluates
@@ -237,30 +309,36 @@ def main(args: Args) -> dict[str, float]:
         due = args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps)
         if args.val_before_train if step == 0 else due:
             val_metrics = evaluate(
-                args, backend, engine, sampling, val_rows, tokenizer, compute_score, tracker, step, d
+                args, backend, engine, sampling, val_rows, tokenizer, scorer.submit, collect, tracker, step, d
             )
             clock("testing")
         if step == total_steps:
             break
         seed = fold(args.seed, step, d.rank)
-        own_samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=seed)
+        own_samples = sample_groups(
+            backend, engine, fsdp.own_slice(rows, d), sampling, seed=seed, on_group=scorer.submit
+        )
         clock("gen")
         backend.sleep(engine)
         verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
         clock("verify")
 
-        # 3. Rewards. From here on every rank holds the whole step, and the text reads as if there were one rank.
-        own_texts = tokenizer.batch_decode([s.response_ids for s in own_samples], skip_special_tokens=True)
-        own_scores = score_samples(compute_score, own_samples, own_texts, rows_by_index)
-        scored = fsdp.all_gather(zip(own_samples, own_texts, own_scores, strict=True), d)
-        samples, texts, scores = zip(*scored, strict=True)  # B each
-        rewards = torch.tensor([math.nan if s is None else s for s in scores]).view(-1, args.rollout_n)  # (P, G)
+        # 3. Rewards: other processes have been scoring since the first responses were complete.
+        own_scores = collect(own_samples, rows)
+        # From here on every rank holds the whole step, and the text reads as if there were one rank.
+        scored = fsdp.all_gather(zip(own_samples, own_scores, strict=True), d)
+        samples, scores = zip(*scored, strict=True)  # B each
+        stop_if_failing(scores, args.reward_max_error_frac)
+        scores_PG = torch.tensor([math.nan if s.value is None else s.value for s in scores]).view(-1, args.rollout_n)
         lengths = torch.tensor([float(sum(s.response_mask)) for s in samples]).view(-1, args.rollout_n)  # (P, G)
         clock("reward")
 
         # 4. Batch: one row per response, planned into optimizer steps and this rank's memory-sized micro-batches.
         batch = collate(samples, pad_id=tokenizer.pad_token_id or 0)  # (B, T)
-        batch = replace(batch, response_mask=batch.response_mask * rewards.isfinite().view(-1, 1))  # drop the unscored
+        scored_B1 = scores_PG.isfinite().view(-1, 1)
+        batch = replace(
+            batch, response_mask=batch.response_mask * scored_B1
+        )  # a response without a score teaches nothing
         updates = plan_updates(
             batch.lengths.tolist(),
             mini_batch_size=mini_batch_size * args.rollout_n,
@@ -272,7 +350,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Fixed log-probs: of the policy that starts this step, for the ratio, and of the reference, for the KL term.
         own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
-        if not on_policy:
+        if not on_policy or args.use_kl_in_reward:
             old_logp = fixed_logprobs(policy, batch, own_micros, temperature=args.temperature, device=d.device)
             batch = replace(batch, old_logp=old_logp)
             clock("old_log_prob")
@@ -283,6 +361,17 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its siblings was each response? One number for all its tokens.
+        rewards, reward_kl_metrics = scores_PG, {}  # (P, G)
+        if args.use_kl_in_reward:
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # own rows only
+            reward_kl = fsdp.all_reduce_sum(token_kl.sum(1)).view(-1, args.rollout_n)  # (P, G)
+            rewards = scores_PG - kl_coef * reward_kl
+            mean_kl = (reward_kl / lengths.clamp(min=1)).mean().item()  # a token's, as the controller counts
+            reward_kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+            if args.kl_ctrl_type == "adaptive":
+                kl_coef = schedule.adaptive_kl_coef(
+                    kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=len(samples)
+                )
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1) * batch.response_mask)  # (B, T)
         clock("adv")
@@ -312,7 +401,7 @@ def main(args: Args) -> dict[str, float]:
                         old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
                     )
                 objective = pg_loss - args.entropy_coeff * entropy
-                if reference is not None:
+                if args.use_kl_loss:
                     kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
                     objective = objective + args.kl_loss_coef * kl
                     sums.add(kl_loss=losses.aggregate(kl, mask, args.loss_agg_mode, **denominators))
@@ -329,11 +418,16 @@ def main(args: Args) -> dict[str, float]:
                 )
                 sums.add_max(gap_max=((micro.rollout_logp - old_logp).abs() * mask).max())
             grad_norms.append(fsdp.clip_grad_norm(policy, args.grad_clip))
-            bad_updates_in_a_row = 0 if math.isfinite(grad_norms[-1]) else bad_updates_in_a_row + 1
-            if bad_updates_in_a_row == 0:
+            usable = math.isfinite(grad_norms[-1]) and denominators["num_tokens"] > 0  # some response has a score
+            bad_updates_in_a_row = 0 if usable else bad_updates_in_a_row + 1
+            if usable:
                 optimizer.step()
             elif bad_updates_in_a_row == 3:
-                raise RuntimeError(f"step {step + 1}: gradient norm {grad_norms[-1]} three times in a row; lower --lr")
+                raise RuntimeError(
+                    f"step {step + 1}: three updates in a row were useless, the last one with gradient norm "
+                    f"{grad_norms[-1]} over {denominators['num_tokens']:.0f} tokens that have a reward; if the norm is "
+                    "not finite lower --lr, if there are no tokens mend the reward"
+                )
             optimizer.zero_grad(set_to_none=True)
         clock("update_actor")
         # === end ======================================================================================================
@@ -342,7 +436,10 @@ def main(args: Args) -> dict[str, float]:
         s, times = sums.reduce(), clock.metrics()
         tokens = max(s["tokens"], 1.0)
         metrics = {
-            **reward_metrics(rewards),
+            **reward_metrics(scores_PG),
+            **scoring_metrics(scores, [row["data_source"] for row in rows for _ in range(args.rollout_n)]),
+            **describe("critic/rewards", rewards),
+            **reward_kl_metrics,
             **describe("critic/advantages", advantages_PG),
             **rollout_metrics(samples),
             **{f"actor/{name}": s[name] / updates_per_step for name in ("loss", "pg_loss", "kl_loss") if name in s},
@@ -359,14 +456,18 @@ def main(args: Args) -> dict[str, float]:
         }
         tracker.log(step + 1, metrics, progress_line(step + 1, total_steps, metrics))
         if args.log_samples_freq and step % args.log_samples_freq == 0:
-            tracker.print(show_sample(tokenizer.decode(samples[0].prompt_ids), texts[0], scores[0]))
+            tracker.print(show_sample(tokenizer.decode(samples[0].prompt_ids), scores[0].text, scores[0].value))
 
         # 9. Checkpoint: weights, optimizer and the step; data order and seeds follow from the step.
         last = step + 1 == total_steps
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            checkpoint.save(run_dir, step + 1, policy, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep)
+            extra = {"kl_coef": kl_coef}
+            checkpoint.save(
+                run_dir, step + 1, policy, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep, extra=extra
+            )
 
     tracker.close()
+    scorer.close()
     backend.close(engine)
     fsdp.shutdown_distributed()
     return metrics | val_metrics

@@ -36,10 +36,12 @@ def save(
     args: Any,
     *,
     keep: int | None = None,
+    extra: dict[str, float] | None = None,
 ) -> pathlib.Path:
     """Write `root/global_step_<step>` and return it. All ranks must enter.
 
-    Older checkpoints beyond `keep` are deleted afterwards. `args` is the script's dataclass, kept for the record.
+    Older checkpoints beyond `keep` are deleted afterwards. `args` is the script's dataclass, kept for the record;
+    `extra` are numbers of the loop that do not follow from the step.
     """
     final = pathlib.Path(root) / f"global_step_{step}"
     temporary = final.with_name(f".tmp_global_step_{step}")
@@ -52,6 +54,7 @@ def save(
     export_hf(temporary / "huggingface", model, tokenizer, d)
     if d.is_main:
         state = {"step": step, "args": vars(args), "world_size": d.world_size, "torch": torch.__version__}
+        state["extra"] = extra or {}
         (temporary / "trainer_state.json").write_text(json.dumps(state, indent=2, default=str))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -69,6 +72,11 @@ def load(path: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     dcp.load(state, checkpoint_id=path / "state")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return json.loads((path / "trainer_state.json").read_text())["step"]
+
+
+def extra(path: pathlib.Path | None) -> dict[str, float]:
+    """What `save` got as `extra`; {} without a checkpoint."""
+    return {} if path is None else json.loads((path / "trainer_state.json").read_text()).get("extra", {})
 
 
 def list_steps(root: str | pathlib.Path) -> list[int]:
@@ -120,6 +128,7 @@ def export_hf(path: pathlib.Path, model: nn.Module, tokenizer: PreTrainedTokeniz
         config.dtype = d.dtype
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(path)
-        model.generation_config.save_pretrained(path)
+        if model.can_generate():
+            model.generation_config.save_pretrained(path)
         save_torch_state_dict(tensors, path, metadata={"format": "pt"})
         tokenizer.save_pretrained(path)

@@ -61,6 +61,22 @@ def read_sft_rows(path: Paths) -> list[Row]:
     return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_sft_row))]
 
 
+def read_preference_rows(path: Paths) -> list[Row]:
+    """Read and check comparisons: `prompt`, and two responses to it, `chosen` and `rejected`.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected` (str,
+        different), and `row_index`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`.
+    """
+    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_preference_row))]
+
+
 def _read_files(path: Paths, check: Check) -> list[Row]:
     files = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(p) for p in path]
     if not files:
@@ -162,6 +178,16 @@ def _check_sft_row(row: Row, where: str) -> Row:
         "prompt": _check_prompt(row["prompt"], f"{where}: prompt"),
         "response": _check_text(row["response"], f"{where}: response"),
     }
+
+
+def _check_preference_row(row: Row, where: str) -> Row:
+    missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
+    if missing:
+        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise ValueError(f"{where}: chosen and rejected are both {_show(chosen)}; drop the row, it prefers nothing")
+    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
 
 
 def _check_prompt(prompt: Any, where: str) -> str | list[dict]:
@@ -391,3 +417,23 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         raise ValueError(f"{_name(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = tokenizer(full[len(done) :], add_special_tokens=False)["input_ids"]
     return ids + rest, mask + [0] * len(rest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers to be judged
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+    """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
+
+    A message list goes through the chat template together with the response as the assistant's message, up to whatever
+    the template puts at the end. A string is followed by the response and the end-of-sequence token.
+
+    Raises:
+        ValueError: no chat template, a template that rejects the messages, or no end-of-sequence token for a string.
+    """
+    if isinstance(row["prompt"], str):
+        return _encode_response(tokenizer, {**row, "response": response})[0]
+    messages = [*row["prompt"], {"role": "assistant", "content": response}]
+    text = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

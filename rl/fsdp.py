@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.attention import choose_attention
-from rl.logprobs import add_response_logprobs
+from rl.logprobs import add_packed_forward, add_response_logprobs
 
 T = TypeVar("T")
 
@@ -84,40 +84,68 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
 
     Rank 0 reads the files; other ranks get storage that `shard` fills.
     """
+    return add_response_logprobs(load_pretrained(AutoModelForCausalLM, path, d, dtype=dtype)[0])
+
+
+def load_pretrained(
+    auto_class: Any, path: str, d: Dist, *, dtype: torch.dtype, **config_changes: Any
+) -> tuple[nn.Module, set[str]]:
+    """A model of a transformers auto class on the host, and the names of its weights that the files do not hold.
+
+    Rank 0 reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: entries of the
+    config to replace, such as num_labels.
+    """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # flash-attn warns about fp32 masters, though it computes in bf16
-    attention = choose_attention(d.device, d.dtype)
+    options = dict(dtype=dtype, attn_implementation=choose_attention(d.device, d.dtype))
+    missing: set[str] = set()
     if d.is_main:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+        model, info = auto_class.from_pretrained(path, **options, **config_changes, output_loading_info=True)
+        missing = set(info["missing_keys"])
     else:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, **config_changes)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = auto_class.from_config(config, **options)
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.config.attention_dropout = 0.0
-    return model
+    return model, missing
 
 
-def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none", "full"] = "none") -> nn.Module:
+def shard(
+    model: nn.Module,
+    d: Dist,
+    *,
+    activation_checkpointing: Literal["none", "selective", "full"] = "none",
+    compile: bool = False,
+) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
     Compute runs in `d.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
     decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
     Every rank ends up with rank 0's values, buffers included.
+
+    activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
+    but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
+    each layer, and the LM head of `token_logprobs`, once for all lengths.
     """
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     mesh = init_device_mesh(d.device.type, (d.world_size,))
     units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    if activation_checkpointing == "full":  # keep each unit's input only, run the unit again in the backward pass
-        for unit in units:
+    for unit in units:
+        if activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        elif activation_checkpointing == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+        if compile:
+            unit.forward = torch.compile(unit.forward, dynamic=True)
     for module in [*units, model]:
         module.to(d.device)
         if d.world_size > 1:
@@ -130,7 +158,24 @@ def shard(model: nn.Module, d: Dist, *, activation_checkpointing: Literal["none"
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.train()
-    return add_response_logprobs(model)
+    return add_packed_forward(model, compile=compile)
+
+
+def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = str(op).startswith(("aten.mm", "aten.addmm", "aten._scaled_dot_product", "torch_attn.", "flash_attn."))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload(model: nn.Module) -> None:
+    """Move a sharded model to the host, and give its memory on the device back. `onload` undoes it, bit by bit."""
+    model.cpu()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload(model: nn.Module, device: torch.device) -> None:
+    """Move a sharded model that `offload` put away back to the device it was sharded on."""
+    model.to(device)
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,7 +185,9 @@ def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator
     """
     for name, parameter in model.named_parameters():
         local = parameter.detach().to(dtype or parameter.dtype)
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+        whole = local.full_tensor() if isinstance(local, DTensor) else local
+        padded = whole.untyped_storage().nbytes() > whole.nbytes  # shards of unequal size: a view, which no file takes
+        yield name, whole.clone() if padded else whole
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

@@ -2,10 +2,12 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
-caller ever sees a packed tensor; no model ever sees a padded one.
+caller ever sees a packed tensor; no model ever sees a padded one. `run_packed` is the part that other heads share.
 """
 
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,19 +40,15 @@ def token_logprobs(
     scored = (batch.response_mask > 0) & real & (position > 0)  # token 0 has nothing before it
     scored[0, 1] |= ~scored.any()  # an empty row still runs the LM head, with weight zero, so that collectives match
     packed_index = real.flatten().cumsum(0).view(b, T) - 1  # (b, T) position of each real token in the packed row
-    cu_seqlens = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).to(torch.int32)
-    logp, entropy = model.response_logprobs(
-        batch.input_ids[real][None],
-        position[real][None],
-        cu_seqlens,
-        int(batch.lengths.max()),
+    logp, entropy = run_packed(
+        model,
+        batch,
+        _response_logprobs,
         packed_index[scored] - 1,  # the hidden state that predicts token t sits at t - 1
         batch.input_ids[scored],
         temperature,
         entropy_grad,
     )
-    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
-        model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
     grid = torch.zeros(b, T, dtype=logp.dtype, device=logp.device)
     mask = batch.response_mask.to(logp.dtype)
     return grid.masked_scatter(scored, logp) * mask, grid.masked_scatter(scored, entropy) * mask
@@ -72,24 +70,51 @@ def fixed_logprobs(
     return logp
 
 
-def add_response_logprobs(model: nn.Module) -> nn.Module:
-    """Give a Hugging Face causal LM the method `response_logprobs`, known to FSDP2 as a second forward.
+def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> Any:
+    """One pass over the N real tokens of a batch in one packed row, then `head(model, hidden, *args)`.
 
-    Call it after sharding. Raises ValueError for architectures that transform logits after the LM head.
+    Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); head, a function that takes
+    the model, the hidden states (N, H) row after row, and `args`. It runs while FSDP2 holds the root's weights
+    gathered, those of the model's head among them. Returns: what `head` returns.
+    """
+    position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
+    real = position < batch.lengths[:, None]  # (b, T)
+    cu_seqlens = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).to(torch.int32)
+    out = model.packed_forward(
+        head, batch.input_ids[real][None], position[real][None], cu_seqlens, int(batch.lengths.max()), *args
+    )
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
+    return out
+
+
+def add_packed_forward(model: nn.Module, *, compile: bool = False) -> nn.Module:
+    """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
+
+    Call it after sharding. compile: whether the LM head runs compiled.
+    """
+    model.head_chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    model.packed_forward = types.MethodType(_packed_forward, model)
+    register_fsdp_forward_method(model, "packed_forward")  # no-op on a model that is not sharded
+    return model
+
+
+def add_response_logprobs(model: nn.Module) -> nn.Module:
+    """Prepare a Hugging Face causal LM that is not sharded for `token_logprobs`.
+
+    Raises ValueError for architectures that transform logits after the LM head.
     """
     config = model.config.get_text_config().to_dict()
     for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if config.get(name) not in (None, 1, 1.0):
             raise ValueError(f"--model: {model.config.model_type} scales its logits ({name}), which is not supported")
-    model.response_logprobs = types.MethodType(_response_logprobs, model)
-    register_fsdp_forward_method(model, "response_logprobs")  # no-op on a model that is not sharded
-    return model
+    if model.get_output_embeddings().bias is not None:
+        raise ValueError(f"--model: the LM head of {model.config.model_type} has a bias, which is not supported")
+    return add_packed_forward(model)
 
 
-def _response_logprobs(
-    self, input_ids, position_ids, cu_seqlens, max_length, hidden_index, targets, temperature, entropy_grad
-):
-    """Packed ids (1, N) -> log-probs and entropies (R,) of the R targets predicted at `hidden_index`."""
+def _packed_forward(self, head, input_ids, position_ids, cu_seqlens, max_length, *args):
+    """Packed ids (1, N) -> what `head` makes of the hidden states (N, H)."""
     hidden = self.base_model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -98,25 +123,32 @@ def _response_logprobs(
         cu_seq_lens_k=cu_seqlens,
         max_length_q=max_length,
         max_length_k=max_length,
-    ).last_hidden_state[0, hidden_index]  # (R, H)
-    head = self.get_output_embeddings()
+    ).last_hidden_state[0]
+    return head(self, hidden, *args)
+
+
+def _response_logprobs(model, hidden, hidden_index, targets, temperature, entropy_grad):
+    """hidden (N, H) -> log-probs and entropies (R,) of the R targets predicted at `hidden_index`."""
+    hidden = hidden[hidden_index]  # (R, H)
+    weight = model.get_output_embeddings().weight
     logps, entropies = [], []
     for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
         if torch.is_grad_enabled():  # logits are recomputed in the backward pass: only one chunk of them ever exists
-            logp, entropy = checkpoint(_head_chunk, head, h, y, temperature, entropy_grad, use_reentrant=False)
+            logp, entropy = checkpoint(model.head_chunk, weight, h, y, temperature, entropy_grad, use_reentrant=False)
         else:
-            logp, entropy = _head_chunk(head, h, y, temperature, entropy_grad)
+            logp, entropy = model.head_chunk(weight, h, y, temperature, entropy_grad)
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)
 
 
-def _head_chunk(head, hidden, targets, temperature, entropy_grad):
+def _head_chunk(weight, hidden, targets, temperature, entropy_grad):
     """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32."""
-    logits = head(hidden)
+    logits = nn.functional.linear(hidden, weight)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (C, V)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy = log_z - (logits.softmax(-1) * logits).sum(-1)
+    if not entropy_grad:
+        logits, log_z = logits.detach(), log_z.detach()
+    entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
     return logp, entropy

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from rl.fsdp import Dist, all_reduce_sum
+from rl.scoring import Score
 from rl.types import Sample
 
 
@@ -109,10 +110,48 @@ def reward_metrics(rewards: torch.Tensor) -> dict[str, float]:
     spread = torch.stack(
         [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards]
     )
-    return describe("critic/score", rewards) | {
-        "reward/zero_std_frac": (spread == 0).double().mean().item(),
-        "reward/error_frac": rewards.isnan().double().mean().item(),
+    return describe("critic/score", rewards) | {"reward/zero_std_frac": (spread == 0).double().mean().item()}
+
+
+def scoring_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
+    """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
+
+    `sources` holds the data source of each response.
+    """
+    seconds = torch.tensor([s.seconds for s in scores])
+    status = Counter(s.status for s in scores)
+    components: dict[str, list[float]] = {}
+    for score, source in zip(scores, sources, strict=True):
+        for name, value in score.components.items():
+            components.setdefault(f"reward/{source}/{name}", []).append(value)
+    return {
+        "reward/error_frac": status["error"] / len(scores),
+        "reward/timeout_frac": status["timeout"] / len(scores),
+        "reward/none_frac": status["none"] / len(scores),
+        "reward/seconds_p95": seconds.quantile(0.95).item(),
+        "reward/seconds_max": seconds.max().item(),
+        **{name: sum(values) / len(values) for name, values in sorted(components.items())},
     }
+
+
+def evaluation_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
+    """One score per held-out prompt -> val-core/<source>/reward/mean@1, components, and val/accuracy over all of them.
+
+    A response without a score counts as 0. The accuracy is the mean of the component `acc` (verl's name for right or
+    wrong) where a reward has it, and of the score elsewhere.
+    """
+    values: dict[str, list[float]] = {}
+    for score, source in zip(scores, sources, strict=True):
+        values.setdefault(f"val-core/{source}/reward/mean@1", []).append(score.value or 0.0)
+        for name, value in score.components.items():
+            values.setdefault(f"val-aux/{source}/{name}/mean@1", []).append(value)
+    means = {name: sum(v) / len(v) for name, v in values.items()}
+    return means | {"val/accuracy": sum(accuracy(s) for s in scores) / len(scores)}
+
+
+def accuracy(score: Score) -> float:
+    """The component `acc` if the reward has it, else the score; 0 without a score."""
+    return score.components.get("acc", score.value or 0.0)
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:

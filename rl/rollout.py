@@ -1,6 +1,6 @@
 """From prompts to samples, and the proof that the engine that sampled them holds the policy's weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from rl.batching import collate
 from rl.fsdp import Dist, all_reduce_sum
 from rl.logprobs import token_logprobs
-from rl.types import Sample, Sampling, select
+from rl.types import Completion, Sample, Sampling, select
 
 
 def fold(*numbers: int) -> int:
@@ -45,17 +45,36 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
 
 def sample_groups(
-    backend: ModuleType, engine: Any, rows: Sequence[dict], sampling: Sampling, *, seed: int
+    backend: ModuleType,
+    engine: Any,
+    rows: Sequence[dict],
+    sampling: Sampling,
+    *,
+    seed: int,
+    on_group: Callable[[dict, list[Sample]], None] = lambda row, samples: None,
 ) -> list[Sample]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of
     the rows.
+
+    `on_group(row, samples)` is called for each row when its samples are complete, while others are still sampled.
     """
-    groups = backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed)
-    return [
-        Sample(row["prompt_ids"], c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason, row["row_index"])
-        for row, group in zip(rows, groups, strict=True)
-        for c in group
-    ]
+
+    def to_samples(row: dict, completions: Sequence[Completion]) -> list[Sample]:
+        return [
+            Sample(
+                row["prompt_ids"], c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason, row["row_index"]
+            )
+            for c in completions
+        ]
+
+    groups = backend.generate(
+        engine,
+        [row["prompt_ids"] for row in rows],
+        sampling,
+        seed=seed,
+        on_group=lambda i, completions: on_group(rows[i], to_samples(rows[i], completions)),
+    )
+    return [sample for row, group in zip(rows, groups, strict=True) for sample in to_samples(row, group)]
 
 
 @torch.no_grad()

@@ -51,3 +51,14 @@ def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> floa
     if kind == "cosine":
         return cosine_with_warmup(step, warmup_steps=warmup_steps, total_steps=total_steps)
     raise ValueError(f"--lr-scheduler-type {kind!r} must be constant or cosine")
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_responses: int) -> float:
+    """The next weight of the KL penalty: larger if the measured KL is above the target, smaller if below.
+
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_responses / horizon)
+
+    Args: coef, the present weight; kl, mean over responses of the mean KL of their tokens; num_responses, those that it
+    was measured on. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    """
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_responses / horizon)

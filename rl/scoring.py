@@ -1,60 +1,317 @@
-"""Turn responses into rewards with the user's `compute_score`."""
+"""Turn responses into rewards: a pool of killable processes that call the user's `compute_score`.
 
-import importlib.util
+    scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer)
+    sample_groups(..., on_group=scorer.submit)     each prompt's responses are scored while others are still sampled
+    scores = scorer.collect(samples)               one for each sample
+
+A reward function runs in a process of its own (rl/scoring_worker.py), with limits on CPU time and memory, one task at a
+time. Past its deadline, or when it dies, the process is replaced and the task has no score. A wrong answer is the
+function's business (0); "no score" is None: the response leaves the group statistics and the loss, and is counted.
+"""
+
+import json
 import math
-import pathlib
+import os
+import pickle
+import queue
+import selectors
+import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from rl.scoring_worker import HEADER
 from rl.types import Sample
 
-ComputeScore = Callable[..., float | dict]
+REPOSITORY = Path(__file__).parent.parent
+START_SECONDS = 120  # to import the reward functions
+WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
+RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 
 
-def load_reward_function(spec: str) -> ComputeScore:
-    """`path/to/file.py:name` (name defaults to compute_score) -> the function. Raises ValueError if there is none.
+class Score(NamedTuple):
+    """What is known about one response. `value` is None unless `status` is "ok"."""
 
-    The signature is verl's: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
-    with "score".
+    text: str  # the response without special tokens, as the reward function saw it
+    value: float | None
+    components: dict[str, float]
+    status: Literal["ok", "none", "error", "timeout"]  # none: the function said that it cannot tell
+    seconds: float
+
+
+class Scorer:
+    """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` all scores.
+
+    Args:
+        functions: each `path/to/file.py[:function[:weight]]`; function defaults to compute_score, weight to 1. The
+            score of a response is the weighted sum. The signature is verl's: compute_score(data_source, solution_str,
+            ground_truth, extra_info=None) -> float, or dict with "score", or None; with plural names it gets lists, the
+            responses to one prompt, and returns a list. It may be `async`. Without functions every score is 0.
+        tokenizer: of the policy, to decode responses.
+        workers: processes; default: this machine's cores over its ranks, at most 16.
+        timeout_s: CPU seconds that a response may take; four times as many by the clock.
+        memory_mb: private memory of a worker in MiB; 0 for no limit.
+        extra_info: joins every row's extra_info, as response_length (tokens) does.
+
+    Raises ValueError for an impossible limit, or if a function cannot be loaded.
     """
-    path, _, name = spec.partition(":")
-    file, name = pathlib.Path(path), name or "compute_score"
-    if not file.is_file():
-        file = pathlib.Path(__file__).parent.parent / path  # relative to the repository, wherever the script started
-    if not file.is_file():
-        raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
-    if not callable(vars(module).get(name)):
-        raise ValueError(f"--custom-reward-function {spec!r}: {file} has no function {name!r}")
-    return vars(module)[name]
 
-
-def score_samples(
-    compute_score: ComputeScore, samples: Sequence[Sample], texts: Sequence[str], rows: Sequence[dict]
-) -> list[float | None]:
-    """One reward per sample; `rows` is indexed by `sample.row_index`.
-
-    None where the function raised or returned no finite number. A wrong answer is the function's business (0); None
-    leaves the group statistics and the loss, and is counted. The first failure of a call is printed with its row.
-    """
-    scores: list[float | None] = []
-    for sample, text in zip(samples, texts, strict=True):
-        row = rows[sample.row_index]
-        try:
-            result = compute_score(row["data_source"], text, row["reward_model"]["ground_truth"], row.get("extra_info"))
-            score = float(result["score"] if isinstance(result, dict) else result)
-            problem = None if math.isfinite(score) else f"returned {score}"
-        except Exception:  # a user's function may raise anything; one response must not end the run
-            score, problem = math.nan, traceback.format_exc()
-        if problem is not None and None not in scores:
-            print(
-                f"reward function failed on row {sample.row_index}: {problem}\nresponse: {text[-300:]!r}",
-                file=sys.stderr,
-                flush=True,
+    def __init__(
+        self,
+        functions: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        workers: int | None = None,
+        timeout_s: float = 10.0,
+        memory_mb: int = 4096,
+        extra_info: dict[str, Any] | None = None,
+    ):
+        if (workers is not None and workers < 1) or not 0 < timeout_s < math.inf or memory_mb < 0:
+            raise ValueError(
+                f"--reward-workers {workers} must be at least 1, --reward-timeout {timeout_s} a positive number of "
+                f"seconds, --reward-memory-mb {memory_mb} at least 0"
             )
-        scores.append(None if problem is not None else score)
-    return scores
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.workers = workers or min(max((os.cpu_count() or 1) // ranks, 1), 16)
+        self.tokenizer, self.timeout_s, self.extra_info = tokenizer, timeout_s, extra_info or {}
+        self.setup = pickle.dumps((parse_functions(functions), timeout_s, memory_mb))
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (key, row, samples, whether to score twice), None: stop
+        self.total = 0  # tasks ever submitted
+        self.submitted: set[tuple[int, int]] = set()  # keys of the tasks since the last collect
+        self.finished: dict[tuple[int, int], tuple[list[Score], str | None]] = {}  # key -> scores, what went wrong
+        self.broken: Exception | None = None  # why a thread gave up: a process could not be started, or our own bug
+        self.news = threading.Condition()
+        started: queue.SimpleQueue = queue.SimpleQueue()
+        for _ in range(self.workers):  # a worker dies with the thread that started it, so each has its own
+            threading.Thread(target=self._serve, args=(started,), daemon=True).start()
+        hellos = [started.get() for _ in range(self.workers)]
+        if problems := [hello["problem"] for hello in hellos if "problem" in hello]:
+            self.close()
+            raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
+        self.batched = hellos[0]["batched"]
+
+    def submit(self, row: dict[str, Any], samples: Sequence[Sample]) -> None:
+        """Hand in all responses to the prompt of `row`; scoring begins at once."""
+        size = len(samples) if self.batched else 1
+        for i in range(0, len(samples), size):
+            key, twice = (samples[i].row_index, i), self.total % RECHECK_EVERY == 0
+            assert key not in self.submitted, f"row {key[0]} was submitted twice without a collect between"
+            self.tasks.put((key, row, samples[i : i + size], twice))
+            self.submitted.add(key)
+            self.total += 1
+
+    def collect(self, samples: Sequence[Sample]) -> list[Score]:
+        """Wait for everything submitted since the last call: the score of each sample, in the order given here.
+
+        `samples` are the submitted ones, those of a row in the order submitted. The first failure is printed.
+        """
+        with self.news:
+            self.news.wait_for(lambda: self.broken or len(self.finished) == len(self.submitted))
+            if self.broken is not None:
+                raise RuntimeError("the pool of reward processes failed") from self.broken
+            finished, self.finished, self.submitted = self.finished, {}, set()
+        by_row: dict[int, list[Score]] = {}
+        for row_index, position in sorted(finished):
+            by_row.setdefault(row_index, []).extend(finished[row_index, position][0])
+        if problems := [problem for _, (_, problem) in sorted(finished.items()) if problem is not None]:
+            print(f"reward: {len(problems)} problem(s), the first: {problems[0]}", file=sys.stderr, flush=True)
+        remaining = {row_index: iter(scores) for row_index, scores in by_row.items()}
+        return [next(remaining[sample.row_index]) for sample in samples]
+
+    def check(self, rows: Iterable[dict[str, Any]]) -> str:
+        """Score an empty response and the reference answer of the first row of every data source, and say the scores.
+
+        Raises ValueError if either cannot be scored: wrong columns, a missing package, a sandbox that cannot be built.
+        """
+        first: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            first.setdefault(row["data_source"], row)
+        samples = []
+        for i, row in enumerate(first.values()):
+            answer = row["extra_info"].get("answer")
+            answer = answer if isinstance(answer, str) else str(row["reward_model"]["ground_truth"])
+            ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            pair = [Sample([], r, [1] * len(r), [0.0] * len(r), "stop", i) for r in (ids, [])]
+            self.submit(row, pair)
+            samples += pair
+        scores = self.collect(samples)
+        for source, score in zip([s for s in first for _ in range(2)], scores, strict=True):
+            if score.status in ("error", "timeout"):
+                raise ValueError(
+                    f"--custom-reward-function fails on the first row of data source {source!r} with the response "
+                    f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
+                )
+        lines = [
+            f"{source}: the reference answer scores {_show(right)}, an empty one {_show(empty)}"
+            for source, right, empty in zip(first, scores[::2], scores[1::2], strict=True)
+        ]
+        return "rewards: " + "; ".join(lines)
+
+    def close(self) -> None:
+        """End the workers."""
+        for _ in range(self.workers):
+            self.tasks.put(None)
+
+    def _serve(self, started: queue.SimpleQueue) -> None:
+        """One thread: `_score_tasks`, and a word to those who wait if it fails."""
+        try:
+            self._score_tasks(started)
+        except Exception as error:
+            started.put({"problem": repr(error)})
+            with self.news:
+                self.broken = error
+                self.news.notify()
+
+    def _score_tasks(self, started: queue.SimpleQueue) -> None:
+        """Keep one worker alive, and take tasks from the queue."""
+        worker = _Worker(self.setup)
+        started.put(worker.hello)
+        while (task := self.tasks.get()) is not None:
+            key, row, samples, twice = task
+            texts = self.tokenizer.batch_decode([s.response_ids for s in samples], skip_special_tokens=True)
+            truth = row["reward_model"]["ground_truth"]
+            facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
+            calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]
+            if worker.ended or worker.process.poll() is not None:
+                worker.kill()
+                worker = _Worker(self.setup)
+            start = time.monotonic()
+            reply = worker.score(calls, self.timeout_s, twice=twice)
+            seconds = (time.monotonic() - start) / len(calls)
+            problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
+            if problem is None and not reply["same"]:
+                problem = "the same response scored twice gave two scores; the reward is not a function of its input"
+            scores = [
+                Score(text, value, parts, "ok" if value is not None else reply.get("status", "none"), seconds)
+                for text, (value, parts) in zip(texts, results, strict=True)
+            ]
+            if problem is not None:
+                problem = f"row {row['row_index']}: {problem}\nresponse: {texts[0][-300:]!r}"
+            with self.news:
+                self.finished[key] = scores, problem
+                self.news.notify()
+        worker.kill()
+
+
+def stop_if_failing(scores: Sequence[Score], limit: float) -> None:
+    """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
+    failed = sum(score.status in ("error", "timeout") for score in scores)
+    if failed > limit * len(scores):
+        raise RuntimeError(
+            f"{failed} of {len(scores)} responses could not be scored, more than --reward-max-error-frac {limit}; the "
+            "first failure is printed above with its row. Mend the reward function, or raise the limit"
+        )
+
+
+class _Worker:
+    """One process and its pipes. `hello` is its first message: {"batched": ...} or {"problem": ...}."""
+
+    def __init__(self, setup: bytes):
+        self.results, writing = os.pipe()
+        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.scoring_worker import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            bufsize=0,
+            pass_fds=(writing,),
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        os.close(writing)
+        self.tasks = self.process.stdin.fileno()
+        os.set_blocking(self.tasks, False)
+        self.ended = False
+        self.hello = self._exchange(setup, START_SECONDS)
+
+    def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
+        """{"scored": [(score, components)], "same": ...} or {"problem": text, "status": "error" or "timeout"}."""
+        if "problem" in self.hello:
+            return {"problem": self.hello["problem"], "status": "error"}
+        message = pickle.dumps((calls, twice))
+        return self._exchange(message, WALL_FACTOR * timeout_s * len(calls) * (2 if twice else 1))
+
+    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
+        """Send a message and wait for the reply; a worker that is late or dies is killed, and that is the reply."""
+        deadline = time.monotonic() + seconds
+        outgoing, incoming = memoryview(HEADER.pack(len(message)) + message), bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.results, selectors.EVENT_READ)
+            selector.register(self.tasks, selectors.EVENT_WRITE)
+            while True:
+                ready = {key.fd for key, _ in selector.select(max(deadline - time.monotonic(), 0))}
+                if not ready:
+                    self.kill()
+                    return {"status": "timeout", "problem": f"no score after {seconds:.0f} s; the worker was killed"}
+                if self.tasks in ready:
+                    try:
+                        outgoing = outgoing[os.write(self.tasks, outgoing) :]
+                    except BrokenPipeError:
+                        outgoing = outgoing[:0]  # it died: the other pipe will say so
+                    if not outgoing:
+                        selector.unregister(self.tasks)
+                if self.results in ready:
+                    data = os.read(self.results, 1 << 16)
+                    incoming += data
+                    if not data:
+                        return self._death()
+                    if len(incoming) >= HEADER.size and len(incoming) >= HEADER.size + HEADER.unpack_from(incoming)[0]:
+                        reply = json.loads(incoming[HEADER.size :])
+                        if reply.get("last"):
+                            self.kill()
+                        return reply
+
+    def _death(self) -> dict[str, Any]:
+        code = self.process.wait()
+        self.kill()
+        if code == -signal.SIGXCPU:
+            return {"status": "timeout", "problem": "no score within --reward-timeout; the worker was killed"}
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return {"status": "error", "problem": f"the worker process died ({how})"}
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        if self.ended:
+            return
+        self.process.terminate()  # its guard kills the rest
+        self.process.wait()
+        self.process.stdin.close()
+        os.close(self.results)
+        self.ended = True
+
+
+def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
+    """`path/to/file.py[:function[:weight]]` -> (label, weight, file, function). The label is the file's stem, with the
+    function's name added where two files share it. Raises ValueError naming the spec.
+    """
+    parsed = []
+    for spec in specs:
+        path, _, rest = spec.partition(":")
+        name, _, weight = rest.partition(":")
+        file = Path(path) if Path(path).is_file() else REPOSITORY / path  # wherever the script was started
+        if not file.is_file():
+            raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(
+                f"--custom-reward-function {spec!r}: the weight {weight!r} is no number; give file.py:function:0.5"
+            )
+        parsed.append((number, str(file.resolve()), name or "compute_score"))
+    stems = [Path(file).stem for _, file, _ in parsed]
+    labels = [s if stems.count(s) == 1 else f"{s}.{name}" for s, (_, _, name) in zip(stems, parsed, strict=True)]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"--custom-reward-function {' '.join(specs)}: a function is named twice; add up its weights")
+    return [(label, *rest) for label, rest in zip(labels, parsed, strict=True)]
+
+
+def _show(score: Score) -> str:
+    return "nothing" if score.value is None else f"{score.value:g}"

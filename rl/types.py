@@ -4,7 +4,7 @@ Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens
 vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -29,6 +29,9 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" or "length"
+
+
+OnGroup = Callable[[int, list[Completion]], None]  # (position of the prompt, its completions)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Each run forms a process group of its own, on a port of its own.
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,23 +24,21 @@ from data import arithmetic
 from rl import fsdp
 from rl.engines import hf
 from rl.rollout import fold
+from rl.scoring import Scorer
 
 ROOT = Path(__file__).parent.parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CLOCKS = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/gen_tokens_per_s")  # differ from run to run
+CLOCKS = (  # differ from run to run
+    "timing_s/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/gen_tokens_per_s",
+    "reward/seconds_",
+)
 
-# Right or wrong by parity, so that an untrained model earns both. CRASH_AT_CALL ends the process at that call.
+# Right or wrong by parity, so that an untrained model earns both.
 REWARD = """
-import os
-
-calls = 0
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    global calls
-    calls += 1
-    if calls == int(os.environ.get("CRASH_AT_CALL", "0")):
-        os._exit(9)
     return float((sum(map(ord, solution_str)) + int(ground_truth)) % 2)
 """
 
@@ -78,7 +77,8 @@ def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
         max_prompt_length=32,
         max_response_length=12,
         engine="hf",
-        custom_reward_function=task.reward,
+        custom_reward_function=(task.reward,),
+        reward_workers=1,
         default_local_dir=str(run_dir),
         total_training_steps=2,
         lr=1e-3,
@@ -149,10 +149,10 @@ def run(*command: object, nproc: int = 0, **env: object) -> str:
 
 
 def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
-    """Run mains one after the other on `nproc` ranks; returns exit status and output.
+    """Run mains one after the other on `nproc` ranks; returns exit status and output. A run that dies is the last.
 
-    An entry is {"script": module, "settings": arguments} and may have "env"; if it is "comparable", see
-    `generate_by_prompt` and `load_in_double`.
+    An entry is {"script": module, "settings": arguments}. If it is "comparable", see `generate_by_prompt` and
+    `load_in_double`; with "crash_at": [rank, n], see `crash_at`.
     """
     ports = [socket.create_server(("127.0.0.1", 0)) for _ in entries]
     numbered = [entry | {"port": str(port.getsockname()[1])} for entry, port in zip(entries, ports, strict=True)]
@@ -220,8 +220,13 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
 def generate_by_prompt(sample: Callable = hf.generate) -> Callable:
     """A `generate` whose responses depend on the prompt and the weights alone: not on seed, rank or neighbours."""
 
-    def generate(engine, prompts, sampling, *, seed):
-        return [sample(engine, [prompt], sampling, seed=fold(*prompt))[0] for prompt in prompts]
+    def generate(engine, prompts, sampling, *, seed, on_group=None):
+        groups = []
+        for i, prompt in enumerate(prompts):
+            groups += sample(engine, [prompt], sampling, seed=fold(*prompt))
+            if on_group is not None:
+                on_group(i, groups[i])
+        return groups
 
     return generate
 
@@ -231,10 +236,29 @@ def load_in_double(load: Callable = fsdp.load_policy) -> Callable:
     return lambda path, d, **_: load(path, d, dtype=torch.float64)
 
 
+def crash_at(rank: int, n: int, collect: Callable = Scorer.collect) -> Callable:
+    """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time.
+
+    The first time is the check before training; then come evaluations and steps, in their order.
+    """
+    calls = 0
+
+    def crashing(scorer, samples):
+        nonlocal calls
+        calls += 1
+        if calls == n and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return collect(scorer, samples)
+
+    return crashing
+
+
 if __name__ == "__main__":
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         if entry.get("comparable"):
             hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
-        os.environ |= entry.get("env", {}) | {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        if "crash_at" in entry:
+            Scorer.collect = crash_at(*entry["crash_at"])
+        os.environ |= {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
         script = importlib.import_module(entry["script"])
         script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))

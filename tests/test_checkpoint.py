@@ -84,11 +84,11 @@ def assert_same_run(run_dir, unbroken, last, scratch):
 
 
 def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken, tmp_path):
-    # Scored responses: 16 held out, 2 steps of 16, 16 held out, so that call 70 falls into step 3.
+    # Scores are collected by the check, an evaluation, two steps, an evaluation, and then in step 3.
     settings = h.grpo_settings(task, tmp_path, **BUSY)
-    process = h.start("train_grpo.py", *h.flags(settings), CRASH_AT_CALL=70)
-    output = h.finish(process)
-    assert process.returncode == 9, output
+    entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 6]}
+    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(tmp_path) == [1, 2]
     assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
 
@@ -191,11 +191,11 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
 
 def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, policy_of, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    # Five prompts on two ranks: 8 responses a step for one, 12 for the other, whose call 20 is in step 2.
+    # Five prompts on two ranks: 8 responses a step for one, 12 for the other, which dies in step 2, after the check.
     changes = dict(total_training_steps=3, save_freq=1, train_batch_size=5, ppo_mini_batch_size=2)
     entries = [
         {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
-        {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "env": {"CRASH_AT_CALL": "20"}},
+        {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "crash_at": [1, 3]},
     ]
     status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
@@ -347,6 +347,18 @@ def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
     second = h.weights(save())
     h.assert_same(second, {name: tensor + 1.0 for name, tensor in first.items()})
     assert not (tmp_path / "global_step_1" / "stale").exists()
+
+
+def test_numbers_of_the_loop_come_back(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    parts = (policy, optimizer, tokenizer, d, train_grpo.Args())
+    third = 1 / 3  # no float is lost on the way
+    assert checkpoint.extra(checkpoint.save(tmp_path, 1, *parts, extra={"kl_coef": third})) == {"kl_coef": third}
+    assert checkpoint.extra(checkpoint.save(tmp_path, 2, *parts)) == {}
+    assert checkpoint.extra(None) == {}
+    make_checkpoints(tmp_path, 3)  # of a version that saved none
+    assert checkpoint.extra(tmp_path / "global_step_3") == {}
 
 
 def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path):

@@ -146,11 +146,12 @@ def test_gradients_in_bfloat16_are_near_and_reduced_in_float32(plain, batch, ran
         assert rounded == (len(ranks) == 1)  # one micro-batch a rank: only their sum, in float32, has more digits
 
 
-def test_activation_checkpointing_changes_nothing(ranks):
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_activation_checkpointing_changes_nothing(ranks, what):
     for rank in ranks:
-        calls, micro_batches = rank["calls"]
+        calls, micro_batches = rank["calls_" + what]
         assert calls == 2 * micro_batches  # it did recompute
-        assert largest_error(rank["gradients_recomputed"], rank["gradients"][CASE]) < 1e-9
+        assert largest_error(rank["gradients_" + what], rank["gradients"][CASE]) < 1e-9
 
 
 # --- clipping and the optimizer ---

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -446,6 +447,38 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(setup, policy)
     assert [s.finish_reason for s in samples] == [c.finish_reason for c in completions]
     assert all(s.response_mask == [1] * len(s.response_ids) for s in samples)
     assert all(s.rollout_logprobs and max(s.rollout_logprobs) <= 0 for s in samples)
+
+
+def test_groups_are_handed_over_once_complete_while_others_are_sampled(setup, policy):
+    """24 sequences of up to 12 tokens, 8 at a time: the first groups must not wait for the last."""
+    push(setup, policy)
+    backend, engine = setup
+    options, calls = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12), []
+    prompts = [*PROMPTS, *PROMPTS[:3]]
+
+    def on_group(i, completions):
+        calls.append((i, completions, time.perf_counter()))
+
+    start = time.perf_counter()
+    groups = backend.generate(engine, prompts, options, seed=4, on_group=on_group)
+    end = time.perf_counter()
+    assert sorted(i for i, _, _ in calls) == list(range(len(prompts)))
+    assert all(completions == groups[i] for i, completions, _ in calls)
+    assert tokens(groups) == tokens(backend.generate(engine, prompts, options, seed=4))
+    assert calls[0][2] - start < 0.75 * (end - start)  # about a third of the time
+
+
+def test_sample_groups_hands_each_row_its_samples(setup, policy):
+    push(setup, policy)
+    handed = {}
+    options = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12)
+    samples = sample_groups(
+        *setup, ROWS, options, seed=4, on_group=lambda row, group: handed.update({row["row_index"]: (row, group)})
+    )
+    assert handed.keys() == {row["row_index"] for row in ROWS}
+    for row in ROWS:
+        assert handed[row["row_index"]] == (row, [s for s in samples if s.row_index == row["row_index"]])
+    assert len(samples) == 15
 
 
 def test_fold_gives_every_step_and_rank_its_own_seed():

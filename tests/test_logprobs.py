@@ -1,5 +1,7 @@
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from rl.types import Sample, select
 
 SIZES = dict(vocab_size=80, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 EOS = 2
 
 
@@ -172,11 +175,15 @@ def test_token_logprobs_does_not_keep_logits(monkeypatch, packed, batch):
 
 
 @torch.no_grad()
-def test_token_logprobs_asks_the_head_for_response_tokens_only(packed, batch):
+def test_token_logprobs_asks_the_head_for_response_tokens_only(monkeypatch, packed, batch):
     rows = []
-    handle = packed.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[0]))
+
+    def counted(weight, hidden, *rest, chunk=packed.head_chunk):
+        rows.append(hidden.shape[0])
+        return chunk(weight, hidden, *rest)
+
+    monkeypatch.setattr(packed, "head_chunk", counted)
     token_logprobs(packed, batch, temperature=TEMPERATURE)
-    handle.remove()
     assert sum(rows) == int(batch.response_mask.sum())
 
 
@@ -372,3 +379,14 @@ def test_packed_attention_refuses_what_it_does_not_compute(attention, option):
     borders = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=next(iter(option))):
         attention(None, query, query, query, None, cu_seq_lens_q=borders, max_length_q=4, **option)
+
+
+# --- compiled ---
+
+
+def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, torchrun, tmp_path):
+    """One graph for the layers and one for the head, compiled by the first batch, serve every later length."""
+    torchrun(ROOT / "tests" / "workers" / "compiled.py", 1, tiny_model, tmp_path / "out.json", timeout=300)
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert results["values"] < 1e-5 and results["gradients"] < 1e-5
+    assert results["graph_breaks"] == 0 and results["graphs"] == [2, 2, 2, 2]

@@ -11,14 +11,18 @@ from rl.fsdp import Dist
 from rl.metrics import (
     Sums,
     Timer,
+    accuracy,
     describe,
+    evaluation_metrics,
     gap_sums,
     majority_vote,
     pass_at_k,
     reward_metrics,
     rollout_metrics,
+    scoring_metrics,
     throughput,
 )
+from rl.scoring import Score
 from rl.types import Sample
 
 NAN, INF = math.nan, math.inf
@@ -57,7 +61,6 @@ def test_reward_metrics():
         "critic/score/max": 1.0,
         "critic/score/min": -2.0,
         "reward/zero_std_frac": 2 / 4,  # all scored ones equal; nothing scored
-        "reward/error_frac": 6 / 16,
     }
     assert same(reward_metrics(rewards), expected)
 
@@ -65,7 +68,58 @@ def test_reward_metrics():
 def test_reward_metrics_when_nothing_could_be_scored():
     result = reward_metrics(torch.full((2, 3), NAN))
     assert math.isnan(result["critic/score/mean"])
-    assert (result["reward/error_frac"], result["reward/zero_std_frac"]) == (1.0, 1.0)
+    assert result["reward/zero_std_frac"] == 1.0
+
+
+def scored(value, components=None, status="ok", seconds=0.0):
+    return Score("text", value, components or {}, status, seconds)
+
+
+def test_scoring_metrics_by_hand():
+    scores = [
+        scored(1.0, {"acc": 1.0, "style": 0.5}, seconds=0.1),
+        scored(0.0, {"acc": 0.0, "style": 1.0}, seconds=0.2),
+        scored(None, {"acc": 1.0}, "none", seconds=0.3),  # not scored, but what it says about itself counts
+        scored(None, status="error", seconds=0.4),
+        scored(None, status="error", seconds=0.5),
+        scored(None, status="timeout", seconds=10.0),
+        scored(-1.0, {"acc": 0.0}, seconds=0.0),
+        scored(2.0, seconds=0.0),
+    ]
+    expected = {
+        "reward/error_frac": 2 / 8,
+        "reward/timeout_frac": 1 / 8,
+        "reward/none_frac": 1 / 8,
+        "reward/seconds_p95": 0.5 + 0.65 * 9.5,  # rank 0.95 * 7 = 6.65 of the sorted ones, counted from 0
+        "reward/seconds_max": 10.0,
+        "reward/math/acc": 1 / 2,
+        "reward/math/style": 0.75,
+        "reward/code/acc": 1 / 2,
+    }
+    assert same(scoring_metrics(scores, ["math", "math", "code", "code", "math", "code", "code", "math"]), expected)
+
+
+def test_evaluation_metrics_by_hand():
+    scores = [
+        scored(1.5, {"acc": 1.0, "style": 0.5}),
+        scored(-0.5, {"acc": 0.0, "style": 1.0}),
+        scored(None, {"acc": 1.0}, "none"),
+        scored(0.25),
+        scored(None, status="timeout"),
+    ]
+    expected = {
+        "val-core/math/reward/mean@1": (1.5 - 0.5 + 0.0) / 3,  # no score counts as 0
+        "val-core/code/reward/mean@1": 0.25 / 2,
+        "val-aux/math/acc/mean@1": 2 / 3,
+        "val-aux/math/style/mean@1": 0.75,
+        "val/accuracy": (1.0 + 0.0 + 1.0 + 0.25 + 0.0) / 5,  # acc where there is one, else the score
+    }
+    assert same(evaluation_metrics(scores, ["math", "math", "math", "code", "code"]), expected)
+
+
+def test_accuracy_prefers_acc_to_the_score():
+    scores = [scored(0.7), scored(0.7, {"acc": 0.0}), scored(0.7, {"other": 1.0}), scored(None, status="error")]
+    assert [accuracy(s) for s in scores] == [0.7, 0.0, 0.7, 0.0]
 
 
 def sample(prompt, response, reason):

@@ -50,6 +50,22 @@ def test_cosine_with_warmup_rejects_a_bad_min_lr_ratio(min_lr_ratio):
         schedule.cosine_with_warmup(0, warmup_steps=0, total_steps=10, min_lr_ratio=min_lr_ratio)
 
 
+@pytest.mark.parametrize(
+    ("coef", "kl", "num_responses", "expected"),
+    [
+        (0.001, 0.05, 1024, 0.00097952),  # far below the target: -0.2 * 1024 / 10000
+        (0.00097952, 0.2, 1024, 0.00099958057),  # far above it: +0.2
+        (0.00099958057, 0.11, 512, 0.00100469842),  # near it: +0.1 * 512 / 10000
+        (0.5, 0.1, 1024, 0.5),
+        (0.5, 0.0, 10_000, 0.4),
+        (0.5, -0.3, 10_000, 0.4),  # an estimate may be negative
+    ],
+)
+def test_adaptive_kl_coef_matches_hand_values(coef, kl, num_responses, expected):
+    result = schedule.adaptive_kl_coef(coef, kl, target=0.1, horizon=10_000, num_responses=num_responses)
+    assert result == pytest.approx(expected, rel=1e-8)
+
+
 def test_schedules_reject_a_negative_step():
     with pytest.raises(AssertionError, match="-1"):
         schedule.constant_with_warmup(-1, warmup_steps=0)

@@ -194,11 +194,16 @@ def lively(task, tmp_path_factory):
 GENERATE = dict(max_prompt_length=32, max_response_length=40)
 
 
+def reward(path):
+    """Flags that score with one function in one process."""
+    return dict(custom_reward_function=(str(path),), reward_workers=1)
+
+
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
-    settings = dict(model=lively, val_files=(task.test,), engine=engine, custom_reward_function=task.reward, **GENERATE)
+    settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
     output = h.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
@@ -434,7 +439,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
     grpo(total_training_steps=4, ppo_epochs=2)
     assert [x["actor/skipped_updates"] for x in grpo.lines(2)] == [1, 1, 2, 1]
     bad |= {10, 11, 12}
-    with pytest.raises(RuntimeError, match=r"step 4: gradient norm inf three times in a row; lower --lr"):
+    with pytest.raises(
+        RuntimeError, match=r"step 4: three updates in a row were useless.* gradient norm inf over \d+ tok"
+    ):
         grpo(total_training_steps=5)
 
 
@@ -520,78 +527,6 @@ def original(task):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rewards that fail
-
-
-@pytest.fixture
-def reward(tmp_path):
-    """reward(body) writes a reward function; returns its path."""
-
-    def write(body):
-        path = tmp_path / "failing.py"
-        lines = "\n    ".join(body.splitlines())
-        path.write_text(
-            "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-            f"    fine = float((sum(map(ord, solution_str)) + int(ground_truth)) % 2)\n    {lines}\n"
-        )
-        return str(path)
-
-    return write
-
-
-@pytest.mark.parametrize(
-    "failure", ["raise KeyError('no')", "return float('nan')", "return {'acc': 1}", "return 'yes'", "return None"]
-)
-def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(
-    grpo, task, reward, monkeypatch, in_double, failure
-):
-    # The order of prompts is fixed: the first two of three are the whole batch of a run with two.
-    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
-    settings = dict(total_training_steps=1, loss_agg_mode="seq-mean-token-mean")
-    expected = grpo(**settings, train_batch_size=2, ppo_mini_batch_size=2)
-    rows = pq.read_table(task.train).to_pylist()
-    third = train_grpo.prompts_for_step([row["extra_info"]["index"] for row in rows], 0, 3, 0)[2]
-    path = reward(f"if extra_info['index'] == {third}:\n    {failure}\nreturn {{'score': fine, 'note': 'as a dict'}}")
-    broken = grpo(**settings, train_batch_size=3, ppo_mini_batch_size=3, custom_reward_function=path)
-    assert broken["reward/error_frac"] == pytest.approx(1 / 3) and expected["reward/error_frac"] == 0
-    for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
-        assert broken[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-    assert distance(grpo.weights(1, 1), grpo.weights(2, 1)) < 1e-7
-
-
-def test_single_failures_are_counted_and_the_run_goes_on(grpo, reward, capsys):
-    path = reward("if len(solution_str) % 3 == 0:\n    raise RuntimeError('a bug of the user')\nreturn fine")
-    grpo(custom_reward_function=path, total_training_steps=3, val_before_train=True, test_freq=3)
-    lines = [x for x in grpo.lines(1) if "actor/loss" in x]
-    assert len(lines) == 3 and all(0 < x["reward/error_frac"] < 1 for x in lines)
-    assert all(round(16 * x["reward/error_frac"]) == 16 * x["reward/error_frac"] for x in lines)
-    assert all(math.isfinite(x["actor/loss"]) and x["actor/grad_norm"] > 0 for x in lines)
-    assert capsys.readouterr().err.count("a bug of the user") >= 3
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
-def test_steps_without_a_single_reward_do_nothing_but_decay_the_weights(grpo, reward, task, weight_decay):
-    metrics = grpo(custom_reward_function=reward("raise OSError"), weight_decay=weight_decay, lr=1e-2)
-    assert metrics["reward/error_frac"] == 1.0 and metrics["actor/grad_norm"] == metrics["actor/loss"] == 0.0
-    assert [x["critic/score/mean"] for x in grpo.lines(1)] == [None, None]
-    expected = {name: tensor * (1 - 1e-2 * weight_decay) ** 2 for name, tensor in original(task).items()}
-    assert distance(grpo.weights(1, 2), expected) <= 1e-6 * weight_decay
-
-
-def test_accuracy_is_reported_by_data_source(grpo, task, tmp_path, reward):
-    rows = pq.read_table(task.test).to_pylist()
-    for i, row in enumerate(rows):
-        row["data_source"] = "easy" if i < 4 else "hard"
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "two.parquet")
-    path = reward("if extra_info['index'] == 9:\n    return None\nreturn data_source == 'easy'")
-    metrics = grpo(
-        custom_reward_function=path, val_files=(str(tmp_path / "two.parquet"),), total_training_steps=1, test_freq=1
-    )
-    assert metrics["val-core/easy/reward/mean@1"] == 1.0 and metrics["val-core/hard/reward/mean@1"] == 0.0
-    assert metrics["val/accuracy"] == 4 / 16
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The probe
 
 
@@ -643,10 +578,10 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
         model=str(trained / "global_step_40" / "huggingface"),
         val_files=(task.test,),
         engine="hf",
-        custom_reward_function=str(tmp_path / "digits.py"),
         rollout_n=n,
         temperature=1.0,
         output=str(file),
+        **reward(tmp_path / "digits.py"),
         **GENERATE,
     )
     metrics = evaluation.main(evaluation.Args(**settings, k=(1, 3, 5)))
@@ -677,13 +612,21 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
     assert lenient["accuracy"] == metrics["accuracy"]
 
 
-def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(task, tmp_path, reward):
-    path = reward("if extra_info['index'] == 1:\n    raise ValueError\nreturn 1.0")
+def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(task, tmp_path):
+    (tmp_path / "failing.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1 // (extra_info['index'] != 1), 'length': extra_info['response_length']}\n"
+    )
     file = tmp_path / "out.jsonl"
-    settings = dict(model=task.model, val_files=(task.test,), engine="hf", custom_reward_function=path, **GENERATE)
+    settings = dict(
+        model=task.model, val_files=(task.test,), engine="hf", **reward(tmp_path / "failing.py"), **GENERATE
+    )
     metrics = evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(file)))
     assert (metrics["num_prompts"], metrics["accuracy"], metrics["reward/error_frac"]) == (5.0, 0.8, 0.2)
-    assert [line["score"] for line in h.read_jsonl(file)] == [1.0, None, 1.0, 1.0, 1.0]
+    lines = h.read_jsonl(file)
+    assert [line["score"] for line in lines] == [1.0, None, 1.0, 1.0, 1.0]
+    lengths = [line["length"] for line in lines if line["score"] is not None]  # a component is written by its name
+    assert metrics["reward/arithmetic/length"] == pytest.approx(statistics.mean(lengths)) and min(lengths) > 0
     assert metrics["response_length/clip_ratio"] <= 1 and metrics["response_length/mean"] <= 40
 
 
@@ -881,11 +824,11 @@ GRPO_MISTAKES = {
     "dual clip": (lambda f: dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
     "cap": (lambda f: dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "above 0"]),
     "reward path": (
-        lambda f: dict(custom_reward_function="rewards/none.py:score"),
+        lambda f: dict(custom_reward_function=("rewards/none.py:score",)),
         ["--custom-reward-function 'rewards/none.py:score'", "path/to/file.py:function"],
     ),
     "reward name": (
-        lambda f: dict(custom_reward_function="rewards/gsm8k.py:grade"),
+        lambda f: dict(custom_reward_function=("rewards/gsm8k.py:grade",)),
         ["--custom-reward-function", "has no function 'grade'"],
     ),
     "tensor parallel": (
@@ -894,9 +837,20 @@ GRPO_MISTAKES = {
     ),
     "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
     "seed": (lambda f: dict(seed=-1), ["--seed -1", "0 or more"]),
+    "reward weight": (
+        lambda f: dict(custom_reward_function=("rewards/gsm8k.py::half",)),
+        ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is no number"],
+    ),
+    "reward timeout": (lambda f: dict(reward_timeout=0.0), ["--reward-timeout 0.0", "must be positive"]),
+    "reward memory": (lambda f: dict(reward_memory_mb=-1), ["--reward-memory-mb -1", "at least 0"]),
+    "error share": (lambda f: dict(reward_max_error_frac=5.0), ["--reward-max-error-frac 5.0", "within 0 and 1"]),
+    "KL target": (lambda f: dict(kl_target=0.0), ["--kl-target 0.0", "must be positive"]),
     **{
         name: (lambda f, name=name: {name: 0}, [f"--{name.replace('_', '-')} 0", "at least 1"])
-        for name in ("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_response_length")
+        for name in (
+            *("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_response_length"),
+            *("reward_workers", "kl_horizon"),
+        )
     },
 }
 
@@ -948,7 +902,8 @@ EVAL_MISTAKES = {
     "k 0": (lambda f: dict(k=(0,)), ["--k 0"]),
     "long prompt": (lambda f: dict(val_files=(f["long"],)), ["row 4", "--max-prompt-length 32"]),
     "missing": (lambda f: dict(val_files=(f["missing"],)), ["missing.parquet", "no such data file"]),
-    "reward name": (lambda f: dict(custom_reward_function="rewards/gsm8k.py:grade"), ["has no function 'grade'"]),
+    "reward name": (lambda f: dict(custom_reward_function=("rewards/gsm8k.py:grade",)), ["has no function 'grade'"]),
+    "reward workers": (lambda f: dict(reward_workers=0), ["--reward-workers 0 must be at least 1"]),
     "tensor parallel": (lambda f: dict(tensor_model_parallel_size=2), ["--tensor-model-parallel-size 2"]),
 }
 
@@ -956,7 +911,7 @@ EVAL_MISTAKES = {
 @pytest.mark.parametrize("case", EVAL_MISTAKES)
 def test_eval_refuses(case, task, weightless, tmp_path):
     changes, words = EVAL_MISTAKES[case]
-    settings = dict(model=weightless, val_files=(task.test,), engine="hf", **GENERATE)
+    settings = dict(model=weightless, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         evaluation.main(evaluation.Args(**settings | changes(broken_files(tmp_path, task))))
     for word in words:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rl.fsdp import Dist
-from rl.types import Completion, Sampling
+from rl.types import Completion, OnGroup, Sampling
 
 
 class Engine(NamedTuple):
@@ -50,17 +50,24 @@ def make_engine(
 
 
 @torch.no_grad()
-def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
+def generate(
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int, on_group: OnGroup | None = None
+) -> list[list[Completion]]:
     """Sample `sampling.n` completions for each prompt, `max_num_seqs` sequences at a time.
 
-    Same seed and weights, same completions.
+    Same seed and weights, same completions. `on_group(i, completions)` is called when those of prompt i are there.
     """
     generator = torch.Generator(engine.d.device).manual_seed(seed)
     repeated = [p for p in prompts for _ in range(sampling.n)]
     done: list[Completion] = []
+    groups: list[list[Completion]] = []
     for start in range(0, len(repeated), engine.max_num_seqs):
         done += _generate_batch(engine, repeated[start : start + engine.max_num_seqs], sampling, generator)
-    return [done[i : i + sampling.n] for i in range(0, len(done), sampling.n)]
+        while len(done) >= (len(groups) + 1) * sampling.n:
+            groups.append(done[len(groups) * sampling.n :][: sampling.n])
+            if on_group is not None:
+                on_group(len(groups) - 1, groups[-1])
+    return groups
 
 
 def _generate_batch(

@@ -5,7 +5,6 @@ neighbouring ranks form one engine: they exchange their prompts, generate the sa
 its own prompts' share.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rl.fsdp import Dist, final_barrier
-from rl.types import Completion, Sampling
+from rl.types import Completion, OnGroup, Sampling
 
 
 class Engine(NamedTuple):
@@ -80,8 +79,12 @@ def make_engine(
     return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
 
 
-def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int) -> list[list[Completion]]:
+def generate(
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int, on_group: OnGroup | None = None
+) -> list[list[Completion]]:
     """Sample `sampling.n` completions for each of this rank's prompts (token ids).
+
+    `on_group(i, completions)` is called as soon as all completions of prompt i are there, while others are sampled.
 
     The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and,
     for the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds
@@ -109,18 +112,28 @@ def generate(engine: Engine, prompts: list[list[int]], sampling: Sampling, *, se
         flat_logprobs=True,  # as flat lists: nearly the price of none, where one dict a token halves the speed
         detokenize=False,
     )
+    groups: dict[int, list[Completion]] = {}
     watched = engine.d.is_main and sys.stderr.isatty()
-    bar = functools.partial(tqdm, delay=5, leave=False) if watched else False
-    with torch.random.fork_rng(devices=[engine.d.device] if engine.d.device.type == "cuda" else []):
+    with (
+        torch.random.fork_rng(devices=[engine.d.device] if engine.d.device.type == "cuda" else []),
+        tqdm(total=len(prompts), desc="generate", delay=5, leave=False, disable=not watched) as bar,
+    ):
         torch.manual_seed(seed)
         numpy_state = np.random.get_state()
         np.random.seed(seed)
-        outputs = engine.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=bar)
+        ids = engine.llm.enqueue([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        first = int(ids[0].partition("-")[0])  # vLLM numbers requests on and on
+        while engine.llm.llm_engine.has_unfinished_requests():
+            for output in engine.llm.llm_engine.step():
+                i = int(output.request_id) - first
+                groups[i] = [
+                    Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in output.outputs
+                ]
+                bar.update()
+                if on_group is not None and i in mine:
+                    on_group(i - mine.start, groups[i])
         np.random.set_state(numpy_state)
-    return [
-        [Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in outputs[i].outputs]
-        for i in mine
-    ]
+    return [groups[i] for i in mine]
 
 
 def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

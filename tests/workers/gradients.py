@@ -166,11 +166,12 @@ def main(path: str, batch_file: str, out: str) -> None:
         model, replace(batch, rollout_logp=zeros), plan, temperature=TEMPERATURE, device=d.device
     )
 
-    recomputing = load(path, d, torch.float64, activation_checkpointing="full")
-    calls = []
-    recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    packed_backward(recomputing, batch, ALL, CASE, max_tokens=40, **work)
-    results["gradients_recomputed"], results["calls"] = take_gradients(recomputing), (len(calls), len(plan))
+    for what in ("full", "selective"):
+        recomputing = load(path, d, torch.float64, activation_checkpointing=what)
+        calls = []
+        recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        packed_backward(recomputing, batch, ALL, CASE, max_tokens=40, **work)
+        results["gradients_" + what], results["calls_" + what] = take_gradients(recomputing), (len(calls), len(plan))
     single = load(path, d, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)

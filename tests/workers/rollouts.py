@@ -37,7 +37,16 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
         if pushed:
             vllm.update_weights(engine, full_tensors(policy, d.dtype))
         sampling = Sampling(n=2, temperature=TEMPERATURE, max_tokens=10)
-        samples = sample_groups(vllm, engine, own_slice(rows, d), sampling, seed=fold(0, len(results), d.rank))
+        own_rows, handed = own_slice(rows, d), {}
+        samples = sample_groups(
+            vllm,
+            engine,
+            own_rows,
+            sampling,
+            seed=fold(0, len(results), d.rank),
+            on_group=lambda row, group: handed.update({row["row_index"]: group}),
+        )
+        assert [s for row in own_rows for s in handed.pop(row["row_index"])] == samples and not handed
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
         results[f"{name} gap"] = verify_engine(policy, samples, temperature=TEMPERATURE, limit=limit, d=d, num_probe=9)

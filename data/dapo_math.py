@@ -1,0 +1,131 @@
+"""Prepare DAPO-Math-17k (Yu et al. 2025) for training, and AIME 2024 for evaluation.
+
+    python data/dapo_math.py --output-dir data/dapo_math                          # both from the Hugging Face hub
+    python data/dapo_math.py --source train.parquet --aime-source aime.parquet    # from disk, no network
+
+The published files are in verl's RL schema already, but repeat their problems: 1,791,700 rows hold about 17 thousand
+problems, and 960 rows hold 30. Here each problem stands once, at its first place; problems with two different ground
+truths are left out. The prompts ask for a last line `Answer: ...`, which rewards/math_dapo.py grades.
+
+Writes train.parquet (data_source math_dapo) and aime_2024.parquet (data_source aime_2024).
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+
+
+@dataclasses.dataclass
+class Args:
+    source: str = "BytedTsinghua-SIA/DAPO-Math-17k"
+    """parquet or jsonl file in verl's schema, a folder of parquet files, or a data set on the Hugging Face hub"""
+    aime_source: str = "BytedTsinghua-SIA/AIME-2024"
+    """the same for the evaluation problems"""
+    output_dir: Path = Path("data/dapo_math")
+    """folder to write to"""
+
+
+def locate(source: str, flag: str) -> list[Path]:
+    """The files of `source`, downloaded if it is a data set on the hub; `flag` names it in the error.
+
+    Raises:
+        FileNotFoundError: neither on disk nor of the form owner/name, or without parquet files.
+    """
+    if Path(source).is_file():
+        return [Path(source)]
+    folder = Path(source)
+    if not folder.is_dir():
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+            raise FileNotFoundError(f"{flag} {source}: no such file or folder; give one, or a data set id owner/name")
+        folder = Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="*.parquet"))
+    files = sorted(folder.rglob("*.parquet"))
+    if not files:
+        raise FileNotFoundError(f"{flag} {source}: no parquet files in {folder}")
+    return files
+
+
+def read_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
+    """Rows of parquet or jsonl files, one after the other: 1.8 million at once would take many GB."""
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from (json.loads(line) for line in file.read_bytes().splitlines() if line.strip())
+        else:
+            batches = pq.ParquetFile(file, page_checksum_verification=True).iter_batches(batch_size=10_000)
+            yield from (row for batch in batches for row in batch.to_pylist())
+
+
+def to_row(source_row: dict[str, Any], data_source: str, split: str, where: str) -> dict:
+    """One row in verl's RL schema; `where` names it in the error. extra_info.id is the source's extra_info.index.
+
+    Raises:
+        ValueError: prompt or ground truth is missing.
+    """
+    prompt = source_row.get("prompt")
+    truth = (source_row.get("reward_model") or {}).get("ground_truth")
+    if not isinstance(prompt, list) or not prompt or not isinstance(truth, str) or not truth.strip():
+        raise ValueError(f"{where}: prompt must be messages and reward_model.ground_truth a text; check the source")
+    messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    identity = str((source_row.get("extra_info") or {}).get("index", ""))
+    return {
+        "data_source": data_source,
+        "prompt": messages,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth.strip()},
+        "extra_info": {"split": split, "id": identity},
+    }
+
+
+def distinct(rows: Iterator[dict[str, Any]], data_source: str, split: str, flag: str) -> list[dict]:
+    """Each prompt once, in the order of first appearance, without prompts that have two ground truths; prints counts.
+
+    Raises:
+        ValueError: a row is unfit.
+    """
+    first: dict[str, dict] = {}
+    contradicted = set()
+    count = 0
+    for count, source_row in enumerate(rows, 1):
+        row = to_row(source_row, data_source, split, f"{flag} row {count - 1}")
+        key = json.dumps(row["prompt"])
+        known = first.setdefault(key, row)
+        if known["reward_model"] != row["reward_model"]:
+            contradicted.add(key)
+    kept = [row for key, row in first.items() if key not in contradicted]
+    print(f"{flag}: {count} rows, {len(first)} problems, {len(contradicted)} of them with two ground truths left out")
+    return [{**row, "extra_info": {**row["extra_info"], "index": i}} for i, row in enumerate(kept)]
+
+
+def main(args: Args) -> dict[str, int]:
+    """Write both files; returns the number of rows of each.
+
+    Raises:
+        FileNotFoundError: there is no such source.
+        ValueError: a row is unfit.
+    """
+    sources = {
+        "train": ("--source", args.source, "math_dapo"),
+        "aime_2024": ("--aime-source", args.aime_source, "aime_2024"),
+    }
+    tables = {
+        name: distinct(read_rows(locate(source, flag)), data_source, name, flag)
+        for name, (flag, source, data_source) in sources.items()
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        path = args.output_dir / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
+        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return {name: len(rows) for name, rows in tables.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,172 @@
+"""Learned rewards: a transformer with a scalar head, read off at the last token of prompt and response.
+
+A reward model is any decoder that transformers knows as a ...ForSequenceClassification with one label. It runs packed,
+as the policy does: no padding reaches it, and the last token of a sequence is found by its length, never by its id, so
+that a padding token equal to the end-of-sequence token changes nothing. (The forward of transformers looks for the last
+id that is not the padding's, and would stop before the end of such a sequence.)
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from rl.batching import collate, plan_micro_batches
+from rl.data import encode_conversation
+from rl.fsdp import Dist, all_gather, load_pretrained, offload, onload
+from rl.logprobs import run_packed
+from rl.scoring import Score
+from rl.types import Batch, Sample, select
+
+
+def check_reward_model(path: str, *, new_head: bool = False) -> None:
+    """Raise ValueError, from the config alone, if `path` is no reward model, or cannot become one.
+
+    With `new_head` a model without a score head passes as well: it is what --model of a training run may be.
+    """
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or ["unnamed"])[0]
+    if name.endswith("ForSequenceClassification"):
+        if config.num_labels != 1:
+            raise ValueError(
+                f"{_flag(new_head)} {path}: its head gives {config.num_labels} labels, a reward model's gives 1; "
+                "choose another model"
+            )
+    elif not new_head:
+        raise ValueError(
+            f"{_flag(new_head)} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with "
+            "one label, such as the huggingface/ folder of a checkpoint of train_reward.py"
+        )
+
+
+def load_reward_model(
+    path: str, d: Dist, *, dtype: torch.dtype = torch.float32, head_seed: int | None = None
+) -> nn.Module:
+    """A reward model with weights in `dtype` on the host, ready for `fsdp.shard`.
+
+    Args: head_seed, for training: a model without a score head gets a new one of normally distributed weights with
+    standard deviation 1 / sqrt(H + 1), drawn from this seed, so that first scores are of order 1 (Stiennon et al. 2020,
+    arXiv 2009.01325). None, for using the model: every weight must come from the files.
+    Raises: ValueError as `check_reward_model`, or if the head is not one vector, or if weights are missing.
+    """
+    check_reward_model(path, new_head=head_seed is not None)
+    flag = _flag(head_seed is not None)
+    model, missing = load_pretrained(AutoModelForSequenceClassification, path, d, dtype=dtype, num_labels=1)
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
+    if missing == {"score.weight"} and head_seed is not None:
+        generator = torch.Generator().manual_seed(head_seed)
+        nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5, generator=generator)
+    elif missing:
+        raise ValueError(
+            f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
+        )
+    return model
+
+
+def add_scores(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict],
+    samples: Sequence[Sample],
+    scores: Sequence[Score],
+    *,
+    coef: float,
+    max_length: int,
+    max_tokens_per_gpu: int,
+    d: Dist,
+) -> list[Score]:
+    """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
+
+    `rows` hold the prompts of the samples. The model, which `fsdp.offload` put on the host, comes to the device for it.
+    A response that has no score gets none here either. All ranks must enter. Arguments as `score_conversations`.
+    """
+    prompts = {row["row_index"]: row["prompt"] for row in rows}
+    onload(model, d.device)
+    learned = score_conversations(
+        model,
+        tokenizer,
+        [prompts[sample.row_index] for sample in samples],
+        [score.text for score in scores],
+        max_length=max_length,
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        d=d,
+    )
+    offload(model)
+    return [
+        s if s.value is None else s._replace(value=s.value + coef * x, components=s.components | {"reward_model": x})
+        for s, x in zip(scores, learned, strict=True)
+    ]
+
+
+def _flag(trains: bool) -> str:
+    return "--model" if trains else "--reward-model"
+
+
+def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The score of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
+
+    Returns: (b,), float32 (float64 for a float64 model). The head runs in that precision too: bfloat16 would round
+    scores above 4 to multiples of 1/32.
+    """
+    return run_packed(model, batch, _last_token_scores, batch.lengths.cumsum(0) - 1)[:, 0]
+
+
+def _last_token_scores(model, hidden, last):
+    """hidden (N, H), last (b,) positions in the packed row -> scores (b, 1)."""
+    hidden, weight = hidden[last], model.score.weight
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return nn.functional.linear(hidden.to(dtype), weight.to(dtype))
+
+
+@torch.no_grad()
+def fixed_scores(
+    model: nn.Module, batch: Batch, micro_batches: Sequence[list[int]], *, device: torch.device
+) -> torch.Tensor:
+    """`sequence_scores` without gradients over this rank's micro-batches: (B,) float32 on the host, zero in rows of
+    other ranks.
+    """
+    scores = torch.zeros(len(batch.lengths))
+    for rows in micro_batches:
+        result = sequence_scores(model, select(batch, rows, device))
+        if rows:
+            scores[rows] = result.cpu().to(scores.dtype)
+    return scores
+
+
+def score_conversations(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict]],
+    responses: Sequence[str],
+    *,
+    max_length: int,
+    max_tokens_per_gpu: int,
+    d: Dist,
+) -> list[float]:
+    """The scores of this rank's responses, one for each, in their order. All ranks must enter, with any number each.
+
+    Args: tokenizer, the reward model's own, whose chat template renders prompt and response; prompts, one a response,
+    text or messages; max_length in tokens. A longer conversation loses its beginning, never the end of the response
+    that is judged; how many did is printed. max_tokens_per_gpu bounds the tokens of a forward pass.
+    """
+    ids = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids.append(encode_conversation(tokenizer, {"prompt": prompt, "row_index": i}, response))
+    if overlong := sum(len(x) > max_length for x in ids):
+        print(
+            f"rank {d.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the reward "
+            "model; their beginning was cut off",
+            file=sys.stderr,
+            flush=True,
+        )
+    ids = [x[-max_length:] for x in ids]
+    lengths = [len(x) for x in ids]
+    [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=max_tokens_per_gpu)
+    most = max(all_gather([len(micros)], d))  # a pass is a collective: ranks with less to score run empty ones
+    batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
+    scores = fixed_scores(model, batch, micros + [[]] * (most - len(micros)), device=d.device)
+    return scores[: len(ids)].tolist()

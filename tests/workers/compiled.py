@@ -1,0 +1,53 @@
+"""Compiled layers and LM head against the plain ones, on batches of several lengths: `compiled.py MODEL OUT`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from rl import fsdp
+from rl.batching import collate
+from rl.logprobs import token_logprobs
+from rl.types import Batch, Sample
+
+LENGTHS = ([5, 9], [20, 3, 7], [2, 2, 2, 2, 2], [31, 17])
+
+
+def make_batch(lengths: list[int], seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    responses = [torch.randint(3, 70, (n,), generator=generator).tolist() for n in lengths]
+    return collate([Sample([1, 2, 3], r, [1] * len(r), [0.0] * len(r), "stop", 0) for r in responses], pad_id=0)
+
+
+def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """(log-probs and entropies, gradients, graphs compiled so far after each batch)."""
+    values, graphs = [], []
+    for seed, lengths in enumerate(LENGTHS):
+        logp, entropy = token_logprobs(model, make_batch(lengths, seed), temperature=0.7)
+        logp.square().sum().backward()
+        values += [logp.detach().flatten(), entropy.detach().flatten()]
+        graphs.append(counters["stats"]["unique_graphs"])
+    gradients = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    return torch.cat(values), gradients, graphs
+
+
+def main(path: str, out: str) -> None:
+    d = fsdp.init_distributed()
+    values, gradients, graphs = run(fsdp.shard(fsdp.load_policy(path, d), d))
+    assert graphs == [0, 0, 0, 0], graphs
+    compiled = fsdp.shard(fsdp.load_policy(path, d), d, compile=True, activation_checkpointing="selective")
+    compiled_values, compiled_gradients, graphs = run(compiled)
+    results = {
+        "values": (compiled_values - values).abs().max().item(),
+        "gradients": ((compiled_gradients - gradients).norm() / gradients.norm()).item(),
+        "graphs": graphs,
+        "graph_breaks": sum(counters["graph_break"].values()),
+    }
+    Path(out).write_text(json.dumps(results))
+    fsdp.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
