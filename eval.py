@@ -54,7 +54,7 @@ class Args:
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
     tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine
     gpu_memory_utilization: float = 0.9  # share of GPU memory for weights and KV cache
-    max_num_seqs: int = 512  # sequences an engine decodes at a time
+    max_num_seqs: int = 1024  # sequences an engine decodes at a time
 
     # --- output
     output: str | None = None  # write every response with its score to this jsonl file

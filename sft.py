@@ -53,6 +53,7 @@ class Args:
     max_token_len_per_gpu: int = 16384  # tokens in one micro-batch; lower it on out-of-memory
     # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
     compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
 
     # --- evaluation, checkpoints, logging
@@ -108,6 +109,7 @@ def main(args: Args) -> dict[str, float]:
         d,
         activation_checkpointing=args.activation_checkpointing,
         compile=args.compile and d.device.type == "cuda",
+        fsdp_size=args.fsdp_size,
     )
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True

@@ -28,6 +28,7 @@ from rl.batching import collate, plan_updates
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
+from rl.memory import rehearse
 from rl.metrics import (
     Sums,
     Timer,
@@ -101,7 +102,7 @@ class Args:
     temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
     tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine; raise it when the model does not fit on one
     gpu_memory_utilization: float = 0.5  # share of GPU memory for vLLM's weights and KV cache while it generates
-    max_num_seqs: int = 512  # sequences an engine decodes at a time; lower it if the KV cache is small
+    max_num_seqs: int = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
     # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.1)
     max_logprob_gap: float | None = None
@@ -141,6 +142,7 @@ class Args:
     ppo_max_token_len_per_gpu: int = 16384  # prompt + response tokens in one micro-batch; lower it on out-of-memory
     # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
     compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
 
     # --- evaluation, checkpoints, logging
@@ -266,10 +268,13 @@ def main(args: Args) -> dict[str, float]:
         d,
         activation_checkpointing=args.activation_checkpointing,
         compile=args.compile and d.device.type == "cuda",
+        fsdp_size=args.fsdp_size,
     )
     reference = None
     if args.use_kl_loss or args.use_kl_in_reward:
-        reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d)
+        reference = fsdp.shard(
+            fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d, fsdp_size=args.fsdp_size
+        )
     judge = None
     if args.reward_model:
         judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)
@@ -287,11 +292,19 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
+    memory_plan = rehearse(
+        policy,
+        optimizer,
+        max_tokens=args.ppo_max_token_len_per_gpu,
+        max_length=args.max_prompt_length + args.max_response_length,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        d=d,
+    )
     tracker.print(
         f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
         f"{args.train_batch_size} prompts x {args.rollout_n} = {args.train_batch_size * args.rollout_n} responses and "
         f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
-        f"{reward_check}"
+        f"{reward_check}\n{memory_plan}".rstrip()
     )
     kl_coef = checkpoint.extra(resume_from).get("kl_coef", args.kl_coef)
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0

@@ -8,8 +8,8 @@
 Flags that are not listed below go to train_grpo.py and win over what is set here: 64 prompts x 8 responses, 128 + 1,024
 tokens, one update a step (--shape tiny: 8 x 4 and 32 tokens). Prompts are digits, the reward is a hash of the response.
 Generation is compared with vLLM alone, which runs first in processes of its own, and the update with the speed of a
-plain matrix product on the same device. Leaves metrics.jsonl (every step), config.json (every flag of train_grpo.py) and
-report.json in --out.
+plain matrix product on the same device. Leaves metrics.jsonl (every step), config.json (every flag) and report.json in
+--out.
 """
 
 import json
@@ -56,7 +56,7 @@ class Args:
     cache: Path = Path("runs/benchmark_models")
     """Folder in which models are kept for the next time."""
     lengths: Literal["fixed", "geometric"] = "fixed"
-    """fixed: nearly all responses run to --max-response-length. geometric: a share 1 / mean of all tokens are stop tokens."""
+    """fixed: nearly all responses run to --max-response-length. geometric: one token in --mean-length ends them."""
     mean_length: float = 400.0
     """Mean tokens of geometric lengths, before the cut at --max-response-length."""
     prompt_length: int = 128
@@ -134,9 +134,9 @@ def geometric_stop_ids(vocabulary: int, mean_length: float, eos: int) -> list[in
     A random model samples nearly uniformly, so each token ends the response with chance 1 / mean_length: lengths are
     geometric with that mean, until the length limit cuts them.
     """
-    count = round(vocabulary / mean_length)
-    if not 1 <= count < vocabulary:
+    if not 1 < mean_length <= vocabulary:
         raise ValueError(f"--mean-length {mean_length:g} must be above 1 and at most the vocabulary of {vocabulary}")
+    count = round(vocabulary / mean_length)
     step = vocabulary // count
     return [eos, *(i for i in range(eos % step, vocabulary, step) if i != eos)][:count]
 

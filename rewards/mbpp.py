@@ -26,9 +26,9 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        score: share of the asserts that hold, 0 to 1. all_passed, loaded (it compiled and did not raise at import) and
-        timeout (the first assert that failed did so by running out of time): 1.0 or 0.0 each. None if the sandbox
-        could not judge the code, twice in a row.
+        score: share of the asserts that hold, 0 to 1. acc (all of them hold), loaded (it compiled and did not raise at
+        import) and timeout (the first assert that failed did so by running out of time): 1.0 or 0.0 each. None if the
+        sandbox could not judge the code, twice in a row.
 
     Raises:
         ValueError: the ground truth has another form, or its tests cannot be used. Importing this file raises
@@ -43,7 +43,7 @@ def compute_score(
         return None
     return {
         "score": verdict.passed / verdict.total,
-        "all_passed": float(verdict.status == "pass"),
+        "acc": float(verdict.status == "pass"),
         "loaded": float(verdict.status != "error"),
         "timeout": float(verdict.status == "timeout"),
     }

@@ -121,8 +121,12 @@ def shard(
     *,
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     compile: bool = False,
+    fsdp_size: int | None = None,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
+
+    fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
+    the traffic between machines is then one all-reduce of gradients. It must divide the number of ranks.
 
     Compute runs in `d.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
@@ -136,7 +140,11 @@ def shard(
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
-    mesh = init_device_mesh(d.device.type, (d.world_size,))
+    size = fsdp_size or d.world_size
+    if d.world_size % size:
+        raise ValueError(f"--fsdp-size {size} does not divide the {d.world_size} rank(s) of this run; choose a divisor")
+    mesh = init_device_mesh(d.device.type, (d.world_size // size, size), mesh_dim_names=("copy", "shard"))
+    mesh = mesh["shard"] if size == d.world_size else mesh
     units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for unit in units:
         if activation_checkpointing == "full":

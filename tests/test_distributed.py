@@ -154,6 +154,13 @@ def test_activation_checkpointing_changes_nothing(ranks, what):
         assert largest_error(rank["gradients_" + what], rank["gradients"][CASE]) < 1e-9
 
 
+def test_hybrid_sharding_changes_nothing(plain, batch, ranks):
+    for rank in ranks:
+        assert rank["whole_copies"]
+        assert largest_error(rank["gradients_copies"], rank["gradients"][CASE]) < 1e-9
+        assert rank["norm_copies"] == pytest.approx(norm(expected_gradients(plain, batch, range(8))), rel=1e-9)
+
+
 # --- clipping and the optimizer ---
 
 

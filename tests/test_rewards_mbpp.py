@@ -41,16 +41,16 @@ def score(response, truth=ADD):
 @pytest.mark.parametrize(
     "response, expected",
     [
-        (block(RIGHT), {"score": 1.0, "all_passed": 1.0, "loaded": 1.0, "timeout": 0.0}),
-        (block("def f(a, b): return 3"), {"score": 1 / 3, "all_passed": 0.0, "loaded": 1.0, "timeout": 0.0}),
-        (block("def g(a, b): return 3"), {"score": 0.0, "all_passed": 0.0, "loaded": 1.0, "timeout": 0.0}),
-        (block("def f(a, b: return 3"), {"score": 0.0, "all_passed": 0.0, "loaded": 0.0, "timeout": 0.0}),
-        (block("import sys\nsys.exit(0)"), {"score": 0.0, "all_passed": 0.0, "loaded": 0.0, "timeout": 0.0}),
-        ("I cannot do that.", {"score": 0.0, "all_passed": 0.0, "loaded": 0.0, "timeout": 0.0}),
-        ("", {"score": 0.0, "all_passed": 0.0, "loaded": 1.0, "timeout": 0.0}),
+        (block(RIGHT), {"score": 1.0, "acc": 1.0, "loaded": 1.0, "timeout": 0.0}),
+        (block("def f(a, b): return 3"), {"score": 1 / 3, "acc": 0.0, "loaded": 1.0, "timeout": 0.0}),
+        (block("def g(a, b): return 3"), {"score": 0.0, "acc": 0.0, "loaded": 1.0, "timeout": 0.0}),
+        (block("def f(a, b: return 3"), {"score": 0.0, "acc": 0.0, "loaded": 0.0, "timeout": 0.0}),
+        (block("import sys\nsys.exit(0)"), {"score": 0.0, "acc": 0.0, "loaded": 0.0, "timeout": 0.0}),
+        ("I cannot do that.", {"score": 0.0, "acc": 0.0, "loaded": 0.0, "timeout": 0.0}),
+        ("", {"score": 0.0, "acc": 0.0, "loaded": 1.0, "timeout": 0.0}),
         (
             block("def f(a, b):\n    while a == 0: pass\n    return a + b"),
-            {"score": 2 / 3, "all_passed": 0.0, "loaded": 1.0, "timeout": 1.0},
+            {"score": 2 / 3, "acc": 0.0, "loaded": 1.0, "timeout": 1.0},
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_the_reward_takes_the_rows(tables):
         assert compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"] == 1.0
         stub = row["prompt"][0]["content"]
         result = compute_score(row["data_source"], stub, row["reward_model"]["ground_truth"])
-        assert result["loaded"] == 1.0 and result["all_passed"] == 0.0
+        assert result["loaded"] == 1.0 and result["acc"] == 0.0
 
 
 def source_row(**changes):

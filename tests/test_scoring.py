@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.scoring import Score, Scorer, parse_functions, stop_if_failing
 from rl.types import Sample
@@ -790,8 +791,17 @@ def test_a_path_is_relative_to_where_the_user_is_then_to_the_repository(pool, fi
     assert values(score(pool("rewards/gsm8k.py"), "so #### 71", truth="72")) == [9.0]
 
 
-def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(pool):
-    scorer = pool("rewards/by_data_source.py", workers=2)
+@pytest.fixture
+def every_character():
+    """A tokenizer of bytes, <|im_end|> included."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=EOS + 1)}
+    bytewise = Tokenizer(models.BPE(letters | {"<a>": 0, "<b>": 1, "<|im_end|>": EOS}, []))
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|im_end|>")
+
+
+def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(every_character, no_processes_left):
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=2)
     tests = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
     rows = {
         "openai/gsm8k": ("72", "so #### 72", "so #### 71", "nothing"),
@@ -809,7 +819,8 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(po
         scorer.submit(row(i, source=source, truth=truth), group)
         samples += group
     scores = scorer.collect(samples)
-    assert [s.text for s in scores[:2]] == ["so #### 72", "so #### 71"]
+    scorer.close()
+    assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
 
 

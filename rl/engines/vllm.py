@@ -54,7 +54,9 @@ def make_engine(
         torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler needed
     from vllm import LLM
     from vllm.distributed import parallel_state
+    from vllm.v1.engine.logprobs import LogprobsProcessor
 
+    LogprobsProcessor._update_sample_logprobs = _keep_sampled_logprob
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -70,6 +72,7 @@ def make_engine(
         enable_prefix_caching=True,
         enable_sleep_mode=free_cache_engine and not on_cpu,
         enforce_eager=on_cpu,
+        compilation_config={} if on_cpu else {"max_cudagraph_capture_size": max_num_seqs},  # vLLM stops at 512
         generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -77,6 +80,11 @@ def make_engine(
     )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
     return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
+
+
+def _keep_sampled_logprob(processor: Any, lists: Any) -> None:
+    """Instead of vLLM's own bookkeeping: it also stores ids, ranks and texts, at a tenth of the speed of generation."""
+    processor.logprobs.logprobs.extend(lists.logprobs[:, 0].tolist())
 
 
 def generate(
@@ -109,7 +117,7 @@ def generate(
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,  # the sampled token's only
-        flat_logprobs=True,  # as flat lists: nearly the price of none, where one dict a token halves the speed
+        flat_logprobs=True,  # in lists: one dict a token would halve the speed
         detokenize=False,
     )
     groups: dict[int, list[Completion]] = {}

@@ -172,6 +172,11 @@ def main(path: str, batch_file: str, out: str) -> None:
         recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         packed_backward(recomputing, batch, ALL, CASE, max_tokens=40, **work)
         results["gradients_" + what], results["calls_" + what] = take_gradients(recomputing), (len(calls), len(plan))
+    copies = load(path, d, torch.float64, fsdp_size=1)  # every rank holds everything
+    packed_backward(copies, batch, ALL, CASE, max_tokens=40, **work)
+    results["norm_copies"] = clip_grad_norm(copies, 1e9)
+    results["gradients_copies"] = take_gradients(copies)
+    results["whole_copies"] = all(p.to_local().shape == p.shape for p in copies.parameters())
     single = load(path, d, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)

@@ -1,0 +1,67 @@
+"""Will it fit? The largest micro-batch is rehearsed before the first rollout, and the memory of a run is laid out."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rl.fsdp import Dist
+from rl.logprobs import token_logprobs
+from rl.types import Batch
+
+GIB = 2**30
+
+
+def rehearse(
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_tokens: int,
+    max_length: int,
+    gpu_memory_utilization: float,
+    d: Dist,
+) -> str:
+    """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
+
+    Args: max_tokens, of a micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share.
+    Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
+    Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
+    """
+    if d.device.type != "cuda":
+        return ""
+    advice = (
+        "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
+        "--activation-checkpointing full, or use more GPUs"
+    )
+    torch.cuda.reset_peak_memory_stats()
+    rows = max(1, max_tokens // max_length)
+    ids = torch.zeros(rows, max_length, dtype=torch.long, device=d.device)
+    lengths = torch.full((rows,), max_length, device=d.device)
+    ones = torch.ones(rows, max_length, device=d.device)
+    try:
+        logp, entropy = token_logprobs(policy, Batch(ids, lengths, ones, ones))
+        (0.0 * (logp + entropy).sum()).backward()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in policy.parameters()]
+    weights = sum(p.nbytes for p in parameters)
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    held = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    states = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in held)
+    coming = 0 if states else 2 * gradients  # AdamW makes its two moments in its first step
+    peak = torch.cuda.max_memory_allocated()
+    policy.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(d.device)
+    others = total - free - torch.cuda.memory_reserved()  # the sleeping engine, CUDA itself
+    needed = peak + coming + others
+    plan = (
+        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, gradients {gradients / GIB:.1f}, AdamW "
+        f"{(states + coming) / GIB:.1f}, a micro-batch {(peak - weights - gradients - states) / GIB:.1f}, others "
+        f"{others / GIB:.1f}: {needed / GIB:.1f} of {total / GIB:.1f} while training; while generating the engine's "
+        f"{gpu_memory_utilization * total / GIB:.1f} stand beside {(weights + states + coming) / GIB:.1f}"
+    )
+    if needed > total:
+        raise RuntimeError(f"{plan}. That does not fit: {advice}")
+    if gpu_memory_utilization * total + weights + states + coming > total:
+        raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
+    return plan

@@ -1,0 +1,157 @@
+"""The benchmarks' arithmetic, and one real run of step_time.py (30 s on one core; the rest takes 2 s)."""
+
+import json
+import re
+import statistics
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
+
+from benchmarks import compare_trl, step_time
+from rl.rollout import stop_token_ids
+from tests.helpers_scripts import read_jsonl, run
+
+SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+
+
+def test_train_flops_by_hand():
+    config = Qwen2Config(**SHAPE, intermediate_size=16)
+    # A layer has 8*8 (q) + 8*8 (o) + 2 * 8*4 (k, v) + 3 * 8*16 (mlp) = 576 weights: 6 * 2 * 576 * 10 = 69,120.
+    # Head: 6 * 32 * 8 * 4 = 6,144. Attention over 6 and 4 tokens: 6 * 2 * 8 * (36 + 16) = 4,992.
+    assert step_time.train_flops(config, tokens=10, response_tokens=4, sum_squares=52) == 69_120 + 6_144 + 4_992
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
+        Qwen3Config(**SHAPE | {"hidden_size": 48}, head_dim=32),  # attention wider than the model
+    ],
+    ids=["qwen2", "qwen3"],
+)
+def test_train_flops_are_what_torch_counts(config):
+    config.intermediate_size = 80
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens, responses = 24, 10
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.arange(tokens)[None] % config.vocab_size
+        model(input_ids=ids, use_cache=False, logits_to_keep=responses).logits.sum().backward()
+    head_dim = config.head_dim if config.model_type == "qwen3" else 8
+    masked = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * tokens**2  # torch counts it too
+    ours = step_time.train_flops(config, tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
+    assert counter.get_total_flops() == ours + masked
+
+
+def test_stop_ids_give_the_mean_length():
+    vocabulary, eos = 151_936, 151_645
+    ids = step_time.geometric_stop_ids(vocabulary, 400, eos)
+    assert len(ids) == len(set(ids)) == 380 and ids[0] == eos and all(0 <= i < vocabulary for i in ids)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 4_000_000)  # what a uniform model samples
+    ends = np.flatnonzero(np.isin(tokens, ids))
+    assert statistics.mean(np.diff(ends)) == pytest.approx(400, rel=0.03)
+    for mean_length in (1, 200_000):
+        with pytest.raises(ValueError, match=f"--mean-length {mean_length} must"):
+            step_time.geometric_stop_ids(vocabulary, mean_length, eos)
+
+
+def test_length_models_share_weights_and_differ_in_stop_ids(tmp_path):
+    fixed = step_time.model_folder("tiny", None, tmp_path, "fixed", 16)
+    geometric = step_time.model_folder("tiny", None, tmp_path, "geometric", 16)
+    assert geometric == step_time.model_folder("tiny", None, tmp_path, "geometric", 16)  # and once more
+    tokenizer = AutoTokenizer.from_pretrained(fixed)
+    assert stop_token_ids(str(fixed), tokenizer) == (tokenizer.eos_token_id,)
+    stops = stop_token_ids(str(geometric), AutoTokenizer.from_pretrained(geometric))
+    assert len(stops) == 2048 // 16 and stops[0] == tokenizer.eos_token_id
+    assert (geometric / "model.safetensors").samefile(fixed / "model.safetensors")
+    with pytest.raises(ValueError, match="--shape 0.5B needs --tokenizer"):
+        step_time.model_folder("0.5B", None, tmp_path, "fixed", 16)
+
+
+def test_step_time_end_to_end(tmp_path):
+    flags = "--shape tiny --steps 3 --warmup 1 --bare-rounds 1 --prompt-length 20"
+    output = run(
+        "benchmarks/step_time.py",
+        *flags.split(),
+        *("--cache", tmp_path, "--out", tmp_path / "out", "--", "--rollout-n", 2, "--ppo-max-token-len-per-gpu", 128),
+    )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["prompt_length/min"] == line["prompt_length/max"] == 20 for line in lines)
+    assert (report["prompts"], report["rollout_n"], report["max_response_length"]) == (8, 2, 32)
+
+    # Medians of the two steps after the warm-up are their means.
+    def mean(name):
+        return (lines[1][name] + lines[2][name]) / 2
+
+    phases = {name.removeprefix("timing_s/") for name in lines[0] if name.startswith("timing_s/")} - {"step"}
+    assert set(report["phases"]) == phases and {"gen", "update_actor", "update_weights"} <= phases
+    for name, phase in report["phases"].items():
+        assert phase["seconds"] == pytest.approx(mean(f"timing_s/{name}"))
+        assert phase["share"] == pytest.approx(mean(f"timing_s/{name}") / mean("timing_s/step"))
+    assert report["step_s"] == pytest.approx(mean("timing_s/step"))
+    assert report["period_s"] == pytest.approx((lines[2]["time"] - lines[0]["time"]) / 2)
+    rates = [16 * line["response_length/mean"] / line["timing_s/step"] for line in lines[1:]]
+    assert report["response_tokens_per_s"] == pytest.approx(statistics.mean(rates))
+    assert report["bare_tokens_per_s"] > 0
+    assert report["gen_over_bare"] == pytest.approx(mean("perf/gen_tokens_per_s") / report["bare_tokens_per_s"])
+
+    # Two sequences of 52 tokens fit into 128, so 8 micro-batches hold the 16 sequences.
+    assert report["micro_batch_fill"] == pytest.approx(mean("perf/total_num_tokens") / (8 * 128))
+    utilisation = []
+    for line in lines[1:]:
+        length = line["perf/total_num_tokens"] / 16
+        # A layer: q and o 64*64 each, k and v 64*32 each, mlp 3 * 64*128 weights. Nearly all lengths are equal.
+        layers = 6 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 16 * length
+        head = 6 * 2048 * 64 * 16 * (length - 20)
+        attention = 6 * 2 * 64 * 16 * length**2
+        utilisation.append((layers + head + attention) / line["timing_s/update_actor"] / report["matmul_peak_flops"])
+    assert report["mfu"] == pytest.approx(statistics.mean(utilisation), rel=0.01)
+
+    printed = {name: float(seconds) for name, seconds in re.findall(r"^(\w+) +(\d+\.\d{3}) +[\d.]+%", output, re.M)}
+    expected = {name: phase["seconds"] for name, phase in report["phases"].items()} | {"step": report["step_s"]}
+    assert printed == pytest.approx(expected, abs=6e-4)
+
+
+def test_rows_of_the_comparison_differ_in_what_they_say():
+    args = compare_trl.Args(prompts=4, rollout_n=4, max_response_length=16)
+    rows = {row: compare_trl.settings(args, row, 8, (7, 9), use_vllm=True) for row in "ABCDE"}
+    assert all(x["per_device_train_batch_size"] * x["gradient_accumulation_steps"] == 16 for x in rows.values())
+    assert all(x["generation_kwargs"]["stop_token_ids"] == [7, 9] for x in rows.values())
+
+    def differences(one, other):
+        names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+        return names - {"output_dir"}
+
+    assert differences(rows["A"], rows["B"]) == {"vllm_importance_sampling_correction"}
+    assert rows["A"]["vllm_importance_sampling_correction"] and not rows["B"]["vllm_importance_sampling_correction"]
+    assert differences(rows["B"], rows["C"]) == {"generation_kwargs"}
+    assert rows["C"]["generation_kwargs"]["detokenize"] is False
+    assert differences(rows["C"], rows["E"]) == {"model_init_kwargs"}
+    assert rows["E"]["model_init_kwargs"]["dtype"] == "bfloat16"
+    assert not {"gradient_checkpointing", "model_init_kwargs", "use_liger_kernel"} & rows["D"].keys()
+    with pytest.raises(ValueError, match="--per-device-train-batch-size 5 does not divide the 16 responses"):
+        compare_trl.settings(args, "A", 5, (), use_vllm=True)
+
+
+def test_a_row_that_fails_or_hangs_is_reported(tmp_path):
+    failing = "print('start')\nraise RuntimeError('out of memory')"
+    error = compare_trl.run(["-c", failing], tmp_path / "failing.log", timeout=60)
+    assert error == "exit 1: RuntimeError: out of memory"
+    hanging = "import time; time.sleep(600)"
+    assert compare_trl.run(["-c", hanging], tmp_path / "hanging.log", timeout=0.5) == "took longer than --timeout 0.5 s"
+    assert compare_trl.run(["-c", "pass"], tmp_path / "fine.log", timeout=60) is None
+    row = dict(row="A", batch_size=16, seconds=20.0, generate_s=12.0, response_tokens_per_s=26214.4, ours_over_trl=0.8)
+    heading, fine, failed = compare_trl.table([row, dict(row="B", batch_size=16, error=error)]).splitlines()
+    assert fine.split() == ["A", "16", "20.00", "12.00", "8.00", "26,214", "-", "-", "0.80"]
+    assert len(fine) == len(heading) and failed.endswith(error)
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
+def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
+    with pytest.raises(ModuleNotFoundError, match="pip install trl==1.16.0 datasets"):
+        compare_trl.main(compare_trl.Args(out=tmp_path), [])

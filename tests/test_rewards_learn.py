@@ -1,0 +1,171 @@
+"""GRPO learns from every kind of reward: real sandbox, weighted components, learned model; and scoring costs no time.
+
+Tiny models learn by sft.py to answer well and badly; train_grpo.py has to find out what the reward wants.
+"""
+
+import json
+import random
+import re
+import statistics
+import time
+from pathlib import Path
+
+import helpers_scripts as h
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from test_scoring import alive, descendants, wait_until
+
+import sft
+import train_grpo
+import train_reward
+from data import arithmetic, grail, mbpp
+from rewards import sandbox
+from rl.engines import hf
+
+SEED = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code_characters():
+    """The arithmetic task's tokenizer, with the characters of tags and of code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "CHARACTERS", arithmetic.CHARACTERS + "()[]{}<>_\"\\`%&|;")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in one order everywhere, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+def write(path: Path, rows: list[dict]) -> tuple[str]:
+    """Rows -> a parquet file; returns the flag's value."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return (str(path),)
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> str:
+    """Folder of a new model to which sft.py showed (prompt, response) pairs, 32 a step."""
+    arithmetic.save_model(folder / "untrained", seed=SEED)
+    rows = [{"prompt": user(prompt), "response": response} for prompt, response in demonstrations]
+    settings = dict(
+        model=str(folder / "untrained"),
+        train_files=write(folder / "sft.parquet", rows),
+        train_batch_size=32,
+        max_length=128,
+        lr=4e-3,
+        total_training_steps=steps,
+        activation_checkpointing="none",
+        default_local_dir=str(folder / "sft"),
+        seed=SEED,
+    )
+    sft.main(sft.Args(**settings))
+    return str(folder / "sft" / f"global_step_{steps}" / "huggingface")
+
+
+def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -> list[dict]:
+    """train_grpo.py with 8 prompts x 8 responses a step; returns the lines of metrics.jsonl."""
+    settings = dict(
+        model=model,
+        train_files=write(folder / "train.parquet", rows),
+        val_files=write(folder / "val.parquet", rows),
+        train_batch_size=8,
+        rollout_n=8,
+        max_prompt_length=48,
+        max_response_length=80,
+        engine="hf",
+        reward_workers=2,
+        lr=1e-3,
+        total_training_steps=steps,
+        test_freq=steps,
+        activation_checkpointing="none",
+        default_local_dir=str(folder / "grpo"),
+        log_samples_freq=0,
+        save_freq=0,
+        seed=SEED,
+    )
+    train_grpo.main(train_grpo.Args(**settings | changes))
+    return h.read_jsonl(folder / "grpo" / "metrics.jsonl")
+
+
+def training(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "actor/loss" in line]
+
+
+def validation(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "val/accuracy" in line]
+
+
+def mean(lines: list[dict], name: str) -> float:
+    return statistics.mean(line[name] for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MBPP: code that runs in the sandbox
+
+# task: the right value of f(a,b), a wrong one, tests of which the wrong one passes the second
+TASKS = {
+    "sum": ("a+b", "a-b", "f(5, 3) == 8", "f(2, 0) == 2"),
+    "difference": ("a-b", "b-a", "f(5, 3) == 2", "f(4, 4) == 0"),
+    "product": ("a*b", "a+b", "f(5, 3) == 15", "f(2, 2) == 4"),
+    "larger": ("max(a,b)", "min(a,b)", "f(5, 3) == 5", "f(4, 4) == 4"),
+    "quotient": ("a//b", "a%b", "f(7, 3) == 2", "f(0, 3) == 0"),
+    "both": ("a and b", "a or b", "f(5, 3) == 3", "f(4, 4) == 4"),
+    "list": ("[a,b]", "[b,a]", "f(5, 3) == [5, 3]", "f(4, 4) == [4, 4]"),
+    "key": ("{a:b}", "{b:a}", "f(5, 3) == {5: 3}", "f(4, 4) == {4: 4}"),
+}
+
+
+def answers(task: str) -> list[str]:
+    """50 answers: about half are right, one in 20 to 25 leaves the process, and of two functions as many never end."""
+    right, wrong, *_ = TASKS[task]
+    favourite_is_right = list(TASKS).index(task) % 2 == 0
+    endless = 3 if task in ("product", "larger") else 0
+    head = "def f(a,b):"
+    codes = (
+        [f"{head}return {right}"] * (28 if favourite_is_right else 20)
+        + [f"{head}return {wrong}"] * ((14 if favourite_is_right else 22) - endless)
+        + [f"{head}return {right}+"] * 4  # does not compile
+        + [f"{head}exit(0)"] * 2
+        + [f"import sys\nsys.exit(0)\n{head}return {right}"] * 2
+        + [f"{head}\n while a>b:0\n return {right}"] * endless
+    )
+    return [f"```python\n{code}\n```" for code in codes]
+
+
+def mbpp_row(task: str, index: int) -> dict:
+    right, _, *tests = TASKS[task]
+    source = dict(
+        task_id=index,
+        text=task,
+        code=f"def f(a, b):\n    return {right}",
+        test_list=[f"assert {test}" for test in tests],
+        test_setup_code="",
+    )
+    return mbpp.to_row(source, "train", index) | {"prompt": user(task)}
+
+
+def test_mbpp(tmp_path):
+    before = set(descendants(__import__("os").getpid()))
+    t0 = time.time()
+    demos = [(name, answer) for name in TASKS for answer in answers(name)]
+    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','80')))
+    t1 = time.time()
+    lines = improve(tmp_path, model, [mbpp_row(name, i) for i, name in enumerate(TASKS)], 20, val_before_train=True, max_response_length=64)
+    t2 = time.time()
+    wait_until(lambda: not any(map(alive, set(descendants(__import__("os").getpid())) - before)), "left")
+    print("SFT", t1 - t0, "GRPO", t2 - t1, "end", time.time() - t2)
+    for x in training(lines):
+        print({k.rpartition("/")[2] if "mbpp" in k else k: round(v, 3) for k, v in x.items() if "mbpp" in k or k in ("step", "critic/score/mean", "reward/error_frac", "reward/timeout_frac", "reward/seconds_max", "timing_s/gen", "timing_s/reward", "timing_s/step")})
+    print([(x["val/accuracy"], {k:v for k,v in x.items() if "val" in k}) for x in validation(lines)])
