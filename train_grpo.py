@@ -286,8 +286,8 @@ def main(args: Args) -> dict[str, float]:
         if judge is None:
             return scores
         limits = dict(max_length=args.reward_model_max_length, max_tokens_per_gpu=args.ppo_max_token_len_per_gpu)
-        coef = args.reward_model_coef
-        return reward_model.add_scores(judge, judge_tokenizer, rows, samples, scores, coef=coef, d=d, **limits)
+        weights = dict(coef=args.reward_model_coef, alone=not functions)
+        return reward_model.add_scores(judge, judge_tokenizer, rows, samples, scores, d=d, **weights, **limits)
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
@@ -306,7 +306,8 @@ def main(args: Args) -> dict[str, float]:
         f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
         f"{reward_check}\n{memory_plan}".rstrip()
     )
-    kl_coef = checkpoint.extra(resume_from).get("kl_coef", args.kl_coef)
+    saved = checkpoint.extra(resume_from) if args.kl_ctrl_type == "adaptive" else {}
+    kl_coef = saved.get("kl_coef", args.kl_coef)
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
 
     for step in range(start, total_steps + 1):  # the last round only evaluates
@@ -379,11 +380,12 @@ def main(args: Args) -> dict[str, float]:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # own rows only
             reward_kl = fsdp.all_reduce_sum(token_kl.sum(1)).view(-1, args.rollout_n)  # (P, G)
             rewards = scores_PG - kl_coef * reward_kl
-            mean_kl = (reward_kl / lengths.clamp(min=1)).mean().item()  # a token's, as the controller counts
+            mean_kl = (reward_kl / lengths.clamp(min=1))[rewards.isfinite()].mean().nan_to_num().item()  # of a token
             reward_kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
             if args.kl_ctrl_type == "adaptive":
+                num_responses = int(rewards.isfinite().sum())
                 kl_coef = schedule.adaptive_kl_coef(
-                    kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=len(samples)
+                    kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1) * batch.response_mask)  # (B, T)

@@ -270,7 +270,7 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
 
 
 def own_row(args: Args, row: str, flags: list[str]) -> dict[str, Any]:
-    """Run train_grpo.py through step_time.py; returns the same entries."""
+    """Run train_grpo.py through step_time.py; returns the same entries, or {"error": ...}."""
     command = [str(ROOT / "benchmarks" / "step_time.py"), *shared_flags(args), "--bare-rounds", "0"]
     command += ["--train-batch-size", str(args.prompts), "--out", str(args.out / row), *flags]
     error = run(command, args.out / f"{row}.log", args.timeout)
@@ -289,7 +289,9 @@ def own_row(args: Args, row: str, flags: list[str]) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Seconds from the end of one step to the end of the next, and what they are made of."""
+    """Seconds from the end of one step to the end of the next, and those in which weights are pushed and responses
+    sampled; response tokens a second over the step; memory in use on the device, and the peak of torch's allocator.
+    """
 
     def cell(value: float | None, form: str, width: int) -> str:
         return f"{'-':>{width}}" if value is None else f"{value:{width}{form}}"

@@ -390,24 +390,23 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     if not 0 <= args.warmup < args.steps:
         raise ValueError(f"--warmup {args.warmup} must be less than --steps {args.steps}: the rest is measured")
     d = fsdp.init_distributed()
-    model = args.cache / "unknown"
-    if d.is_main:
-        args.out.mkdir(parents=True, exist_ok=True)
-        args.cache.mkdir(parents=True, exist_ok=True)
-        model = model_folder(args.shape, args.tokenizer, args.cache, args.lengths, args.mean_length)
-    model, port = fsdp.all_gather([(model, free_port())], d)[0]
+    for folder in (args.out, args.cache):
+        folder.mkdir(parents=True, exist_ok=True)
+    shape = (args.shape, args.tokenizer, args.cache, args.lengths, args.mean_length)
+    model = fsdp.all_gather([model_folder(*shape)] if d.is_main else [], d)[0]
+    port = fsdp.all_gather([free_port()], d)[0]
     prompts = args.out / "prompts.jsonl"
     train = train_args(args, model, prompts, flags)
     if d.is_main:
         write_prompts(prompts, train.train_batch_size * args.steps, args.prompt_length, train.model)
-    fsdp.all_gather([None], d)  # the files are there
+    fsdp.all_gather([None], d)  # wait for them
     device = torch.cuda.get_device_name(d.device) if d.device.type == "cuda" else "CPU"
     attention = choose_attention(d.device, d.dtype)
     peak = matmul_peak(d)
     if d.device.type == "cuda":
         torch.cuda.empty_cache()
     bare = None
-    if args.bare_rounds and train.engine == "vllm":
+    if args.bare_rounds:
         bare = in_own_process(bare_generation, train, args.bare_rounds, port)
     notes = record_updates()
     train_grpo.main(train)

@@ -166,7 +166,8 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.train()
-    return add_packed_forward(model, compile=compile)
+    keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
+    return add_packed_forward(model, compile=compile, keep_logits=keep_logits)
 
 
 def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -5,6 +5,7 @@ the LM head to the positions that predict response tokens only, in chunks, and s
 caller ever sees a packed tensor; no model ever sees a padded one. `run_packed` is the part that other heads share.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -88,12 +89,14 @@ def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> An
     return out
 
 
-def add_packed_forward(model: nn.Module, *, compile: bool = False) -> nn.Module:
+def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: bool = False) -> nn.Module:
     """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
 
-    Call it after sharding. compile: whether the LM head runs compiled.
+    Call it after sharding. compile: whether the LM head runs compiled. keep_logits: whether the backward pass finds the
+    logits (2 V bytes a token in bfloat16) or computes them again.
     """
-    model.head_chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    model.head_chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed_forward = types.MethodType(_packed_forward, model)
     register_fsdp_forward_method(model, "packed_forward")  # no-op on a model that is not sharded
     return model
@@ -133,10 +136,7 @@ def _response_logprobs(model, hidden, hidden_index, targets, temperature, entrop
     weight = model.get_output_embeddings().weight
     logps, entropies = [], []
     for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
-        if torch.is_grad_enabled():  # logits are recomputed in the backward pass: only one chunk of them ever exists
-            logp, entropy = checkpoint(model.head_chunk, weight, h, y, temperature, entropy_grad, use_reentrant=False)
-        else:
-            logp, entropy = model.head_chunk(weight, h, y, temperature, entropy_grad)
+        logp, entropy = model.head_chunk(weight, h, y, temperature, entropy_grad)  # one chunk of logits at a time
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)

@@ -32,7 +32,9 @@ def rehearse(
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
         "--activation-checkpointing full, or use more GPUs"
     )
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
     rows = max(1, max_tokens // max_length)
     ids = torch.zeros(rows, max_length, dtype=torch.long, device=d.device)
     lengths = torch.full((rows,), max_length, device=d.device)
@@ -48,17 +50,17 @@ def rehearse(
     held = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     states = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in held)
     coming = 0 if states else 2 * gradients  # AdamW makes its two moments in its first step
-    peak = torch.cuda.max_memory_allocated()
+    micro_batch = torch.cuda.max_memory_allocated() - before - gradients
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(d.device)
-    others = total - free - torch.cuda.memory_reserved()  # the sleeping engine, CUDA itself
-    needed = peak + coming + others
+    others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
+    needed = total - free + coming + gradients + micro_batch
     plan = (
-        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, gradients {gradients / GIB:.1f}, AdamW "
-        f"{(states + coming) / GIB:.1f}, a micro-batch {(peak - weights - gradients - states) / GIB:.1f}, others "
-        f"{others / GIB:.1f}: {needed / GIB:.1f} of {total / GIB:.1f} while training; while generating the engine's "
-        f"{gpu_memory_utilization * total / GIB:.1f} stand beside {(weights + states + coming) / GIB:.1f}"
+        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {(states + coming) / GIB:.1f}, gradients "
+        f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
+        f"of {total / GIB:.1f} while training; the engine's {gpu_memory_utilization * total / GIB:.1f} and "
+        f"{(weights + states + coming) / GIB:.1f} while generating"
     )
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")

@@ -75,6 +75,7 @@ def add_scores(
     scores: Sequence[Score],
     *,
     coef: float,
+    alone: bool,
     max_length: int,
     max_tokens_per_gpu: int,
     d: Dist,
@@ -82,7 +83,8 @@ def add_scores(
     """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
 
     `rows` hold the prompts of the samples. The model, which `fsdp.offload` put on the host, comes to the device for it.
-    A response that has no score gets none here either. All ranks must enter. Arguments as `score_conversations`.
+    A response that has no score gets none here either. Unless the model is `alone`, the accuracy of an evaluation stays
+    that of the functions: the component `acc`. All ranks must enter. Other arguments as `score_conversations`.
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
     onload(model, d.device)
@@ -96,10 +98,13 @@ def add_scores(
         d=d,
     )
     offload(model)
-    return [
-        s if s.value is None else s._replace(value=s.value + coef * x, components=s.components | {"reward_model": x})
-        for s, x in zip(scores, learned, strict=True)
-    ]
+    result = []
+    for score, x in zip(scores, learned, strict=True):
+        if score.value is not None:
+            components = ({} if alone else {"acc": score.value}) | score.components | {"reward_model": x}
+            score = score._replace(value=score.value + coef * x, components=components)
+        result.append(score)
+    return result
 
 
 def _flag(trains: bool) -> str:

@@ -103,15 +103,18 @@ def call(reward: Reward, calls: list[tuple]) -> list[tuple[float | None, dict[st
 def score(rewards: list[Reward], calls: list[tuple]) -> list[tuple[float | None, dict[str, float]]]:
     """Weighted sum of all reward functions for each response of a task; no score if one of them gives none.
 
-    With several functions each one's own score is the component `label`, and its components are `label/key`.
+    With several functions each one's own score is the component `label`, and its components are `label/key`; `acc`, the
+    accuracy in an evaluation, is that of the first one, or its score, and no penalty on length changes it.
     """
     totals: list[float | None] = [0.0] * len(calls)
     components: list[dict[str, float]] = [{} for _ in calls]
     for reward in rewards:
         for i, (value, parts) in enumerate(call(reward, copy.deepcopy(calls))):  # a function may change what it gets
             if len(rewards) > 1:
-                parts = {f"{reward.label}/{key}": part for key, part in parts.items()}
-                parts |= {} if value is None else {reward.label: value}
+                own = {} if value is None else {reward.label: value}
+                if reward is rewards[0] and value is not None:
+                    own["acc"] = parts.get("acc", value)
+                parts = own | {f"{reward.label}/{key}": part for key, part in parts.items()}
             components[i] |= parts
             totals[i] = None if value is None or totals[i] is None else totals[i] + reward.weight * value
     return list(zip(totals, components, strict=True))

@@ -24,7 +24,7 @@ from data import arithmetic, grail, mbpp
 from rewards import sandbox
 from rl.engines import hf
 
-SEED = 0
+SEED = int(__import__("os").environ.get("SEED", "0"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,15 +56,17 @@ def user(text: str) -> list[dict]:
 
 
 def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> str:
-    """Folder of a new model to which sft.py showed (prompt, response) pairs, 32 a step."""
+    """Folder of a new model to which sft.py showed (prompt, response) pairs, 16 a step."""
     arithmetic.save_model(folder / "untrained", seed=SEED)
     rows = [{"prompt": user(prompt), "response": response} for prompt, response in demonstrations]
     settings = dict(
         model=str(folder / "untrained"),
         train_files=write(folder / "sft.parquet", rows),
-        train_batch_size=32,
+        train_batch_size=16,
         max_length=128,
-        lr=4e-3,
+        lr=8e-3,
+        lr_warmup_steps=20,
+        beta2=0.98,
         total_training_steps=steps,
         activation_checkpointing="none",
         default_local_dir=str(folder / "sft"),
@@ -86,7 +88,7 @@ def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -
         max_response_length=80,
         engine="hf",
         reward_workers=2,
-        lr=1e-3,
+        lr=float(__import__("os").environ.get("LR", "1e-3")),
         total_training_steps=steps,
         test_freq=steps,
         activation_checkpointing="none",
@@ -131,15 +133,14 @@ def answers(task: str) -> list[str]:
     """50 answers: about half are right, one in 20 to 25 leaves the process, and of two functions as many never end."""
     right, wrong, *_ = TASKS[task]
     favourite_is_right = list(TASKS).index(task) % 2 == 0
-    endless = 3 if task in ("product", "larger") else 0
     head = "def f(a,b):"
     codes = (
-        [f"{head}return {right}"] * (28 if favourite_is_right else 20)
-        + [f"{head}return {wrong}"] * ((14 if favourite_is_right else 22) - endless)
+        [f"{head}return {right}"] * (24 if favourite_is_right else 14)
+        + [f"{head}return {wrong}"] * (17 if favourite_is_right else 27)
         + [f"{head}return {right}+"] * 4  # does not compile
         + [f"{head}exit(0)"] * 2
-        + [f"import sys\nsys.exit(0)\n{head}return {right}"] * 2
-        + [f"{head}\n while a>b:0\n return {right}"] * endless
+        + ["import sys\nsys.exit(0)"] 
+        + ["while 1:0"] * 2
     )
     return [f"```python\n{code}\n```" for code in codes]
 
@@ -160,12 +161,43 @@ def test_mbpp(tmp_path):
     before = set(descendants(__import__("os").getpid()))
     t0 = time.time()
     demos = [(name, answer) for name in TASKS for answer in answers(name)]
-    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','80')))
+    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','150')))
     t1 = time.time()
-    lines = improve(tmp_path, model, [mbpp_row(name, i) for i, name in enumerate(TASKS)], 20, val_before_train=True, max_response_length=64)
+    lines = improve(tmp_path, model, [mbpp_row(name, i) for i, name in enumerate(TASKS)], int(__import__("os").environ.get("G", "24")), val_before_train=True, max_response_length=64, ppo_epochs=int(__import__("os").environ.get("E", "1")))
     t2 = time.time()
     wait_until(lambda: not any(map(alive, set(descendants(__import__("os").getpid())) - before)), "left")
     print("SFT", t1 - t0, "GRPO", t2 - t1, "end", time.time() - t2)
+    print("SUMMARY", [round(x["critic/score/mean"],2) for x in training(lines)], "val", [x["val/accuracy"] for x in validation(lines)], "timeouts", [int(x["reward/google-research-datasets/mbpp/timeout"]*64) for x in training(lines)])
     for x in training(lines):
         print({k.rpartition("/")[2] if "mbpp" in k else k: round(v, 3) for k, v in x.items() if "mbpp" in k or k in ("step", "critic/score/mean", "reward/error_frac", "reward/timeout_frac", "reward/seconds_max", "timing_s/gen", "timing_s/reward", "timing_s/step")})
     print([(x["val/accuracy"], {k:v for k,v in x.items() if "val" in k}) for x in validation(lines)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GRAIL: an answer between tags
+
+
+def tagged_answer(a: int, b: int, rng: random.Random) -> str:
+    """A response to `a+b`; each part is missing or wrong in a third to a half of the responses."""
+    stated = a + b if rng.random() < 0.6 else rng.choice([x for x in range(2, 10) if x != a + b])
+    thinking = "" if rng.random() < 0.5 else f"<start_working_out>{a}+{b}</end_working_out>"
+    answer = f"is {stated}" if rng.random() < 0.4 else f"{stated}"
+    trailing = "bye" if rng.random() < 0.4 else ""
+    if rng.random() < 0.15:
+        return thinking + answer
+    return f"{thinking}<SOLUTION>{answer}</SOLUTION>{trailing}"
+
+
+def test_grail(tmp_path):
+    rng = random.Random(SEED)
+    questions = [(a, b) for a in range(1, 5) for b in range(1, 4)]
+    demos = [(f"{a}+{b}", tagged_answer(a, b, rng)) for a, b in questions * 50]
+    t0 = time.time()
+    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','150')))
+    t1 = time.time()
+    rows = [grail.to_row("gsm8k", f"{a}+{b}", f"#### {a + b}", f"<start_working_out></end_working_out><SOLUTION>{a + b}</SOLUTION>", "train", i) | {"prompt": user(f"{a}+{b}")} for i, (a, b) in enumerate(questions)]
+    lines = improve(tmp_path, model, rows, 30, val_before_train=True)
+    print("SFT", t1 - t0, "GRPO", time.time() - t1)
+    for x in training(lines)[::4]:
+        print({k.rpartition("/")[2] if "grail" in k else k: round(v, 3) for k, v in x.items() if "grail" in k or k in ("step", "critic/score/mean", "reward/error_frac", "timing_s/gen", "timing_s/reward", "timing_s/step")})
+    print([{k:v for k,v in x.items() if "val" in k} for x in validation(lines)])

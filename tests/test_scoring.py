@@ -298,7 +298,7 @@ def test_the_score_is_the_weighted_sum_and_every_part_is_a_component(pool, write
     scorer = pool(f"{path}::2", f"{style}:compute_score:0.25", f"{path}:penalty:-1")
     right, wrong, unknown = score(scorer, "truth", "no", "x")
     expected = {"right.compute_score": 1.0, "right.penalty": 3.0, "style": 5.0}
-    accuracies = {"right.compute_score/acc": 1.0, "right.penalty/acc": 0.0}
+    accuracies = {"acc": 1.0, "right.compute_score/acc": 1.0, "right.penalty/acc": 0.0}  # the first one decides
     assert (right.value, right.components) == (2 * 1 + 0.25 * 5 - 3, expected | accuracies)
     assert (wrong.value, wrong.components) == (
         0.25 * 2 - 3,
