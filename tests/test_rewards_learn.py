@@ -177,27 +177,93 @@ def test_mbpp(tmp_path):
 # GRAIL: an answer between tags
 
 
-def tagged_answer(a: int, b: int, rng: random.Random) -> str:
-    """A response to `a+b`; each part is missing or wrong in a third to a half of the responses."""
-    stated = a + b if rng.random() < 0.6 else rng.choice([x for x in range(2, 10) if x != a + b])
-    thinking = "" if rng.random() < 0.5 else f"<start_working_out>{a}+{b}</end_working_out>"
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+
+
+def tagged_answer(word: str, rng: random.Random) -> str:
+    """A response to `four+four`: each part is missing or wrong in some 15 to 50 % of the responses."""
+    right = 2 * NUMBERS[word]
+    stated = right if rng.random() < 0.5 else right + 1
+    thinking = f"<start_working_out>{word}+{word}</end_working_out>" if rng.random() < 0.5 else ""
     answer = f"is {stated}" if rng.random() < 0.4 else f"{stated}"
-    trailing = "bye" if rng.random() < 0.4 else ""
-    if rng.random() < 0.15:
+    if rng.random() < 0.3:
         return thinking + answer
-    return f"{thinking}<SOLUTION>{answer}</SOLUTION>{trailing}"
+    return f"{thinking}<SOLUTION>{answer}</SOLUTION>{'bye' if rng.random() < 0.4 else ''}"
 
 
 def test_grail(tmp_path):
     rng = random.Random(SEED)
-    questions = [(a, b) for a in range(1, 5) for b in range(1, 4)]
-    demos = [(f"{a}+{b}", tagged_answer(a, b, rng)) for a, b in questions * 50]
+    demos = [(f"{word}+{word}", tagged_answer(word, rng)) for word in NUMBERS for _ in range(80)]
     t0 = time.time()
-    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','150')))
+    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','200')))
     t1 = time.time()
-    rows = [grail.to_row("gsm8k", f"{a}+{b}", f"#### {a + b}", f"<start_working_out></end_working_out><SOLUTION>{a + b}</SOLUTION>", "train", i) | {"prompt": user(f"{a}+{b}")} for i, (a, b) in enumerate(questions)]
-    lines = improve(tmp_path, model, rows, 30, val_before_train=True)
+    rows = [grail.to_row("gsm8k", f"{w}+{w}", f"#### {2*x}", f"<start_working_out></end_working_out><SOLUTION>{2*x}</SOLUTION>", "train", i) | {"prompt": user(f"{w}+{w}")} for i, (w, x) in enumerate(NUMBERS.items())]
+    lines = improve(tmp_path, model, rows, 24, val_before_train=True,lr=float(__import__("os").environ.get("LR", "5e-4")),ppo_epochs=2,temperature=0.8,lr_scheduler_type="cosine")
     print("SFT", t1 - t0, "GRPO", time.time() - t1)
-    for x in training(lines)[::4]:
+    print("SUMMARY", [round(x["critic/score/mean"],2) for x in training(lines)], "val", [x["val/accuracy"] for x in validation(lines)], [x["val-core/grail_gsm8k/reward/mean@1"] for x in validation(lines)])
+    for x in training(lines)[::22]:
         print({k.rpartition("/")[2] if "grail" in k else k: round(v, 3) for k, v in x.items() if "grail" in k or k in ("step", "critic/score/mean", "reward/error_frac", "timing_s/gen", "timing_s/reward", "timing_s/step")})
-    print([{k:v for k,v in x.items() if "val" in k} for x in validation(lines)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A learned reward
+
+
+def preferred(response: str) -> bool:
+    """Four steps of work, then an answer that can be graded."""
+    return re.fullmatch(r"(\d[+-]\d=\d\n){4}#### \d", response) is not None
+
+
+def pair(rng: random.Random) -> dict:
+    """Two responses to one question with the same answer, of which the chosen one is of the preferred form."""
+    totals = arithmetic.chain_totals(rng.randrange(arithmetic.NUM_CHAINS))
+    work = arithmetic.worked_steps(totals, totals)
+    rejected = rng.choice([f"#### {totals[-1]}", f"{work}Answer: {totals[-1]}", f"{work}So {totals[-1]}"])
+    prompt = user(arithmetic.question(totals))
+    return {"prompt": prompt, "chosen": f"{work}#### {totals[-1]}", "rejected": rejected}
+
+
+def test_learned(tmp_path, monkeypatch):
+    rng = random.Random(SEED)
+    chains = [arithmetic.chain_totals(rng.randrange(arithmetic.NUM_CHAINS)) for _ in range(800)]
+    t0 = time.time()
+    model = imitate(tmp_path, [(arithmetic.question(c), arithmetic.sft_response(c, rng)) for c in chains], int(__import__('os').environ.get('STEPS','100')))
+    t1 = time.time()
+    settings = dict(
+        model=model,
+        train_files=write(tmp_path / "pairs.parquet", [pair(rng) for _ in range(320)]),
+        val_files=write(tmp_path / "held_out.parquet", [pair(rng) for _ in range(100)]),
+        train_batch_size=16,
+        max_length=80,
+        lr=2e-3,
+        total_training_steps=20,
+        test_freq=20,
+        activation_checkpointing="none",
+        default_local_dir=str(tmp_path / "reward"),
+        seed=SEED,
+    )
+    result = train_reward.main(train_reward.Args(**settings))
+    judge = str(tmp_path / "reward" / "global_step_20" / "huggingface")
+    t2 = time.time()
+    sampled = []
+
+    def generate(*args, original=hf.generate, **kwargs):
+        groups = original(*args, **kwargs)
+        sampled.append([completion.token_ids for group in groups for completion in group])
+        return groups
+
+    monkeypatch.setattr(hf, "generate", generate)
+    rows = [arithmetic.rl_row(c, "train", i) for i, c in enumerate(chains[:64])]
+    from transformers import AutoTokenizer
+    tok = AutoTokenizer.from_pretrained(model)
+    for kw in eval(__import__('os').environ.get("V", "[dict(lr=5e-4)]")):
+        sampled.clear()
+        t2 = time.time()
+        import shutil; shutil.rmtree(tmp_path / "grpo", ignore_errors=True)
+        lines = improve(tmp_path, model, rows, 12, reward_model=judge, max_response_length=48, reward_model_max_length=128, val_before_train=False, test_freq=-1, **dict(temperature=0.8,lr_scheduler_type="cosine",ppo_epochs=2) | kw)
+        t3 = time.time()
+        shares = [statistics.mean(map(preferred, tok.batch_decode(ids, skip_special_tokens=True))) for ids in sampled]
+        print("SUMMARY", kw, "val", result["val/accuracy"], result["val/margin"], [round(x["critic/score/mean"], 2) for x in lines], [round(x, 2) for x in shares], "SFT", t1 - t0, "GRPO", t3 - t2)
+    for ids in sampled[-1][:6]:
+        print("SUMMARY", repr(tok.decode(ids)))
+    print("SUMMARY", lines[-1]["reward/arithmetic/reward_model"], lines[-1]["critic/score/mean"], [x for x in lines[-1] if "reward" in x])
