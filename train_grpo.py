@@ -483,6 +483,7 @@ def main(args: Args) -> dict[str, float]:
                 run_dir, step + 1, policy, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep, extra=extra
             )
 
+    gc.unfreeze()
     tracker.close()
     scorer.close()
     backend.close(engine)
