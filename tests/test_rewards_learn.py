@@ -1,9 +1,9 @@
-"""GRPO learns from every kind of reward: real sandbox, weighted components, learned model; and scoring costs no time.
+"""GRPO learns from every kind of reward: tested code, weighted parts, a learned model. And scoring takes no extra time.
 
-Tiny models learn by sft.py to answer well and badly; train_grpo.py has to find out what the reward wants.
+Tiny models are shown good and bad answers by sft.py; train_grpo.py then has to find out what the reward wants. Takes
+about 80 s.
 """
 
-import json
 import random
 import re
 import statistics
@@ -15,27 +15,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_scoring import alive, descendants, wait_until
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import sft
 import train_grpo
 import train_reward
 from data import arithmetic, grail, mbpp
-from rewards import sandbox
+from rewards import gsm8k, sandbox
 from rl.engines import hf
+from rl.fsdp import Dist
+from rl.types import Sampling
 
-SEED = int(__import__("os").environ.get("SEED", "0"))
+SEED = 0
+EOS = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def code_characters():
-    """The arithmetic task's tokenizer, with the characters of tags and of code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "CHARACTERS", arithmetic.CHARACTERS + "()[]{}<>_\"\\`%&|;")
-        yield
-
-
-@pytest.fixture(autouse=True)
 def one_thread():
     """Sums in one order everywhere, and no process group left behind."""
     threads = torch.get_num_threads()
@@ -45,14 +40,36 @@ def one_thread():
     h.leave_distributed()
 
 
-def write(path: Path, rows: list[dict]) -> tuple[str]:
-    """Rows -> a parquet file; returns the flag's value."""
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return (str(path),)
+@pytest.fixture(scope="module", autouse=True)
+def more_characters():
+    """The arithmetic task's tokenizer, with the characters that code and tags need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "CHARACTERS", arithmetic.CHARACTERS + '()[]{}<>_"\\`%')
+        yield
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The token ids of all responses of each step, in order."""
+    steps = []
+
+    def generate(*args, original=hf.generate, **kwargs):
+        groups = original(*args, **kwargs)
+        steps.append([completion.token_ids for group in groups for completion in group])
+        return groups
+
+    monkeypatch.setattr(hf, "generate", generate)
+    return steps
 
 
 def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
+
+
+def write(path: Path, rows: list[dict]) -> tuple[str]:
+    """Rows -> a parquet file; returns the flag's value."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return (str(path),)
 
 
 def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> str:
@@ -65,8 +82,8 @@ def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> 
         train_batch_size=16,
         max_length=128,
         lr=8e-3,
-        lr_warmup_steps=20,
         beta2=0.98,
+        lr_warmup_steps=20,
         total_training_steps=steps,
         activation_checkpointing="none",
         default_local_dir=str(folder / "sft"),
@@ -77,18 +94,21 @@ def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> 
 
 
 def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -> list[dict]:
-    """train_grpo.py with 8 prompts x 8 responses a step; returns the lines of metrics.jsonl."""
+    """Lines of metrics.jsonl of train_grpo.py with 8 prompts x 8 responses a step, evaluated before and after."""
     settings = dict(
         model=model,
         train_files=write(folder / "train.parquet", rows),
-        val_files=write(folder / "val.parquet", rows),
+        val_files=write(folder / "val.parquet", rows[:8]),
         train_batch_size=8,
         rollout_n=8,
-        max_prompt_length=48,
+        temperature=0.8,
+        max_prompt_length=32,
         max_response_length=80,
         engine="hf",
         reward_workers=2,
-        lr=float(__import__("os").environ.get("LR", "1e-3")),
+        lr=5e-4,
+        lr_scheduler_type="cosine",
+        ppo_epochs=2,
         total_training_steps=steps,
         test_freq=steps,
         activation_checkpointing="none",
@@ -101,22 +121,24 @@ def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -
     return h.read_jsonl(folder / "grpo" / "metrics.jsonl")
 
 
-def training(lines: list[dict]) -> list[dict]:
-    return [line for line in lines if "actor/loss" in line]
-
-
-def validation(lines: list[dict]) -> list[dict]:
-    return [line for line in lines if "val/accuracy" in line]
+def split(lines: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Lines of training steps, and of evaluations."""
+    return [x for x in lines if "actor/loss" in x], [x for x in lines if "val/accuracy" in x]
 
 
 def mean(lines: list[dict], name: str) -> float:
     return statistics.mean(line[name] for line in lines)
 
 
+def greedy(folder: Path, step: int) -> list[str]:
+    """The responses of an evaluation."""
+    return [x["response"] for x in h.read_jsonl(folder / "grpo" / "generations.jsonl") if x["step"] == step]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # MBPP: code that runs in the sandbox
 
-# task: the right value of f(a,b), a wrong one, tests of which the wrong one passes the second
+# task: f(a,b) as it should be, as it should not, and two tests, of which the wrong one passes the second
 TASKS = {
     "sum": ("a+b", "a-b", "f(5, 3) == 8", "f(2, 0) == 2"),
     "difference": ("a-b", "b-a", "f(5, 3) == 2", "f(4, 4) == 0"),
@@ -129,20 +151,22 @@ TASKS = {
 }
 
 
-def answers(task: str) -> list[str]:
-    """50 answers: about half are right, one in 20 to 25 leaves the process, and of two functions as many never end."""
+def block(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def programs(task: str) -> list[str]:
+    """50 answers; the most frequent one is right for half of the tasks."""
     right, wrong, *_ = TASKS[task]
-    favourite_is_right = list(TASKS).index(task) % 2 == 0
-    head = "def f(a,b):"
-    codes = (
-        [f"{head}return {right}"] * (24 if favourite_is_right else 14)
-        + [f"{head}return {wrong}"] * (17 if favourite_is_right else 27)
-        + [f"{head}return {right}+"] * 4  # does not compile
-        + [f"{head}exit(0)"] * 2
-        + ["import sys\nsys.exit(0)"] 
-        + ["while 1:0"] * 2
-    )
-    return [f"```python\n{code}\n```" for code in codes]
+    known = list(TASKS).index(task) % 2 == 0
+    return [
+        *[block(f"def f(a,b):return {right}")] * (24 if known else 14),
+        *[block(f"def f(a,b):return {wrong}")] * (17 if known else 27),
+        *[block(f"def f(a,b):return {right}+")] * 4,  # does not compile
+        *[block("def f(a,b):exit(0)")] * 2,
+        block("import sys\nsys.exit(0)"),
+        *[block("while 1:0")] * 2,
+    ]
 
 
 def mbpp_row(task: str, index: int) -> dict:
@@ -157,113 +181,225 @@ def mbpp_row(task: str, index: int) -> dict:
     return mbpp.to_row(source, "train", index) | {"prompt": user(task)}
 
 
-def test_mbpp(tmp_path):
-    before = set(descendants(__import__("os").getpid()))
-    t0 = time.time()
-    demos = [(name, answer) for name in TASKS for answer in answers(name)]
-    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','150')))
-    t1 = time.time()
-    lines = improve(tmp_path, model, [mbpp_row(name, i) for i, name in enumerate(TASKS)], int(__import__("os").environ.get("G", "24")), val_before_train=True, max_response_length=64, ppo_epochs=int(__import__("os").environ.get("E", "1")))
-    t2 = time.time()
-    wait_until(lambda: not any(map(alive, set(descendants(__import__("os").getpid())) - before)), "left")
-    print("SFT", t1 - t0, "GRPO", t2 - t1, "end", time.time() - t2)
-    print("SUMMARY", [round(x["critic/score/mean"],2) for x in training(lines)], "val", [x["val/accuracy"] for x in validation(lines)], "timeouts", [int(x["reward/google-research-datasets/mbpp/timeout"]*64) for x in training(lines)])
-    for x in training(lines):
-        print({k.rpartition("/")[2] if "mbpp" in k else k: round(v, 3) for k, v in x.items() if "mbpp" in k or k in ("step", "critic/score/mean", "reward/error_frac", "reward/timeout_frac", "reward/seconds_max", "timing_s/gen", "timing_s/reward", "timing_s/step")})
-    print([(x["val/accuracy"], {k:v for k,v in x.items() if "val" in k}) for x in validation(lines)])
+def descendants(pid: int | str = "self") -> set[int]:
+    """Ids of all processes below one, however deep."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except FileNotFoundError:  # it has just ended
+        return set()
+    children = {int(child) for text in lists for child in text.split()}
+    return children.union(*map(descendants, children))
+
+
+def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
+    if not (sandbox._seccomp_available() and sandbox._landlock_abi()):
+        pytest.skip("no sandbox on this machine")
+    before = descendants()
+    model = imitate(tmp_path, [(task, answer) for task in TASKS for answer in programs(task)], steps=200)
+    rows = [mbpp_row(task, i) for i, task in enumerate(TASKS)]
+    train, val = split(improve(tmp_path, model, rows, steps=16, lr=3e-4, max_response_length=64))
+
+    part = "reward/google-research-datasets/mbpp/"
+    first, last = train[:2], train[-4:]
+    assert mean(first, f"{part}acc") < 0.65 < 0.75 and mean(last, f"{part}acc") > 0.85
+    assert mean(first, "critic/score/mean") < 0.77 and mean(last, "critic/score/mean") > 0.88
+    assert mean(first, f"{part}loaded") < mean(last, f"{part}loaded")
+    for x in train:
+        assert x["reward/error_frac"] == x["reward/timeout_frac"] == x["reward/none_frac"] == 0
+        assert x[f"{part}acc"] <= x["critic/score/mean"] <= x[f"{part}loaded"]
+    endless = [round(64 * x[f"{part}timeout"]) for x in train]
+    assert sum(endless) > 0  # and none of them lacks a score
+    assert all(x["reward/seconds_max"] > 2.9 for x, n in zip(train, endless, strict=True) if n)  # 3 s of CPU each
+    assert val[0]["val/accuracy"] <= 0.75 and val[1]["val/accuracy"] >= 7 / 8
+    wanted = [block(f"def f(a,b):return {right}") for right, *_ in TASKS.values()]
+    for step, x in zip((0, 16), val, strict=True):  # told from the text instead of by running it
+        same = [a == b for a, b in zip(wanted, greedy(tmp_path, step), strict=True)]
+        assert x["val/accuracy"] == statistics.mean(same)
+        assert x["val/accuracy"] == x["val-aux/google-research-datasets/mbpp/acc/mean@1"]
+    deadline = time.monotonic() + 5
+    while descendants() - before:
+        assert time.monotonic() < deadline, "a process outlived the run"
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GRAIL: an answer between tags
-
+# GRAIL: points for the answer and for each part of the form
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
 
 
-def tagged_answer(word: str, rng: random.Random) -> str:
-    """A response to `four+four`: each part is missing or wrong in some 15 to 50 % of the responses."""
-    right = 2 * NUMBERS[word]
-    stated = right if rng.random() < 0.5 else right + 1
+def sloppy(word: str, rng: random.Random) -> str:
+    """A response to `four+four` in which each part is missing or wrong in 30 to 50 % of all cases."""
+    stated = 2 * NUMBERS[word] + (rng.random() < 0.5)
     thinking = f"<start_working_out>{word}+{word}</end_working_out>" if rng.random() < 0.5 else ""
     answer = f"is {stated}" if rng.random() < 0.4 else f"{stated}"
     if rng.random() < 0.3:
         return thinking + answer
-    return f"{thinking}<SOLUTION>{answer}</SOLUTION>{'bye' if rng.random() < 0.4 else ''}"
+    return f"{thinking}<SOLUTION>{answer}</SOLUTION>" + ("bye" if rng.random() < 0.4 else "")
 
 
-def test_grail(tmp_path):
+def test_every_part_of_the_grail_reward_is_learned(tmp_path):
     rng = random.Random(SEED)
-    demos = [(f"{word}+{word}", tagged_answer(word, rng)) for word in NUMBERS for _ in range(80)]
-    t0 = time.time()
-    model = imitate(tmp_path, demos, int(__import__('os').environ.get('STEPS','200')))
-    t1 = time.time()
-    rows = [grail.to_row("gsm8k", f"{w}+{w}", f"#### {2*x}", f"<start_working_out></end_working_out><SOLUTION>{2*x}</SOLUTION>", "train", i) | {"prompt": user(f"{w}+{w}")} for i, (w, x) in enumerate(NUMBERS.items())]
-    lines = improve(tmp_path, model, rows, 24, val_before_train=True,lr=float(__import__("os").environ.get("LR", "5e-4")),ppo_epochs=2,temperature=0.8,lr_scheduler_type="cosine")
-    print("SFT", t1 - t0, "GRPO", time.time() - t1)
-    print("SUMMARY", [round(x["critic/score/mean"],2) for x in training(lines)], "val", [x["val/accuracy"] for x in validation(lines)], [x["val-core/grail_gsm8k/reward/mean@1"] for x in validation(lines)])
-    for x in training(lines)[::22]:
-        print({k.rpartition("/")[2] if "grail" in k else k: round(v, 3) for k, v in x.items() if "grail" in k or k in ("step", "critic/score/mean", "reward/error_frac", "timing_s/gen", "timing_s/reward", "timing_s/step")})
+    model = imitate(tmp_path, [(f"{w}+{w}", sloppy(w, rng)) for w in NUMBERS for _ in range(80)], steps=200)
+    ideal = {word: grail.tagged(f"{word}+{word}", str(2 * n)) for word, n in NUMBERS.items()}
+    rows = [
+        grail.to_row("gsm8k", f"{word}+{word}", f"{n} + {n} = {2 * n}\n#### {2 * n}", ideal[word], "train", n)
+        | {"prompt": user(f"{word}+{word}")}
+        for word, n in NUMBERS.items()
+    ]
+    train, val = split(improve(tmp_path, model, rows, steps=20))
+
+    points = dict(correctness=0.6, strict_format=0.15, thinking=0.1, answer_format=0.1, no_trailing=0.05)
+    first, last = train[:2], train[-4:]
+    assert mean(first, "critic/score/mean") < 0.6 and mean(last, "critic/score/mean") > 0.85
+    for x in train:
+        assert x["reward/error_frac"] == x["reward/timeout_frac"] == x["reward/none_frac"] == 0
+        parts = {name: x[f"reward/grail_gsm8k/{name}"] for name in points}
+        assert x["critic/score/mean"] == pytest.approx(sum(parts.values()))
+        assert parts["correctness"] == pytest.approx(0.6 * x["reward/grail_gsm8k/acc"])
+    for name, most in points.items():
+        start, end = mean(first, f"reward/grail_gsm8k/{name}"), mean(last, f"reward/grail_gsm8k/{name}")
+        assert start < 0.93 * most and end > start + 0.02 * most and 0.75 * most < end <= most + 1e-9, name
+    assert val[0]["val-core/grail_gsm8k/reward/mean@1"] < 0.85 < 0.9 < val[1]["val-core/grail_gsm8k/reward/mean@1"]
+    perfect = [sum(a == b for a, b in zip(ideal.values(), greedy(tmp_path, step), strict=True)) for step in (0, 20)]
+    assert perfect[0] <= 4 and perfect[1] >= 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A learned reward
+# A reward model that was trained on preferences
 
 
 def preferred(response: str) -> bool:
-    """Four steps of work, then an answer that can be graded."""
+    """Four steps of work, then an answer that can be graded; right or wrong."""
     return re.fullmatch(r"(\d[+-]\d=\d\n){4}#### \d", response) is not None
 
 
-def pair(rng: random.Random) -> dict:
-    """Two responses to one question with the same answer, of which the chosen one is of the preferred form."""
-    totals = arithmetic.chain_totals(rng.randrange(arithmetic.NUM_CHAINS))
-    work = arithmetic.worked_steps(totals, totals)
-    rejected = rng.choice([f"#### {totals[-1]}", f"{work}Answer: {totals[-1]}", f"{work}So {totals[-1]}"])
-    prompt = user(arithmetic.question(totals))
-    return {"prompt": prompt, "chosen": f"{work}#### {totals[-1]}", "rejected": rejected}
+def compare(model: str, questions: list[str]) -> list[dict]:
+    """Pairs of the model's own responses to each question: one that is preferred, and one that is not."""
+    tokenizer, d = AutoTokenizer.from_pretrained(model), Dist(0, 1, torch.device("cpu"), torch.float32)
+    engine = hf.make_engine(model, d=d, dtype=torch.float32, max_model_len=128)
+    texts = [tokenizer.apply_chat_template(user(q), tokenize=False, add_generation_prompt=True) for q in questions]
+    sampling = Sampling(16, 1.0, max_tokens=48, stop_token_ids=(EOS,))
+    groups = hf.generate(engine, [tokenizer(text)["input_ids"] for text in texts], sampling, seed=SEED)
+    pairs = []
+    for question, group in zip(questions, groups, strict=True):
+        responses = tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+        good, bad = ([r for r in responses if r and preferred(r) == wanted] for wanted in (True, False))
+        pairs += [{"prompt": user(question), "chosen": c, "rejected": r} for c, r in zip(good, bad, strict=False)]
+    return pairs
 
 
-def test_learned(tmp_path, monkeypatch):
-    rng = random.Random(SEED)
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """(policy, reward model, prompts, metrics of the reward model's training)"""
+    folder, rng = tmp_path_factory.mktemp("learned"), random.Random(SEED)
     chains = [arithmetic.chain_totals(rng.randrange(arithmetic.NUM_CHAINS)) for _ in range(800)]
-    t0 = time.time()
-    model = imitate(tmp_path, [(arithmetic.question(c), arithmetic.sft_response(c, rng)) for c in chains], int(__import__('os').environ.get('STEPS','100')))
-    t1 = time.time()
+    questions = [arithmetic.question(c) for c in chains]
+    policy = imitate(folder, [(arithmetic.question(c), arithmetic.sft_response(c, rng)) for c in chains], steps=150)
     settings = dict(
-        model=model,
-        train_files=write(tmp_path / "pairs.parquet", [pair(rng) for _ in range(320)]),
-        val_files=write(tmp_path / "held_out.parquet", [pair(rng) for _ in range(100)]),
+        model=policy,
+        train_files=write(folder / "pairs.parquet", compare(policy, questions[:120])),
+        val_files=write(folder / "held_out.parquet", compare(policy, questions[120:150])),
         train_batch_size=16,
         max_length=80,
         lr=2e-3,
         total_training_steps=20,
         test_freq=20,
         activation_checkpointing="none",
-        default_local_dir=str(tmp_path / "reward"),
+        default_local_dir=str(folder / "reward"),
         seed=SEED,
     )
-    result = train_reward.main(train_reward.Args(**settings))
-    judge = str(tmp_path / "reward" / "global_step_20" / "huggingface")
-    t2 = time.time()
-    sampled = []
+    metrics = train_reward.main(train_reward.Args(**settings))
+    rows = [arithmetic.rl_row(c, "train", i) for i, c in enumerate(chains[150:214])]
+    return policy, str(folder / "reward" / "global_step_20" / "huggingface"), rows, metrics
 
-    def generate(*args, original=hf.generate, **kwargs):
-        groups = original(*args, **kwargs)
-        sampled.append([completion.token_ids for group in groups for completion in group])
-        return groups
 
-    monkeypatch.setattr(hf, "generate", generate)
-    rows = [arithmetic.rl_row(c, "train", i) for i, c in enumerate(chains[:64])]
-    from transformers import AutoTokenizer
-    tok = AutoTokenizer.from_pretrained(model)
-    for kw in eval(__import__('os').environ.get("V", "[dict(lr=5e-4)]")):
-        sampled.clear()
-        t2 = time.time()
-        import shutil; shutil.rmtree(tmp_path / "grpo", ignore_errors=True)
-        lines = improve(tmp_path, model, rows, 12, reward_model=judge, max_response_length=48, reward_model_max_length=128, val_before_train=False, test_freq=-1, **dict(temperature=0.8,lr_scheduler_type="cosine",ppo_epochs=2) | kw)
-        t3 = time.time()
-        shares = [statistics.mean(map(preferred, tok.batch_decode(ids, skip_special_tokens=True))) for ids in sampled]
-        print("SUMMARY", kw, "val", result["val/accuracy"], result["val/margin"], [round(x["critic/score/mean"], 2) for x in lines], [round(x, 2) for x in shares], "SFT", t1 - t0, "GRPO", t3 - t2)
-    for ids in sampled[-1][:6]:
-        print("SUMMARY", repr(tok.decode(ids)))
-    print("SUMMARY", lines[-1]["reward/arithmetic/reward_model"], lines[-1]["critic/score/mean"], [x for x in lines[-1] if "reward" in x])
+def judged(folder, learned, steps, **changes):
+    """`improve` with the reward model."""
+    policy, judge, rows, _ = learned
+    settings = dict(reward_model=judge, reward_model_max_length=80, max_response_length=48, val_before_train=False)
+    return improve(folder, policy, rows, steps, **settings, test_freq=-1, **changes)
+
+
+def test_a_reward_model_passes_on_what_it_was_taught(learned, sampled, tmp_path):
+    policy, *_, taught = learned
+    assert taught["val/accuracy"] >= 0.95
+    lines = judged(tmp_path, learned, steps=12, ppo_epochs=1)
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    shares = [statistics.mean(map(preferred, tokenizer.batch_decode(s, skip_special_tokens=True))) for s in sampled]
+    assert len(shares) == 12 and shares[0] < 0.35 and statistics.mean(shares[-3:]) > 0.65
+    scores = [x["reward/arithmetic/reward_model"] for x in lines]
+    assert [x["critic/score/mean"] for x in lines] == pytest.approx(scores, rel=1e-5)  # there is no other reward
+    assert statistics.mean(scores[-3:]) > scores[0] + 3
+
+
+def test_rules_and_a_reward_model_add_up(learned, sampled, tmp_path):
+    policy, judge, rows, _ = learned
+    functions = ("rewards/gsm8k.py", "rewards/length_penalty.py::0.3")
+    lines = judged(tmp_path, learned, steps=2, custom_reward_function=functions, reward_model_coef=0.5)
+    for x in lines:
+        right, short, score = (x[f"reward/arithmetic/{k}"] for k in ("gsm8k", "length_penalty", "reward_model"))
+        assert x["critic/score/mean"] == pytest.approx(right + 0.3 * short + 0.5 * score, abs=1e-5)
+        assert short == pytest.approx(-x["response_length/mean"] / 48)
+    # The first step again: every response by the rule, and by the reward model as transformers runs it.
+    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForSequenceClassification.from_pretrained(judge)
+    model.config.pad_token_id = None  # it then scores the last token
+    chosen = train_grpo.prompts_for_step(rows, 0, 8, SEED)
+    right, learned_scores = [], []
+    for row, ids in zip([row for row in chosen for _ in range(8)], sampled[0], strict=True):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        right.append(gsm8k.compute_score("", text, row["reward_model"]["ground_truth"]))
+        question = row["prompt"][0]["content"]
+        whole = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n"
+        with torch.no_grad():
+            learned_scores.append(model(**tokenizer(whole, return_tensors="pt")).logits.item())
+    assert lines[0]["reward/arithmetic/gsm8k"] == statistics.mean(right) > 0
+    assert lines[0]["reward/arithmetic/reward_model"] == pytest.approx(statistics.mean(learned_scores), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scoring while vLLM generates
+
+SLOW = """
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.02)
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+def test_scoring_hides_behind_generation(tmp_path):
+    pytest.importorskip("vllm")
+    task = h.make_task(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    settings = dict(
+        engine="vllm",
+        custom_reward_function=(str(tmp_path / "slow.py"),),
+        train_batch_size=16,
+        ppo_mini_batch_size=16,
+        rollout_n=8,
+        max_response_length=80,
+        save_freq=0,
+    )
+    runs = {
+        "hidden": dict(reward_workers=4, max_num_seqs=4),  # half a group at a time
+        "behind": dict(reward_workers=1, max_num_seqs=128),  # all responses at the end, then one after the other
+    }
+    entries = [
+        {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / name, **settings, **changes)}
+        for name, changes in runs.items()
+    ]
+    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=1)
+    assert status == 0, output
+    serial = 16 * 8 * 0.02
+    for name in runs:
+        for x in h.read_jsonl(tmp_path / name / "metrics.jsonl"):
+            generation, waiting = x["timing_s/gen"], x["timing_s/reward"]
+            print(
+                f"{name}: {serial:.2f} s of scoring; generation takes {generation:.2f} s, then {waiting:.2f} s are left"
+            )
+            assert x["reward/seconds_p95"] >= 0.02
+            assert waiting < 0.25 * serial if name == "hidden" else waiting > 0.6 * serial
