@@ -153,7 +153,8 @@ class Args:
     default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
     save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
-    resume_mode: str = "auto"  # auto: from the newest checkpoint, if any; disable; or a global_step_N folder
+    resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    force_resume: bool = False  # resume although settings or data that decide what is learned have changed
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
@@ -246,10 +247,10 @@ def main(args: Args) -> dict[str, float]:
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
-    run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
-    resume_from = checkpoint.find(args.resume_mode, run_dir)
-
     d = fsdp.init_distributed()
+    run = checkpoint.open_run(args, tokenizer, total_steps, d)
+    run_dir, resume_from = run.root, run.resume_from
+
     max_logprob_gap = args.max_logprob_gap or (1e-4 if d.dtype == torch.float32 else 0.1)
     backend = ENGINES[args.engine]
     engine = backend.make_engine(
@@ -478,16 +479,15 @@ def main(args: Args) -> dict[str, float]:
         # 9. Checkpoint: weights, optimizer and the step; data order and seeds follow from the step.
         last = step + 1 == total_steps
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            extra = {"kl_coef": kl_coef}
-            checkpoint.save(
-                run_dir, step + 1, policy, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep, extra=extra
-            )
+            if not checkpoint.save(run, step + 1, policy, optimizer, extra={"kl_coef": kl_coef}):
+                tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
 
     gc.unfreeze()
     tracker.close()
     scorer.close()
     backend.close(engine)
     fsdp.shutdown_distributed()
+    checkpoint.close(run)
     return metrics | val_metrics
 
 

@@ -60,7 +60,8 @@ class Args:
     default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
     save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
-    resume_mode: str = "auto"  # auto: from the newest checkpoint, if any; disable; or a global_step_N folder
+    resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    force_resume: bool = False  # resume although settings or data that decide what is learned have changed
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "reward"  # run in the trackers, and part of the folder
@@ -116,10 +117,10 @@ def main(args: Args) -> dict[str, float]:
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     total_steps = args.total_training_steps or args.total_epochs * (len(train) // args.train_batch_size)
 
-    run_dir = args.default_local_dir.format(project_name=args.project_name, experiment_name=args.experiment_name)
-    resume_from = checkpoint.find(args.resume_mode, run_dir)
-
     d = fsdp.init_distributed()
+    run = checkpoint.open_run(args, tokenizer, total_steps, d)
+    run_dir, resume_from = run.root, run.resume_from
+
     model = reward_model.load_reward_model(args.model, d, head_seed=args.seed)
     model = fsdp.shard(
         model,
@@ -205,10 +206,12 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Checkpoint: weights, optimizer and the step; the order of the data follows from the step.
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            checkpoint.save(run_dir, step + 1, model, optimizer, tokenizer, d, args, keep=args.max_ckpt_to_keep)
+            if not checkpoint.save(run, step + 1, model, optimizer):
+                tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
 
     tracker.close()
     fsdp.shutdown_distributed()
+    checkpoint.close(run)
     return metrics | val_metrics
 
 

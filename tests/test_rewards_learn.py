@@ -1,7 +1,7 @@
 """GRPO learns from every kind of reward: tested code, weighted parts, a learned model. And scoring takes no extra time.
 
 Tiny models are shown good and bad answers by sft.py; train_grpo.py then has to find out what the reward wants. Takes
-about 80 s.
+about 90 s.
 """
 
 import random
@@ -201,8 +201,8 @@ def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
 
     part = "reward/google-research-datasets/mbpp/"
     first, last = train[:2], train[-4:]
-    assert mean(first, f"{part}acc") < 0.65 < 0.75 and mean(last, f"{part}acc") > 0.85
-    assert mean(first, "critic/score/mean") < 0.77 and mean(last, "critic/score/mean") > 0.88
+    assert mean(first, f"{part}acc") < 0.7 and mean(last, f"{part}acc") > 0.85
+    assert mean(first, "critic/score/mean") < 0.8 and mean(last, "critic/score/mean") > 0.9
     assert mean(first, f"{part}loaded") < mean(last, f"{part}loaded")
     for x in train:
         assert x["reward/error_frac"] == x["reward/timeout_frac"] == x["reward/none_frac"] == 0
@@ -260,7 +260,8 @@ def test_every_part_of_the_grail_reward_is_learned(tmp_path):
     for name, most in points.items():
         start, end = mean(first, f"reward/grail_gsm8k/{name}"), mean(last, f"reward/grail_gsm8k/{name}")
         assert start < 0.93 * most and end > start + 0.02 * most and 0.75 * most < end <= most + 1e-9, name
-    assert val[0]["val-core/grail_gsm8k/reward/mean@1"] < 0.85 < 0.9 < val[1]["val-core/grail_gsm8k/reward/mean@1"]
+    before, after = (x["val-core/grail_gsm8k/reward/mean@1"] for x in val)
+    assert after > 0.9 and after > before + 0.05
     perfect = [sum(a == b for a, b in zip(ideal.values(), greedy(tmp_path, step), strict=True)) for step in (0, 20)]
     assert perfect[0] <= 4 and perfect[1] >= 6
 

@@ -430,7 +430,7 @@ def test_a_function_may_change_what_it_is_given(pool, write, capfd):
     for _ in range(2):
         scorer.submit(the_row, samples)
         (result,) = scorer.collect(samples)
-        assert result.components == {"a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
+        assert result.components == {"acc": 0.0, "a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
         assert result.text == "text"
     assert the_row["extra_info"] == {"list": [1, 2], "index": 3} and capfd.readouterr().err == ""
 
