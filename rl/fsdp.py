@@ -1,8 +1,10 @@
 """Processes, parameters and gradients over ranks: torch.distributed and FSDP2, applied to the model from outside."""
 
+import ctypes
 import functools
 import itertools
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,7 @@ from rl.attention import choose_attention
 from rl.logprobs import add_packed_forward, add_response_logprobs
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,11 @@ class Dist:
 def init_distributed() -> Dist:
     """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA.
 
-    Works without torchrun as a world of one.
+    Works without torchrun as a world of one. Under torchrun the process dies with it, however that ends: a rank that
+    outlives its launcher would hold the GPU's memory for ever.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

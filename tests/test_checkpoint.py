@@ -68,6 +68,12 @@ def policy_of():
     return make
 
 
+def open_run(task, root, d, **changes):
+    """The run folder `root`, as train_grpo.py opens it for ten steps on the task's prompts."""
+    args = train_grpo.Args(model=task.model, train_files=(task.train,), default_local_dir=str(root), **changes)
+    return checkpoint.open_run(args, AutoTokenizer.from_pretrained(task.model), 10, d)
+
+
 def assert_same_run(run_dir, unbroken, last, scratch):
     """Weights, optimizer and metrics of two runs: equal to the last bit, each line of metrics.jsonl there once."""
     h.assert_same(h.weights(run_dir / f"global_step_{last}"), h.weights(unbroken / f"global_step_{last}"))
@@ -162,14 +168,15 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     process = h.start("-c", KILLED_WHILE_SAVING, *h.flags(settings))
     output = h.finish(process)
     assert process.returncode == -signal.SIGKILL, output
-    assert (broken / ".tmp_global_step_3" / "state").is_dir()  # half of it was there
+    [left] = broken.glob(".tmp-global_step_3-*")
+    assert (left / "state" / ".metadata").is_file()  # half of it was there
     assert checkpoint.list_steps(broken) == [1, 2]
     assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")] == [0, 1, 2, 2, 3]
 
     sft.main(sft.Args(**settings))
 
     assert_same_run(broken, whole, 5, tmp_path)
-    assert not list(broken.glob(".tmp_*"))
+    assert not list(broken.glob(".tmp*"))
 
 
 def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
@@ -207,8 +214,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.
     policy, optimizer, d = policy_of(task.model)
     assert checkpoint.load(broken / "global_step_3", policy, optimizer) == 3
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    again = checkpoint.save(tmp_path / "again", 3, policy, optimizer, tokenizer, d, train_grpo.Args())
+    again = checkpoint.save(open_run(task, tmp_path / "again", d), 3, policy, optimizer)
     h.assert_same(h.dcp_state(again, tmp_path), h.dcp_state(broken / "global_step_3", tmp_path))
     h.assert_same(h.weights(again), h.weights(broken / "global_step_3"))
     state = h.dcp_state(again, tmp_path)
@@ -261,8 +267,7 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     untied.save_pretrained(tmp_path / "untied")
     policy, optimizer, d = policy_of(tmp_path / "untied", torch.bfloat16)
     master = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    saved = checkpoint.save(tmp_path, 7, policy, optimizer, tokenizer, d, train_grpo.Args())
+    saved = checkpoint.save(open_run(task, tmp_path / "run", d), 7, policy, optimizer)
     exported = h.weights(saved)
     h.assert_same(exported, {name: tensor.bfloat16() for name, tensor in master.items()})
     assert not torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
@@ -291,74 +296,64 @@ def test_save_freq_and_max_ckpt_to_keep(task, tmp_path, save_freq, keep, expecte
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {f"global_step_{step}" for step in expected}
 
 
-def make_checkpoints(root, *steps):
-    for step in steps:
-        (root / f"global_step_{step}").mkdir(parents=True)
-        (root / f"global_step_{step}" / "trainer_state.json").write_text(json.dumps({"step": step}))
-
-
-def test_auto_finds_the_newest_complete_checkpoint(tmp_path):
-    assert checkpoint.find("auto", tmp_path / "nowhere") is None
-    assert checkpoint.find("auto", tmp_path) is None
-    make_checkpoints(tmp_path, 9, 10, 2)
-    (tmp_path / "global_step_11" / "state").mkdir(parents=True)  # no trainer_state.json: incomplete
-    for name in (".tmp_global_step_12", "global_step_13_backup", "global_step_x"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").write_text('{"step": 13}')
-    assert checkpoint.list_steps(tmp_path) == [2, 9, 10]  # as numbers, not as text
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "global_step_10"
-    assert checkpoint.find("disable", tmp_path / "nowhere") is None
-    assert checkpoint.find(str(tmp_path / "global_step_2"), tmp_path) == tmp_path / "global_step_2"
+def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_path, capsys):
+    d = policy_of(task.model)[2]
+    assert checkpoint.find("auto", tmp_path, d) is None
+    for name in ("global_step_9", "global_step_10", "global_step_2", ".tmp-global_step_12-0a", "global_step_13_backup"):
+        shutil.copytree(unbroken / "global_step_2", tmp_path / name)
+    (tmp_path / "global_step_11" / "state").mkdir(parents=True)
+    (tmp_path / "global_step_x").mkdir()
+    assert checkpoint.list_steps(tmp_path) == [2, 9, 10, 11]  # as numbers, not as text
+    assert checkpoint.find("auto", tmp_path, d) == tmp_path / "global_step_10"
+    assert f"passed over: {tmp_path}/global_step_11: no MANIFEST.json" in capsys.readouterr().out
+    assert checkpoint.find("disable", tmp_path / "nowhere", d) is None
+    assert checkpoint.find(str(tmp_path / "global_step_2"), tmp_path, d) == tmp_path / "global_step_2"
 
 
 def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
     shutil.copytree(unbroken / "global_step_3", tmp_path / "global_step_3")
-    for name in ("global_step_4", ".tmp_global_step_5"):
+    for name in ("global_step_4", ".tmp-global_step_5-0a"):
         shutil.copytree(unbroken / "global_step_4", tmp_path / name)
     (tmp_path / "global_step_4" / "trainer_state.json").unlink()
-    (tmp_path / ".tmp_global_step_5" / "litter").write_text("of a run that was killed")
+    (tmp_path / ".tmp-global_step_5-0a" / "litter").write_text("of a run that was killed")
     train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **BUSY)))
     lines = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
     assert lines == [4, 5]
     assert checkpoint.list_steps(tmp_path) == [3, 4, 5]
     h.assert_same(h.weights(tmp_path / "global_step_5"), h.weights(unbroken / "global_step_5"))
-    assert not list(tmp_path.glob(".tmp_*")) and not list(tmp_path.rglob("litter"))
+    assert not list(tmp_path.glob(".tmp*")) and not list(tmp_path.glob(".old*")) and not list(tmp_path.rglob("litter"))
 
 
 @pytest.mark.parametrize("name", ["global_step_2", "global_step_77", ""])
 def test_an_incomplete_checkpoint_is_refused_by_path(task, unbroken, tmp_path, name):
     shutil.copytree(unbroken / "global_step_2", tmp_path / "global_step_2")
-    (tmp_path / "global_step_2" / "trainer_state.json").unlink()
+    (tmp_path / "global_step_2" / "MANIFEST.json").unlink()
     path = tmp_path / name
     with pytest.raises(ValueError, match="not a complete checkpoint") as error:
         train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "run", resume_mode=str(path))))
-    assert f"--resume-mode {path}" in str(error.value) and "trainer_state.json" in str(error.value)
+    assert f"--resume-mode {path}" in str(error.value) and "no MANIFEST.json" in str(error.value)
 
 
 def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
     policy, optimizer, d = policy_of(task.model)
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    save = lambda: checkpoint.save(tmp_path, 1, policy, optimizer, tokenizer, d, train_grpo.Args())  # noqa: E731
-    first = h.weights(save())
+    run = open_run(task, tmp_path, d)
+    first = h.weights(checkpoint.save(run, 1, policy, optimizer))
     (tmp_path / "global_step_1" / "stale").write_text("")
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(1.0)
-    second = h.weights(save())
+    second = h.weights(checkpoint.save(run, 1, policy, optimizer))
     h.assert_same(second, {name: tensor + 1.0 for name, tensor in first.items()})
+    assert {p.name for p in tmp_path.iterdir()} == {"run.lock", "global_step_1"}
     assert not (tmp_path / "global_step_1" / "stale").exists()
 
 
 def test_numbers_of_the_loop_come_back(task, policy_of, tmp_path):
     policy, optimizer, d = policy_of(task.model)
-    tokenizer = AutoTokenizer.from_pretrained(task.model)
-    parts = (policy, optimizer, tokenizer, d, train_grpo.Args())
-    third = 1 / 3  # no float is lost on the way
-    assert checkpoint.extra(checkpoint.save(tmp_path, 1, *parts, extra={"kl_coef": third})) == {"kl_coef": third}
-    assert checkpoint.extra(checkpoint.save(tmp_path, 2, *parts)) == {}
+    run, third = open_run(task, tmp_path, d), 1 / 3  # no float is lost on the way
+    assert checkpoint.extra(checkpoint.save(run, 1, policy, optimizer, extra={"kl_coef": third})) == {"kl_coef": third}
+    assert checkpoint.extra(checkpoint.save(run, 2, policy, optimizer)) == {}
     assert checkpoint.extra(None) == {}
-    make_checkpoints(tmp_path, 3)  # of a version that saved none
-    assert checkpoint.extra(tmp_path / "global_step_3") == {}
 
 
 def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path):
@@ -367,9 +362,7 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
         for i, parameter in enumerate(policy.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1 * (i + 1) * (-1) ** k)
         optimizer.step()
-    saved = checkpoint.save(
-        tmp_path, 3, policy, optimizer, AutoTokenizer.from_pretrained(task.model), d, train_grpo.Args()
-    )
+    saved = checkpoint.save(open_run(task, tmp_path, d), 3, policy, optimizer)
     expected = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
     fresh, fresh_optimizer, _ = policy_of(task.model)
     assert checkpoint.load(saved, fresh, fresh_optimizer) == 3

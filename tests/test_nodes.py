@@ -1,0 +1,167 @@
+"""Several nodes: two torchrun agents of one rank, as on two machines, do what one agent with two ranks does.
+
+Run by torchrun this file is a worker: `test_nodes.py FOLDER` trains once for each entry of FOLDER/runs.json.
+"""
+
+import json
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import helpers_scripts as h
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train_grpo
+from rl import fsdp
+from rl.engines import hf
+from rl.scoring import Scorer
+
+TIMEOUT = 300  # seconds for each of the two launches; they take 20 to 25 on two idle cores
+RUNS = {
+    "sharded": {},  # over both ranks, hence over both nodes
+    "hybrid": {"fsdp_size": 1},  # a copy of the model on each node
+    "unbroken": {"fsdp_size": 1, "save_freq": 1},
+    "crashed": {"fsdp_size": 1, "save_freq": 1},  # rank 1 dies in step 2
+}
+
+
+def train(folder: Path) -> None:
+    """Be one rank: write down what it finds on its node, then train."""
+    runs = json.loads((folder / "runs.json").read_text())
+    scorer = Scorer(runs[0]["settings"]["custom_reward_function"], tokenizer=None)
+    found = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
+    (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found | {"reward_workers": scorer.workers}))
+    scorer.close()
+    for run in runs:
+        if run["port"]:  # the first process group is the one torchrun has prepared; the others meet by themselves
+            os.environ |= {"MASTER_PORT": run["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        if run["name"] == "unbroken":  # from here on one rank would give the same responses: see below
+            hf.generate, fsdp.load_policy = h.generate_by_prompt(), h.load_in_double()
+        if run["name"] == "crashed":
+            Scorer.collect = h.crash_at(1, 3)  # after the check before training and step 1
+        train_grpo.main(
+            train_grpo.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in run["settings"].items()})
+        )
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def launch(task: h.Task, folder: Path, names: list[str], *, nodes: int) -> list[tuple[int, str]]:
+    """Train `names` in turn on two ranks, one agent a node; returns each agent's exit status and output."""
+    folder.mkdir()
+    meeting_point, *ports = free_ports(len(names))
+    runs = [
+        {"name": name, "port": port, "settings": h.grpo_settings(task, folder / name, **RUNS[name])}
+        for name, port in zip(names, [None, *ports], strict=True)
+    ]
+    (folder / "runs.json").write_text(json.dumps(runs))
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc_per_node", 2 // nodes]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{meeting_point}"]
+    address = ["--local_addr", "127.0.0.1"]  # this machine's name need not resolve
+    agents = [h.start(*torchrun, *rendezvous, *address, __file__, folder) for _ in range(nodes)]
+    with ThreadPoolExecutor(nodes) as pool:  # both at once, so that neither waits for its output to be read
+        outputs = list(pool.map(lambda agent: h.finish(agent, timeout=TIMEOUT), agents))
+    return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def one_node(task, tmp_path_factory):
+    """Folder of the runs of one agent with two ranks."""
+    folder = tmp_path_factory.mktemp("nodes") / "one"
+    ((status, output),) = launch(task, folder, ["sharded", "hybrid", "unbroken"], nodes=1)
+    assert status == 0, output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def crash(task, tmp_path_factory):
+    """Folder of the runs of two agents with one rank each, and how the agents ended."""
+    folder = tmp_path_factory.mktemp("nodes") / "two"
+    return folder, launch(task, folder, ["sharded", "hybrid", "unbroken", "crashed"], nodes=2)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(crash):
+    folder, agents = crash
+    assert (folder / "unbroken" / "global_step_2").is_dir(), "\n".join(output[-4000:] for _, output in agents)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["sharded", "hybrid", "unbroken"])
+def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, tmp_path, name):
+    # The same two ranks with the same seeds, and sums of two terms, whose order does not matter: nothing is rounded
+    # differently.
+    one, two = (h.timeless(h.read_jsonl(folder / name / "metrics.jsonl")) for folder in (one_node, two_nodes))
+    assert [line["step"] for line in two] == [1, 2]  # written by one rank, not by the first of each node
+    assert two == one
+    assert all(line["actor/grad_norm"] > 0.1 and 0 < line["critic/score/mean"] < 1 for line in two)
+    final = h.weights(two_nodes / name / "global_step_2")
+    h.assert_same(final, h.weights(one_node / name / "global_step_2"))
+    start = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
+    assert all((final[key] - start[key]).abs().max() > 1e-4 for key in final)
+    states = [h.dcp_state(folder / name / "global_step_2", tmp_path) for folder in (one_node, two_nodes)]
+    h.assert_same(*states)
+
+
+def test_copies_on_each_node_change_nothing_but_rounding(two_nodes):
+    sharded, hybrid = (h.read_jsonl(two_nodes / name / "metrics.jsonl") for name in ("sharded", "hybrid"))
+    for left, right in zip(h.timeless(sharded), h.timeless(hybrid), strict=True):
+        assert right == pytest.approx(left, rel=1e-4, abs=1e-6)
+    left, right = (h.weights(two_nodes / name / "global_step_2") for name in ("sharded", "hybrid"))
+    assert left.keys() == right.keys()
+    assert max((left[key] - right[key]).abs().max() for key in left) < 1e-5
+
+
+def test_local_ranks_and_reward_processes_are_counted_by_node(one_node, two_nodes):
+    def workers(ranks):
+        return min(max(os.cpu_count() // ranks, 1), 16)
+
+    for rank in (0, 1):
+        one, two = (json.loads((folder / f"rank_{rank}.json").read_text()) for folder in (one_node, two_nodes))
+        assert one == dict(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2, reward_workers=workers(2))
+        assert two == dict(LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, WORLD_SIZE=2, reward_workers=workers(1))
+
+
+def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have_saved(
+    crash, two_nodes, task, monkeypatch
+):
+    _, agents = crash
+    assert [status for status, _ in agents] == [1, 1]
+    assert any("SIGKILL" in output for _, output in agents)
+    folder = two_nodes / "crashed"
+    assert [line["step"] for line in h.read_jsonl(folder / "metrics.jsonl")] == [1]
+    assert (folder / "global_step_1").is_dir() and not (folder / "global_step_2").exists()
+
+    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())  # else responses depend on the number of ranks
+    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())  # else Adam makes rounding errors large
+    try:
+        train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **RUNS["crashed"])))
+    finally:
+        h.leave_distributed()
+
+    continued, unbroken = (h.read_jsonl(two_nodes / name / "metrics.jsonl") for name in ("crashed", "unbroken"))
+    for left, right in zip(h.timeless(continued), h.timeless(unbroken), strict=True):
+        assert left == pytest.approx(right, rel=1e-5, abs=1e-6)
+    left, right = (h.weights(two_nodes / name / "global_step_2") for name in ("crashed", "unbroken"))
+    assert left.keys() == right.keys()
+    assert max((left[key] - right[key]).abs().max() for key in left) < 1e-6
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]))
