@@ -18,7 +18,7 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from rl import checkpoint, fsdp, losses, schedule
+from rl import checkpoint, fsdp, losses, schedule, watchdog
 from rl.batching import collate, plan_updates
 from rl.data import encode_sft, prompts_for_step, read_sft_rows
 from rl.logprobs import fixed_logprobs, token_logprobs
@@ -63,6 +63,7 @@ class Args:
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
     resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
     force_resume: bool = False  # resume although settings or data that decide what is learned have changed
+    stall_timeout: float = 3600.0  # seconds without the end of a phase after which the run ends, with all its stacks
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "sft"  # run in the trackers, and part of the folder
@@ -102,6 +103,7 @@ def main(args: Args) -> dict[str, float]:
     total_steps = args.total_training_steps or args.total_epochs * (len(train) // args.train_batch_size)
 
     d = fsdp.init_distributed()
+    watchdog.start(args.stall_timeout, d.rank)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
     run_dir, resume_from = run.root, run.resume_from
 
@@ -184,6 +186,7 @@ def main(args: Args) -> dict[str, float]:
             if not checkpoint.save(run, step + 1, policy, optimizer):
                 tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
 
+    watchdog.stop()
     tracker.close()
     fsdp.shutdown_distributed()
     checkpoint.close(run)

@@ -24,7 +24,7 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule
+from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, watchdog
 from rl.batching import collate, plan_updates
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
@@ -155,6 +155,7 @@ class Args:
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
     resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
     force_resume: bool = False  # resume although settings or data that decide what is learned have changed
+    stall_timeout: float = 3600.0  # seconds without the end of a phase after which the run ends, with all its stacks
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
@@ -248,6 +249,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
     d = fsdp.init_distributed()
+    watchdog.start(args.stall_timeout, d.rank)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
     run_dir, resume_from = run.root, run.resume_from
 
@@ -483,6 +485,7 @@ def main(args: Args) -> dict[str, float]:
                 tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
 
     gc.unfreeze()
+    watchdog.stop()
     tracker.close()
     scorer.close()
     backend.close(engine)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rl import watchdog
 from rl.fsdp import Dist, all_reduce_sum
 from rl.scoring import Score
 from rl.types import Sample
@@ -27,6 +28,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}
         self.start = self.last = self._now()
+        watchdog.beat("report")
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -40,6 +42,7 @@ class Timer:
             free, total = torch.cuda.mem_get_info(self.device)
             self.memory[phase] = (total - free) / 2**30
         self.last = now
+        watchdog.beat(phase)
 
     def metrics(self) -> dict[str, float]:
         """timing_s/<phase> and timing_s/step in seconds, memory_gb/<phase> in GiB."""

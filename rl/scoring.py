@@ -80,7 +80,8 @@ class Scorer:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.workers = workers or min(max((os.cpu_count() or 1) // ranks, 1), 16)
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, timeout_s, extra_info or {}
-        self.setup = pickle.dumps((parse_functions(functions), timeout_s, memory_mb))
+        self.functions = parse_functions(functions)
+        self.setup = pickle.dumps((self.functions, timeout_s, memory_mb))
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (key, row, samples, whether to score twice), None: stop
         self.total = 0  # tasks ever submitted
         self.submitted: set[tuple[int, int]] = set()  # keys of the tasks since the last collect
@@ -129,6 +130,8 @@ class Scorer:
 
         Raises ValueError if either cannot be scored: wrong columns, a missing package, a sandbox that cannot be built.
         """
+        if not self.functions:
+            return "rewards: no function"
         first: dict[str, dict[str, Any]] = {}
         for row in rows:
             first.setdefault(row["data_source"], row)

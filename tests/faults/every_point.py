@@ -1,0 +1,77 @@
+"""A worker of test_checkpoint_faults.py: `every_point.py TASK_FOLDER RUN_FOLDER` stops the world at every point.
+
+It saves step 1, step 2 with only one checkpoint to keep, and step 2 again over the first one. At every file operation of
+the last two, as Python's audit events report them, it copies the run folder: that is what a kill -9 at this point would
+leave. It opens each copy as a resumed run would, and prints as JSON what was found there, in order.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import train_grpo
+from rl import checkpoint, fsdp
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
+
+
+def digest(folder: Path) -> str:
+    """One hash for the names and bytes of all files under a folder."""
+    total = hashlib.sha256()
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        total.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def main(task: Path, root: Path) -> None:
+    tokenizer, d = AutoTokenizer.from_pretrained(task / "model"), fsdp.init_distributed()
+    policy = fsdp.shard(fsdp.load_policy(str(task / "model"), d), d)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    complete, found, busy = [], [], True
+
+    def open_run(folder: Path) -> checkpoint.Run:
+        args = train_grpo.Args(
+            model=str(task / "model"),
+            train_files=(str(task / "train.parquet"),),
+            default_local_dir=str(folder),
+            max_ckpt_to_keep=1,
+        )
+        return checkpoint.open_run(args, tokenizer, 10, d)
+
+    def look(event: str, arguments: tuple) -> None:
+        nonlocal busy
+        if busy or event not in EVENTS or not str(arguments[0]).startswith(str(root)):
+            return
+        busy = True
+        copy = root.with_name("copy")
+        shutil.copytree(root, copy)
+        run = open_run(copy)
+        names = sorted(p.name for p in copy.iterdir())
+        found.append([event, run.resume_from and digest(run.resume_from), names])
+        checkpoint.close(run)
+        shutil.rmtree(copy)
+        busy = False
+
+    def save(step: int) -> None:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(1.0)
+        complete.append(digest(checkpoint.save(run, step, policy, optimizer)))
+
+    sys.addaudithook(look)
+    run = open_run(root)
+    save(1)
+    busy = False
+    save(2)
+    save(2)
+    busy = True
+    print(json.dumps({"complete": complete, "found": found}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
