@@ -13,8 +13,8 @@ _backstop_s = 0.0
 def start(limit_s: float, rank: int) -> None:
     """End this process, with the stacks of all its threads on stderr, if `limit_s` seconds pass without a `beat`.
 
-    Ending one rank is enough: torchrun then ends the others. A Python thread keeps watch; should a hanging C function hold
-    the interpreter, faulthandler, which needs none, prints the stacks somewhat later.
+    Ending one rank is enough: torchrun then ends the others. A Python thread keeps watch; should a hanging C function
+    hold the interpreter, faulthandler, which needs none, prints the stacks somewhat later.
     """
     global _last, _backstop_s
     _last, _backstop_s = (time.monotonic(), "start"), 1.1 * limit_s + 5
