@@ -1,12 +1,13 @@
 # make demo    install, then train a tiny model from scratch with SFT and improve it with GRPO: a few minutes on two cores
 # make test    install, then the whole test suite
+# make faults  install, then kill runs at 50 random times and break their checkpoints: about 20 minutes on two cores
 # make lint    ruff
 
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_TORCH := torch==2.13.0+cpu
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test faults lint clean
 
 install: .venv/installed
 
@@ -27,6 +28,9 @@ demo: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+faults: install
+	GLASSRL_RANDOM_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
 
 lint: install
 	$(BIN)/ruff check .

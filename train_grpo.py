@@ -282,7 +282,7 @@ def main(args: Args) -> dict[str, float]:
     judge = None
     if args.reward_model:
         judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)
-        fsdp.offload(fsdp.shard(judge, d))
+        fsdp.offload(fsdp.shard(judge, d, fsdp_size=args.fsdp_size))
 
     def collect(samples: list[Sample], rows: list[dict]) -> list[Score]:
         """The finished scores of this rank's samples of `rows`, plus the reward model's. All ranks must enter."""

@@ -55,7 +55,7 @@ FREE_TO_CHANGE = set(
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
     val_before_train test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
-    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume
+    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout
     """.split()
 )
 
@@ -446,6 +446,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """The class or function that a pickle names, if it is on the list."""
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in METADATA_CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")

@@ -1,16 +1,21 @@
 """A run that was interrupted ends exactly where the unbroken one does; what it exports is what it trained."""
 
+import dataclasses
+import hashlib
 import json
 import shutil
 import signal
 
 import helpers_scripts as h
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sft
 import train_grpo
+import train_reward
 from rl import checkpoint, fsdp
 
 STEPS = 5
@@ -374,3 +379,135 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(after[name].full_tensor(), before[name].full_tensor())
             assert before[name].full_tensor().abs().min() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may change when a run is resumed
+
+
+@pytest.fixture(scope="module")
+def finished(task, tmp_path_factory):
+    """An SFT run of two steps at a constant learning rate."""
+    folder = tmp_path_factory.mktemp("finished")
+    sft.main(sft.Args(**h.sft_settings(task, folder, total_training_steps=2, lr_scheduler_type="constant")))
+    h.leave_distributed()
+    return folder
+
+
+def go_on(task, finished, tmp_path, **changes):
+    """The run again, for two more steps and with changed arguments, in a copy of its folder."""
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    settings = h.sft_settings(task, run_dir, total_training_steps=4, lr_scheduler_type="constant")
+    sft.main(sft.Args(**settings | changes))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(lr=5e-3), "--lr: was 0.004, is 0.005"),
+        (dict(train_batch_size=8), "--train-batch-size: was 16, is 8"),
+        (dict(seed=1), "--seed: was 0, is 1"),
+        (dict(max_length=127), "--max-length: was 128, is 127"),
+        (dict(lr_scheduler_type="cosine"), "steps that shape the learning rate: were 2, are 4"),
+    ],
+)
+def test_settings_that_decide_what_is_learned_must_stay(task, finished, tmp_path, changes, words):
+    with pytest.raises(ValueError, match="comes from a run with other settings") as error:
+        go_on(task, finished, tmp_path, **changes)
+    assert words in str(error.value) and "--force-resume" in str(error.value)
+    assert checkpoint.list_steps(tmp_path / "run") == [2]
+
+
+def test_force_resume_goes_on_and_says_what_has_changed(task, finished, tmp_path, capsys):
+    run_dir = go_on(task, finished, tmp_path, lr=5e-3, seed=1, force_resume=True)
+    assert checkpoint.list_steps(run_dir) == [2, 4]
+    assert "--lr: was 0.004, is 0.005\n--seed: was 0, is 1\n" in capsys.readouterr().out
+    assert [x["train/lr"] for x in h.read_jsonl(run_dir / "metrics.jsonl")] == [4e-3, 4e-3, 5e-3, 5e-3]
+
+
+def test_other_settings_may_change(task, finished, tmp_path):
+    moved = shutil.copy(task.sft, tmp_path / "moved.parquet")  # the same rows under another name
+    changes = dict(
+        train_files=(moved,),
+        val_files=(task.sft,),
+        test_freq=1,
+        save_freq=1,
+        max_ckpt_to_keep=2,
+        max_token_len_per_gpu=512,
+        activation_checkpointing="none",
+        log_freq=1,
+        experiment_name="renamed",
+        resume_mode=str(finished / "global_step_2"),
+    )
+    assert checkpoint.list_steps(go_on(task, finished, tmp_path, **changes)) == [3, 4]
+
+
+def test_changed_data_is_refused(task, finished, tmp_path):
+    rows = pq.read_table(task.sft).to_pylist()
+    rows[200]["response"] += " "
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "changed.parquet")
+    with pytest.raises(ValueError, match="contents of --train-files: sha256 was") as error:
+        go_on(task, finished, tmp_path, train_files=(str(tmp_path / "changed.parquet"),))
+    for file in (task.sft, tmp_path / "changed.parquet"):
+        assert hashlib.sha256(open(file, "rb").read()).hexdigest() in str(error.value)
+
+
+def test_another_model_or_tokenizer_is_refused(task, finished, tmp_path):
+    model = shutil.copytree(task.model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += " "
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ValueError, match="tokenizer: sha256 was") as error:
+        go_on(task, finished, tmp_path, model=str(model))
+    assert f"--model: was {task.model}, is {model}" in str(error.value)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
+    with pytest.raises(
+        ValueError, match="global_step_2 is beyond the 1 steps of this run; raise --total-training-steps"
+    ):
+        go_on(task, finished, tmp_path, total_training_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            dict(default_local_dir="x/{project}"),
+            r"--default-local-dir 'x/{project}': the placeholders are {project_name}",
+        ),
+        (dict(default_local_dir="x/{0}"), "the placeholders are {project_name}"),
+        (dict(default_local_dir="x/{"), "the placeholders are {project_name}"),
+        (dict(default_local_dir="x\0y"), r"--default-local-dir 'x\\x00y' is empty or holds control characters"),
+        (dict(default_local_dir=""), "--default-local-dir '' is empty"),
+        (dict(experiment_name="../other"), "--experiment-name '../other' must be 1 to 100 letters"),
+        (dict(experiment_name="/tmp/x"), "--experiment-name '/tmp/x' must be"),
+        (dict(experiment_name=".hidden"), "--experiment-name '.hidden' must be"),
+        (dict(experiment_name=""), "--experiment-name '' must be"),
+        (dict(experiment_name="x" * 101), "--experiment-name 'x+' must be"),
+        (dict(project_name="a\nb"), r"--project-name 'a\\nb' must be"),
+        (dict(project_name="~"), "--project-name '~' must be"),
+    ],
+)
+def test_names_that_are_no_folder_are_refused(settings, words):
+    for module in (train_grpo, sft, train_reward):
+        with pytest.raises(ValueError, match=words):
+            checkpoint.run_dir(module.Args(**settings))
+
+
+def test_names_fill_the_placeholders():
+    args = sft.Args(
+        project_name="p-1", experiment_name="e_2.b", default_local_dir="/a b/{experiment_name}/{project_name}"
+    )
+    assert checkpoint.run_dir(args) == "/a b/e_2.b/p-1"
+    assert checkpoint.run_dir(sft.Args()) == "runs/glassrl/sft"
+
+
+def test_every_flag_that_may_change_is_a_flag():
+    """And nothing that decides what is learned is among them by mistake: the list of the others is written out."""
+    flags = {script: {f.name for f in dataclasses.fields(script.Args)} for script in (train_grpo, sft, train_reward)}
+    assert checkpoint.FREE_TO_CHANGE <= set().union(*flags.values())
+    kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
+        grad_clip seed""".split()
+    assert flags[sft] - checkpoint.FREE_TO_CHANGE == flags[train_reward] - checkpoint.FREE_TO_CHANGE == set(kept)

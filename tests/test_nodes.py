@@ -20,7 +20,7 @@ from rl import fsdp
 from rl.engines import hf
 from rl.scoring import Scorer
 
-TIMEOUT = 300  # seconds for each of the two launches; they take 20 to 25 on two idle cores
+TIMEOUT = 300  # seconds for each of the two launches; they take 10 on two idle cores, 30 on busy ones
 RUNS = {
     "sharded": {},  # over both ranks, hence over both nodes
     "hybrid": {"fsdp_size": 1},  # a copy of the model on each node

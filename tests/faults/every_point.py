@@ -1,8 +1,8 @@
 """A worker of test_checkpoint_faults.py: `every_point.py TASK_FOLDER RUN_FOLDER` stops the world at every point.
 
-It saves step 1, step 2 with only one checkpoint to keep, and step 2 again over the first one. At every file operation of
-the last two, as Python's audit events report them, it copies the run folder: that is what a kill -9 at this point would
-leave. It opens each copy as a resumed run would, and prints as JSON what was found there, in order.
+It saves step 1, step 2 with only one checkpoint to keep, and step 2 again over the first one. At every file operation
+of the last two, as Python's audit events report them, it copies the run folder: that is what a kill -9 at this point
+would leave. It opens each copy as a resumed run would, and prints as JSON what was found there, in order.
 """
 
 import hashlib

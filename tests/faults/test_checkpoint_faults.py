@@ -1,0 +1,415 @@
+"""What happens to checkpoints when processes are killed, disks fill up and bytes rot. docs/reliability.md has the list.
+
+GLASSRL_RANDOM_KILLS=N (default 1) is how often runs are killed at random times in all: `make faults` asks for 50.
+"""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import helpers_scripts as h
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+import sft
+from rl import checkpoint, fsdp
+
+HERE = Path(__file__).parent
+RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
+COMBINATIONS = [("train_grpo", 2), ("sft", 0), ("train_grpo", 0), ("sft", 2)]  # script, ranks of torchrun
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+@pytest.fixture(scope="module")
+def unbroken(task, tmp_path_factory):
+    """An SFT run of four steps that nothing went wrong with, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    sft.main(sft.Args(**h.sft_settings(task, folder, save_freq=1)))
+    h.leave_distributed()
+    return folder
+
+
+@pytest.fixture
+def solo():
+    """A process group of one."""
+    return fsdp.init_distributed()
+
+
+def assert_same_end(run_dir, unbroken, step, scratch):
+    """Weights, optimizer and metrics of two runs are equal to the last bit."""
+    one, two = run_dir / f"global_step_{step}", unbroken / f"global_step_{step}"
+    h.assert_same(h.weights(one), h.weights(two))
+    h.assert_same(h.dcp_state(one, scratch), h.dcp_state(two, scratch))
+    assert h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) == h.timeless(h.read_jsonl(unbroken / "metrics.jsonl"))
+
+
+def files_of(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Killed
+
+
+def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, tmp_path):
+    """The worker stops the world at each file operation of saving step 2 after 1, keeping one, and 2 again."""
+    out = h.run(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
+    result = json.loads(out.splitlines()[-1])
+    assert len(set(result["complete"])) == 3
+    order = {digest: i for i, digest in enumerate(result["complete"])}
+    sequence = [order[digest] for _, digest, _ in result["found"]]  # a KeyError: something that was never complete
+    assert sequence == sorted(sequence) and set(sequence) == {0, 1, 2}  # never back, and never None
+    assert min(sequence.count(i) for i in order.values()) > 5 and len(sequence) > 100
+    for event, digest, names in result["found"]:
+        assert set(names) <= {"run.lock", "global_step_1", "global_step_2"}, f"{event}: {names} were not swept"
+        assert "global_step_2" in names or order[digest] == 0
+
+
+def processes_under(pid):
+    """A process and all its descendants."""
+    children = [int(x) for f in Path(f"/proc/{pid}/task").glob("*/children") for x in f.read_text().split()]
+    return [pid, *(x for child in children for x in processes_under(child))]
+
+
+def run_until_random_kill(script, settings, ranks, seconds):
+    """Start a script, kill -9 all its processes `seconds` after its first new line of metrics; whether it was alive."""
+    metrics = Path(settings["default_local_dir"]) / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    process = h.start(f"{script}.py", *h.flags(settings), nproc=ranks)
+    started = time.monotonic()
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_mtime_ns != before):
+        assert time.monotonic() - started < 90
+        time.sleep(0.01)
+    time.sleep(seconds)
+    alive = process.poll() is None
+    for pid in processes_under(process.pid) if alive else []:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    output = h.finish(process)
+    assert alive or process.returncode == 0, output
+    return alive
+
+
+@pytest.mark.parametrize(("script", "ranks"), COMBINATIONS[:RANDOM_KILLS])
+def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
+    steps, rng = 12, random.Random(f"{script} {ranks}")
+    make = h.grpo_settings if script == "train_grpo" else h.sft_settings
+    changes = dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
+    h.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
+    kills, run_dir = 0, tmp_path / "run"
+    while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):
+        killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 2))
+        kills += killed
+        if not killed:  # it came to its end: this one is done, kill another
+            assert_same_end(run_dir, tmp_path / "unbroken", steps, tmp_path)
+            shutil.rmtree(run_dir)
+    h.run(f"{script}.py", *h.flags(make(task, run_dir, **changes)), nproc=ranks)
+    assert_same_end(run_dir, tmp_path / "unbroken", steps, tmp_path)
+    assert {p.name for p in run_dir.iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (steps - 1, steps)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged
+
+
+def test_one_flipped_bit_in_any_file_is_detected(unbroken, solo, tmp_path):
+    path, rng = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4"), random.Random(0)
+    assert len(files_of(path)) >= 8
+    for file in files_of(path):
+        whole = file.read_bytes()
+        for position in (0, rng.randrange(len(whole)), len(whole) - 1):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << rng.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match="not a complete checkpoint") as error:
+                checkpoint.find(str(path), tmp_path, solo)
+            assert file.name in str(error.value) or file.name == "MANIFEST.json"
+        file.write_bytes(whole)
+    assert checkpoint.find(str(path), tmp_path, solo) == path
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "removed", "longer"])
+def test_any_file_truncated_emptied_removed_or_longer_is_detected(unbroken, solo, tmp_path, damage):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    change = {"truncated": lambda x: x[: len(x) // 2], "emptied": lambda x: b"", "longer": lambda x: x + b"\0"}
+    for file in files_of(path):
+        whole = file.read_bytes()
+        file.unlink()
+        if damage != "removed":
+            file.write_bytes(change[damage](whole))
+        with pytest.raises(ValueError, match="not a complete checkpoint"):
+            checkpoint.find(str(path), tmp_path, solo)
+        file.write_bytes(whole)
+    assert checkpoint.find(str(path), tmp_path, solo) == path
+
+
+def test_no_bit_of_the_manifest_is_without_guard(unbroken, solo, tmp_path):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    manifest = path / "MANIFEST.json"
+    whole = manifest.read_bytes()
+    shutil.rmtree(path / "state")  # accepted manifests are then refused for this, without much hashing
+    for i in range(0, len(whole) * 8, 3):
+        damaged = bytearray(whole)
+        damaged[i // 8] ^= 1 << i % 8
+        manifest.write_bytes(damaged)
+        with pytest.raises(ValueError) as error:
+            checkpoint.find(str(path), tmp_path, solo)
+        assert "state/" not in str(error.value), f"bit {i} of the manifest is not missed"
+
+
+def test_the_newest_intact_checkpoint_is_taken_and_the_others_are_named(task, unbroken, tmp_path, capsys):
+    run_dir = shutil.copytree(unbroken, tmp_path / "run")
+    shard = next((run_dir / "global_step_4" / "state").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    (run_dir / "global_step_3" / "huggingface" / "config.json").write_text("")
+    sft.main(sft.Args(**h.sft_settings(task, run_dir, save_freq=1)))
+    printed = capsys.readouterr().out
+    assert f"passed over: {run_dir}/global_step_4: state/{shard.name} is damaged" in printed
+    assert f"passed over: {run_dir}/global_step_3: huggingface/config.json has 0 bytes instead of" in printed
+    assert f"resumed from {run_dir}/global_step_2, steps 3-4" in printed
+    assert_same_end(run_dir, unbroken, 4, tmp_path)
+
+
+def test_if_all_are_damaged_the_run_does_not_start_over(task, unbroken, tmp_path):
+    run_dir = shutil.copytree(unbroken, tmp_path / "run")
+    for file in run_dir.glob("global_step_*/trainer_state.json"):
+        file.unlink()
+    (run_dir / "global_step_3" / "MANIFEST.json").unlink()
+    with pytest.raises(ValueError, match="none of the checkpoints under .* is intact") as error:
+        sft.main(sft.Args(**h.sft_settings(task, run_dir, save_freq=1)))
+    assert str(error.value).count("trainer_state.json is missing") == 3 and "no MANIFEST.json" in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile, or of another model
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def sealed(path):
+    """Give a changed checkpoint a manifest that fits, as whoever changed it on purpose would."""
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    manifest["files"] = {name: checkpoint._size_and_hash(path / name) for name in manifest["files"]}
+    manifest.pop("sha256")
+    (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": checkpoint._hash_of(manifest)}))
+
+
+def change_metadata(path, change):
+    file = path / "state" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    sealed(path)
+
+
+def resume_from(task, path, run_dir, **changes):
+    return sft.main(sft.Args(**h.sft_settings(task, run_dir, resume_mode=str(path), **changes)))
+
+
+def test_a_pickle_that_runs_code_is_refused(task, unbroken, tmp_path):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    marker = tmp_path / "marker"
+    change_metadata(path, lambda metadata: vars(metadata).update(planner_data=Payload(marker)))
+    with pytest.raises(ValueError, match=r"\.metadata is not loaded: it names posix.system"):
+        resume_from(task, path, tmp_path / "run")
+    assert not marker.exists()
+    pickle.loads((path / "state" / ".metadata").read_bytes())  # it would have run
+    assert marker.exists()
+
+
+def test_entries_that_are_not_tensors_are_refused(task, unbroken, tmp_path):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    change_metadata(path, lambda metadata: metadata.state_dict_metadata.update({"lr": BytesStorageMetadata()}))
+    with pytest.raises(ValueError, match=r"BytesStorageMetadata|\['lr'\] are no tensors"):
+        resume_from(task, path, tmp_path / "run")
+
+
+def test_what_is_saved_is_tensors(unbroken):
+    metadata = pickle.loads((unbroken / "global_step_4" / "state" / ".metadata").read_bytes())
+    assert {type(x).__name__ for x in metadata.state_dict_metadata.values()} == {"TensorStorageMetadata"}
+
+
+def test_names_shapes_and_types_must_be_those_of_the_model(task, unbroken, tmp_path):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+
+    def change(metadata):
+        entries = metadata.state_dict_metadata
+        entries["model.extra"] = entries.pop("model.model.norm.weight")
+        entries["model.lm_head.weight"].size = torch.Size((7, 96))
+        entries["optimizer.state.model.norm.weight.exp_avg"].properties.dtype = torch.bfloat16
+
+    change_metadata(path, change)
+    with pytest.raises(ValueError, match="state is of another model: 4 tensors differ") as error:
+        resume_from(task, path, tmp_path / "run")
+    for words in (
+        "model.extra is not part of the model or the optimizer",
+        "model.model.norm.weight is missing",
+        "model.lm_head.weight is (7, 96) torch.float32, the model wants (",
+        "exp_avg is (96,) torch.bfloat16, the model wants (96,) torch.float32",
+    ):
+        assert words in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Full disks
+
+
+class FullDisk:
+    """Files of this process may not grow beyond 100 kB: weights do not fit, logs do."""
+
+    def __enter__(self):
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, self.limits[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+
+def full_disk_at(*steps, write=checkpoint._write, rank=0):
+    """A `_write` that finds a full disk at these steps, on one rank."""
+
+    def limited(run, step, *rest):
+        if step not in steps or run.d.rank != rank:
+            return write(run, step, *rest)
+        with FullDisk():
+            return write(run, step, *rest)
+
+    return limited
+
+
+def test_a_full_disk_costs_one_checkpoint(task, unbroken, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "_write", full_disk_at(2, 3))
+    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1)))
+    assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_4"}
+    h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
+    failed = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "checkpoint/failed" in x]
+    assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(2, 1.0), (3, 2.0)]
+    printed = capsys.readouterr().out
+    assert "CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 0: " in printed and "File too large" in printed
+
+
+def test_three_failures_in_a_row_stop_the_run_and_leave_the_old_checkpoint(task, tmp_path, monkeypatch, solo):
+    monkeypatch.setattr(checkpoint, "_write", full_disk_at(*range(2, 9)))
+    settings = h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1, total_training_steps=8)
+    with pytest.raises(RuntimeError, match="3 checkpoints in a row could not be written to .*File too large"):
+        sft.main(sft.Args(**settings))
+    assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_1"}
+    assert checkpoint.find("auto", tmp_path / "run", solo) == tmp_path / "run" / "global_step_1"
+
+
+def test_a_run_whose_result_was_not_written_ends_with_an_error(task, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_write", full_disk_at(4))
+    settings = h.sft_settings(task, tmp_path / "run", save_freq=2)
+    with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
+        sft.main(sft.Args(**settings))
+    monkeypatch.undo()
+    sft.main(sft.Args(**settings))  # the same command, on a disk that has space again
+    h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
+
+
+def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)  # times 3.4 MB: more than any disk has
+    with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
+        sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run")))
+    assert "GB are needed in" in capsys.readouterr().out
+    assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
+
+
+RANK_1_FULL = f"""
+import sys
+sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE)!r}]
+import tyro
+from rl import checkpoint
+import sft, test_checkpoint_faults as faults
+
+checkpoint._write = faults.full_disk_at(2, rank=1)
+sft.main(tyro.cli(sft.Args))
+"""
+
+
+def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
+    """All ranks agree to leave step 2 out, and nobody waits for anybody; a second run in the folder is turned away."""
+    (tmp_path / "worker.py").write_text(RANK_1_FULL)
+    settings = h.sft_settings(task, tmp_path / "run", save_freq=1)
+    output = h.run(tmp_path / "worker.py", *h.flags(settings), nproc=2)
+    assert output.count("CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 1: ") == 1
+    assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (1, 3, 4)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two runs in one folder
+
+
+HOLD = "import sys; from pathlib import Path; from rl import checkpoint; lock = checkpoint._lock(Path(sys.argv[1])); "
+
+
+def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_gone(task, tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD + "print('held', flush=True); sys.stdin.read()", str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=h.ROOT,
+        text=True,
+    )
+    try:
+        assert first.stdout.readline() == "held\n"
+        settings = h.sft_settings(task, tmp_path / "run")
+        process = h.start("sft.py", *h.flags(settings), nproc=2)
+        output = h.finish(process, timeout=60)
+        assert process.returncode != 0
+        assert f"{tmp_path / 'run'} is in use by another run (process {first.pid} on " in output, output
+        assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.lock"]
+    finally:
+        first.kill()
+        first.wait()
+    sft.main(sft.Args(**settings))
+    assert checkpoint.list_steps(tmp_path / "run") == [4]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(task, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--default-local-dir: .*/file/run cannot be written"):
+        sft.main(sft.Args(**h.sft_settings(task, tmp_path / "file" / "run")))
+
+
+def test_only_own_checkpoints_are_deleted_across_restarts(task, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = h.sft_settings(task, run_dir, save_freq=1, max_ckpt_to_keep=2, lr_scheduler_type="constant")
+    for steps in (2, 3, 5):
+        sft.main(sft.Args(**settings | {"total_training_steps": steps}))
+        foreign = [run_dir / name for name in ("global_step_0", "global_step_x", "keep")]  # no manifest, or no number
+        for folder in foreign:
+            folder.mkdir(exist_ok=True)
+            (folder / "notes").write_text("mine")
+    assert checkpoint.list_steps(run_dir) == [0, 4, 5]
+    assert all((folder / "notes").read_text() == "mine" for folder in foreign)
