@@ -191,6 +191,9 @@ def validate(args: Args) -> None:
         )
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
+    if args.engine == "hf" and args.tensor_model_parallel_size != 1:
+        size = args.tensor_model_parallel_size
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
         c, cap = args.clip_ratio_c, args.rollout_is_threshold
         raise ValueError(f"--clip-ratio-c {c} must be above 1 and --rollout-is-threshold {cap} above 0")

@@ -116,14 +116,14 @@ def run_until_random_kill(script, settings, ranks, seconds):
 
 @pytest.mark.parametrize(("script", "ranks"), COMBINATIONS[:RANDOM_KILLS])
 def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
-    steps, rng = 12, random.Random(f"{script} {ranks}")
+    steps, rng = 24, random.Random(f"{script} {ranks}")
     make = h.grpo_settings if script == "train_grpo" else h.sft_settings
     changes = dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
     h.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
     kills, run_dir = 0, tmp_path / "run"
     while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):
-        killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 2))
-        kills += killed
+        killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 1.5))
+        kills += killed and steps not in checkpoint.list_steps(run_dir)  # in the middle
         if not killed:  # it came to its end: this one is done, kill another
             assert_same_end(run_dir, tmp_path / "unbroken", steps, tmp_path)
             shutil.rmtree(run_dir)
@@ -147,7 +147,7 @@ def test_one_flipped_bit_in_any_file_is_detected(unbroken, solo, tmp_path):
             file.write_bytes(damaged)
             with pytest.raises(ValueError, match="not a complete checkpoint") as error:
                 checkpoint.find(str(path), tmp_path, solo)
-            assert file.name in str(error.value) or file.name == "MANIFEST.json"
+            assert f"{file.relative_to(path)} is damaged" in str(error.value)
         file.write_bytes(whole)
     assert checkpoint.find(str(path), tmp_path, solo) == path
 
@@ -250,7 +250,7 @@ def test_a_pickle_that_runs_code_is_refused(task, unbroken, tmp_path):
 def test_entries_that_are_not_tensors_are_refused(task, unbroken, tmp_path):
     path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
     change_metadata(path, lambda metadata: metadata.state_dict_metadata.update({"lr": BytesStorageMetadata()}))
-    with pytest.raises(ValueError, match=r"BytesStorageMetadata|\['lr'\] are no tensors"):
+    with pytest.raises(ValueError, match="it names torch.distributed.checkpoint.metadata.BytesStorageMetadata"):
         resume_from(task, path, tmp_path / "run")
 
 
@@ -405,11 +405,12 @@ def test_a_folder_that_cannot_be_written_is_refused(task, tmp_path):
 def test_only_own_checkpoints_are_deleted_across_restarts(task, tmp_path):
     run_dir = tmp_path / "run"
     settings = h.sft_settings(task, run_dir, save_freq=1, max_ckpt_to_keep=2, lr_scheduler_type="constant")
-    for steps in (2, 3, 5):
+    sft.main(sft.Args(**settings | {"total_training_steps": 2}))
+    foreign = [run_dir / name for name in ("global_step_0", "global_step_x", "keep")]  # no manifest, or no number
+    for folder in foreign:
+        folder.mkdir()
+        (folder / "notes").write_text("mine")
+    for steps in (3, 5):
         sft.main(sft.Args(**settings | {"total_training_steps": steps}))
-        foreign = [run_dir / name for name in ("global_step_0", "global_step_x", "keep")]  # no manifest, or no number
-        for folder in foreign:
-            folder.mkdir(exist_ok=True)
-            (folder / "notes").write_text("mine")
     assert checkpoint.list_steps(run_dir) == [0, 4, 5]
     assert all((folder / "notes").read_text() == "mine" for folder in foreign)
