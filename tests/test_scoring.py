@@ -547,6 +547,7 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     for pid in idle:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(alive, idle)), "a worker survived SIGKILL")
+    time.sleep(1)  # and their guards notice
     assert statuses(score(scorer, "d", "e", "f")) == ["ok"] * 3
 
 
