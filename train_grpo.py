@@ -18,13 +18,14 @@ import gc
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 import tyro
 from transformers import AutoTokenizer
 
-from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, watchdog
+from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
 from rl.batching import collate, plan_updates
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
@@ -33,9 +34,11 @@ from rl.memory import rehearse
 from rl.metrics import (
     Sums,
     Timer,
+    alarms,
     describe,
     evaluation_metrics,
     gap_sums,
+    parse_alarm,
     reward_metrics,
     rollout_metrics,
     scoring_metrics,
@@ -155,7 +158,15 @@ class Args:
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
     resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
     force_resume: bool = False  # resume although settings or data that decide what is learned have changed
+    max_hours: float | None = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
     stall_timeout: float = 3600.0  # seconds without the end of a phase after which the run ends, with all its stacks
+    # metrics and limits; a step beyond one prints a line that begins with ALARM
+    alarms: tuple[str, ...] = (
+        "rollout/logprob_gap_mean>0.05",
+        "reward/zero_std_frac>0.95",
+        "response_length/clip_ratio>0.5",
+        "actor/entropy<0.01",
+    )
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
@@ -189,6 +200,8 @@ def validate(args: Args) -> None:
             f"--reward-timeout {args.reward_timeout} and --kl-target {args.kl_target} must be positive, "
             f"--reward-max-error-frac {args.reward_max_error_frac} within 0 and 1"
         )
+    for alarm in args.alarms:
+        parse_alarm(alarm)
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
     if args.engine == "hf" and args.tensor_model_parallel_size != 1:
@@ -205,6 +218,7 @@ def evaluate(args, backend, engine, sampling, rows, tokenizer, submit, collect, 
     """Score one greedy response to every held-out prompt with the current weights. All ranks must enter."""
     sampling = replace(sampling, n=1, temperature=0.0)
     samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=args.seed, on_group=submit)
+    stop.check(d)
     scored = fsdp.all_gather(zip(samples, collect(samples, rows), strict=True), d)
     samples, scores = zip(*scored, strict=True)  # one each for every row, in order
     metrics = evaluation_metrics(scores, [row["data_source"] for row in rows])
@@ -253,6 +267,7 @@ def main(args: Args) -> dict[str, float]:
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
     d = fsdp.init_distributed()
     watchdog.start(args.stall_timeout, d.rank)
+    stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
     run_dir, resume_from = run.root, run.resume_from
 
@@ -290,6 +305,7 @@ def main(args: Args) -> dict[str, float]:
     def collect(samples: list[Sample], rows: list[dict]) -> list[Score]:
         """The finished scores of this rank's samples of `rows`, plus the reward model's. All ranks must enter."""
         scores = scorer.collect(samples)
+        stop.check(d)
         if judge is None:
             return scores
         limits = dict(max_length=args.reward_model_max_length, max_tokens_per_gpu=args.ppo_max_token_len_per_gpu)
@@ -297,7 +313,8 @@ def main(args: Args) -> dict[str, float]:
         return reward_model.add_scores(judge, judge_tokenizer, rows, samples, scores, d=d, **weights, **limits)
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    start = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
+    trained = {"actor": (policy, optimizer)}
+    start = checkpoint.load(resume_from, trained) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     memory_plan = rehearse(
         policy,
@@ -320,6 +337,8 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
+        # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
+        stop.arm(partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), tracker.close)
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
@@ -340,6 +359,7 @@ def main(args: Args) -> dict[str, float]:
         own_samples = sample_groups(
             backend, engine, fsdp.own_slice(rows, d), sampling, seed=seed, on_group=scorer.submit
         )
+        stop.check(d)
         clock("gen")
         backend.sleep(engine)
         verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
@@ -357,10 +377,8 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. Batch: one row per response, planned into optimizer steps and this rank's memory-sized micro-batches.
         batch = collate(samples, pad_id=tokenizer.pad_token_id or 0)  # (B, T)
-        scored_B1 = scores_PG.isfinite().view(-1, 1)
-        batch = replace(
-            batch, response_mask=batch.response_mask * scored_B1
-        )  # a response without a score teaches nothing
+        taught = batch.response_mask * scores_PG.isfinite().view(-1, 1)  # a response without a score teaches nothing
+        batch = replace(batch, response_mask=taught)
         updates = plan_updates(
             batch.lengths.tolist(),
             mini_batch_size=mini_batch_size * args.rollout_n,
@@ -412,6 +430,8 @@ def main(args: Args) -> dict[str, float]:
                 scale=args.loss_scale_factor or args.max_response_length,
             )
             for micro_rows in progress("update", micros):
+                if not grad_norms:
+                    stop.check(d)
                 micro = select(batch, micro_rows, d.device)  # (b, t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(
@@ -449,7 +469,8 @@ def main(args: Args) -> dict[str, float]:
                 raise RuntimeError(
                     f"step {step + 1}: three updates in a row were useless, the last one with gradient norm "
                     f"{grad_norms[-1]} over {denominators['num_tokens']:.0f} tokens that have a reward; if the norm is "
-                    "not finite lower --lr, if there are no tokens mend the reward"
+                    "not finite lower --lr, if there are no tokens mend the reward; the step's batch is in "
+                    f"{checkpoint.save_batch(run, step + 1, batch)}"
                 )
             optimizer.zero_grad(set_to_none=True)
         clock("update_actor")
@@ -476,24 +497,27 @@ def main(args: Args) -> dict[str, float]:
             "training/rollout_probs_diff_mean": s["probs_diff"] / tokens,
             **times,
             **throughput(samples, times, d),
+            "checkpoint/failed": float(run.failures),
         }
         tracker.log(step + 1, metrics, progress_line(step + 1, total_steps, metrics))
+        for alarm in alarms(metrics, args.alarms):
+            tracker.print(f"ALARM at step {step + 1}: {alarm}")
         if args.log_samples_freq and step % args.log_samples_freq == 0:
             tracker.print(show_sample(tokenizer.decode(samples[0].prompt_ids), scores[0].text, scores[0].value))
 
         # 9. Checkpoint: weights, optimizer and the step; data order and seeds follow from the step.
         last = step + 1 == total_steps
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            if not checkpoint.save(run, step + 1, policy, optimizer, extra={"kl_coef": kl_coef}):
-                tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
+            checkpoint.save(run, step + 1, trained, extra={"kl_coef": kl_coef})  # goes on in the background
 
     gc.unfreeze()
+    checkpoint.close(run)  # waits for the last save
+    stop.end()
     watchdog.stop()
     tracker.close()
     scorer.close()
     backend.close(engine)
     fsdp.shutdown_distributed()
-    checkpoint.close(run)
     return metrics | val_metrics
 
 

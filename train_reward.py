@@ -12,13 +12,14 @@ Shapes: B pairs of a step, 2 B sequences with chosen and rejected side by side, 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import tyro
 from transformers import AutoTokenizer
 
-from rl import checkpoint, fsdp, losses, reward_model, schedule, watchdog
+from rl import checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
 from rl.batching import collate, plan_updates
 from rl.data import encode_conversation, prompts_for_step, read_preference_rows
 from rl.metrics import Sums, Timer
@@ -62,6 +63,7 @@ class Args:
     max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
     resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
     force_resume: bool = False  # resume although settings or data that decide what is learned have changed
+    max_hours: float | None = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
     stall_timeout: float = 3600.0  # seconds without the end of a phase after which the run ends, with all its stacks
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
@@ -120,6 +122,7 @@ def main(args: Args) -> dict[str, float]:
 
     d = fsdp.init_distributed()
     watchdog.start(args.stall_timeout, d.rank)
+    stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
     run_dir, resume_from = run.root, run.resume_from
 
@@ -134,7 +137,8 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
-    start = checkpoint.load(resume_from, model, optimizer) if resume_from else 0
+    trained = {"reward_model": (model, optimizer)}
+    start = checkpoint.load(resume_from, trained) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     tracker.print(
         f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
@@ -145,6 +149,9 @@ def main(args: Args) -> dict[str, float]:
 
     for step in progress("reward", range(start, total_steps + 1)):  # the last round only evaluates
         clock = Timer(d.device)
+        # Asked to stop, the run leaves at the next `stop.check`, and calls these two.
+        stop.arm(partial(checkpoint.leave, run, step, trained), tracker.close)
+        stop.check(d)
 
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the preferred response wins.
         if val and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
@@ -172,6 +179,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         sums = Sums(d.device)
         for micro_rows in micros:
+            stop.check(d)
             scores = reward_model.sequence_scores(model, select(batch, micro_rows, d.device))
             chosen, rejected = scores[: len(micro_rows)].view(-1, 2).unbind(1)  # (b,) each; a rank may be out of pairs
             loss = losses.bradley_terry(chosen, rejected).sum() / len(pairs)
@@ -208,13 +216,15 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Checkpoint: weights, optimizer and the step; the order of the data follows from the step.
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            if not checkpoint.save(run, step + 1, model, optimizer):
+            checkpoint.save(run, step + 1, trained)  # written while training goes on
+            if run.failures:  # of saves before this one
                 tracker.log(step + 1, {"checkpoint/failed": float(run.failures)})
 
+    checkpoint.close(run)  # waits for the last save
+    stop.end()
     watchdog.stop()
     tracker.close()
     fsdp.shutdown_distributed()
-    checkpoint.close(run)
     return metrics | val_metrics
 
 

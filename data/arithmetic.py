@@ -2,8 +2,8 @@
 
     python data/arithmetic.py --output-dir data/arithmetic
 
-A question is a first number and four operations, `4+3-5+2+1=?`; every operand is 1..9 and every running total 0..9.
-The full answer shows each step and ends as GSM8K's do, so the GSM8K rule grades it:
+A question is a first number and four operations, `4+3-5+2+1=?`; every operand is 1..9 and every running total 0..9, or
+0..--max-total. The full answer shows each step and ends as GSM8K's do, so the GSM8K rule grades it:
 
     4+3=7
     7-5=2
@@ -54,17 +54,33 @@ class Args:
     """RL prompts, all different"""
     num_test: int = 512
     """held-out chains, in neither of the other two"""
+    max_total: int = 9
+    """largest running total, 9 to 99; with 19 there are many more facts to learn, and answers take up to 44 tokens"""
     seed: int = 0
     """seed of the split, the samples and the model's weights"""
 
 
-def chain_totals(index: int) -> list[int]:
-    """The five running totals of chain `index` in 0..59,048: a first number 1..9, then each time one of nine others."""
-    totals = [index % 9 + 1]
+def num_indices(max_total: int) -> int:
+    """How many numbers `chain_totals` takes: a first number, then four times a choice of at most 18 next totals."""
+    return 9 * min(max_total, 18) ** 4
+
+
+def chain_totals(index: int, max_total: int = 9) -> list[int] | None:
+    """The five running totals of chain `index`: a first number 1..9, then each time one of the other totals within 9.
+
+    Up to a `max_total` of 9 there are always that many others, and every index in 0..59,048 is a chain. Beyond it their
+    number depends on the total; an index that chooses one too many is no chain, and gives None.
+    """
+    base, totals = min(max_total, 18), [index % 9 + 1]
+    index //= 9
     for _ in range(4):
-        index //= 9
-        move = index % 9
-        totals.append(move + (move >= totals[-1]))  # skip the total itself: no operand is 0
+        lowest, highest = max(0, totals[-1] - 9), min(max_total, totals[-1] + 9)
+        move = lowest + index % base
+        move += move >= totals[-1]  # skip the total itself: no operand is 0
+        if move > highest:
+            return None
+        totals.append(move)
+        index //= base
     return totals
 
 
@@ -79,26 +95,26 @@ def worked_steps(totals: list[int], stated: list[int]) -> str:
     return "".join(f"{s}{b - a:+d}={t}\n" for (a, b), (s, t) in steps)
 
 
-def with_one_mistake(totals: list[int], rng: random.Random) -> list[int]:
-    """Totals with one wrong step: from there on all are off by the same amount, and still in 0..9."""
+def with_one_mistake(totals: list[int], rng: random.Random, max_total: int = 9) -> list[int]:
+    """Totals with one wrong step: from there on all are off by the same amount, and still in 0..max_total."""
     slips = [
         totals[:i] + [t + d for t in totals[i:]]
         for i in range(1, 5)
         for d in range(-9, 10)
-        if d != 0 and all(0 <= t + d <= 9 for t in totals[i:])
+        if d != 0 and all(0 <= t + d <= max_total for t in totals[i:])
     ]
     return rng.choice(slips)  # never empty: the last step alone can always be wrong
 
 
-def sft_response(totals: list[int], rng: random.Random) -> str:
+def sft_response(totals: list[int], rng: random.Random, max_total: int = 9) -> str:
     """An imperfect demonstration.
 
     85 % of the samples whose first number is 5 or more, and 15 % of the others, are a bare guess within 3 of the truth.
     The rest shows its work: 5 % of it with one wrong step, half of it with an ending that no grader reads.
     """
     if rng.random() < (0.85 if totals[0] >= 5 else 0.15):
-        return f"#### {rng.choice([x for x in range(10) if abs(x - totals[-1]) <= 3])}"
-    stated = with_one_mistake(totals, rng) if rng.random() < 0.05 else totals
+        return f"#### {rng.choice([x for x in range(max_total + 1) if abs(x - totals[-1]) <= 3])}"
+    stated = with_one_mistake(totals, rng, max_total) if rng.random() < 0.05 else totals
     ending = "####" if rng.random() < 0.5 else rng.choice(["Answer:", "So"])
     return worked_steps(totals, stated) + f"{ending} {stated[-1]}"
 
@@ -169,22 +185,28 @@ def save_model(folder: Path, seed: int) -> None:
 
 def main(args: Args) -> dict[str, int]:
     """Write the data set and the model; returns the number of rows of each file."""
-    if min(args.num_sft, args.num_train, args.num_test) < 1 or args.num_train + args.num_test > NUM_CHAINS:
+    if not 9 <= args.max_total <= 99:
+        raise ValueError(f"--max-total {args.max_total} must be within 9 and 99")
+    rng = random.Random(args.seed)
+    indices = rng.sample(range(num_indices(args.max_total)), num_indices(args.max_total))
+    chains = [totals for i in indices if (totals := chain_totals(i, args.max_total)) is not None]
+    if min(args.num_sft, args.num_train, args.num_test) < 1 or args.num_train + args.num_test > len(chains):
         raise ValueError(
             f"--num-sft {args.num_sft}, --num-train {args.num_train} and --num-test {args.num_test} must be at least "
-            f"1, and the last two add up to at most the {NUM_CHAINS} chains that exist"
+            f"1, and the last two add up to at most the {len(chains)} chains that exist"
         )
-    rng = random.Random(args.seed)
-    order = rng.sample(range(NUM_CHAINS), NUM_CHAINS)
-    seen = order[args.num_test :]
-    sft_totals = [chain_totals(rng.choice(seen)) for _ in range(args.num_sft)]
+    test, seen = chains[: args.num_test], chains[args.num_test :]
+    sft = [rng.choice(seen) for _ in range(args.num_sft)]
     tables = {
         "sft": [
-            {"prompt": [{"role": "user", "content": question(totals)}], "response": sft_response(totals, rng)}
-            for totals in sft_totals
+            {
+                "prompt": [{"role": "user", "content": question(totals)}],
+                "response": sft_response(totals, rng, args.max_total),
+            }
+            for totals in sft
         ],
-        "train": [rl_row(chain_totals(c), "train", i) for i, c in enumerate(seen[: args.num_train])],
-        "test": [rl_row(chain_totals(c), "test", i) for i, c in enumerate(order[: args.num_test])],
+        "train": [rl_row(totals, "train", i) for i, totals in enumerate(seen[: args.num_train])],
+        "test": [rl_row(totals, "test", i) for i, totals in enumerate(test)],
     }
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():

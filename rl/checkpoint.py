@@ -2,28 +2,24 @@
 
     state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
+    huggingface_NAME/   the same of every other module that is trained, such as a critic
     trainer_state.json  step, arguments, hashes of data and tokenizer, versions
+    extra.json          what the loop carries besides, such as a KL coefficient
     MANIFEST.json       size and sha256 of every other file; written last
 
-A checkpoint is written to a temporary folder, forced to disk and renamed: what has the final name was complete, and the
-manifest tells whether it still is. Order of data and sampling seeds are functions of the step, so the step is all the
-loop state there is. What is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
+`save` copies the state to the host; a thread writes the copy while training goes on. A checkpoint is written to a
+temporary folder, forced to disk and renamed: what has the final name was complete, and the manifest tells whether it
+still is. Order of data and sampling seeds are functions of the step. What is loaded is tensors and JSON, never code.
+docs/reliability.md lists what can go wrong.
 """
 
 import copy
-import fcntl
-import hashlib
 import json
-import os
 import pathlib
-import pickle
-import re
-import secrets
 import shutil
-import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 import torch
@@ -32,15 +28,21 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import PreTrainedTokenizerBase
 
-from rl import fsdp
+from rl import checkpoint_files as files
+from rl.checkpoint_files import list_steps
 from rl.fsdp import Dist, full_tensors
+from rl.types import Batch
 
 T = TypeVar("T")
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
+Exports = list[tuple[str, nn.Module, dict[str, torch.Tensor]]]  # folder, module, its whole tensors on rank 0
 
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
@@ -54,23 +56,10 @@ FREE_TO_CHANGE = set(
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
     val_before_train test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
-    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout
+    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
+    critic_offload max_num_gen_batches
     """.split()
 )
-
-# All that torch puts into the pickle that describes a DCP checkpoint of tensors, besides dtypes. BytesStorageMetadata
-# is not among them: it stands for an entry that is a pickle itself.
-METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties ChunkStorageMetadata "
-        "_MEM_FORMAT_ENCODING".split()
-    ),
-}
 
 
 class Failed(ValueError):
@@ -79,40 +68,22 @@ class Failed(ValueError):
 
 @dataclass
 class Run:
-    """A run folder that these ranks have for themselves. Made by `open_run`, ended by `close`."""
+    """A run folder that these ranks have for themselves. Made by `open_run`, ended by `close` or `leave`."""
 
     root: pathlib.Path
     d: Dist
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase  # a copy for the writing thread: fast tokenizers are not safe to share
     keep: int | None  # checkpoints to keep; None for all
+    total_steps: int
+    group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
+    stager: DefaultStager  # copies to host memory, which it allocates once
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
-    failures: int = 0  # saves in a row that failed
+    saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
+    failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
     record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
     lock: IO[str] | None = None  # held open on rank 0
-
-
-def run_dir(args: Any) -> str:
-    """--default-local-dir with its placeholders filled in.
-
-    Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
-    """
-    names = {name: vars(args)[name] for name in ("project_name", "experiment_name")}
-    for name, value in names.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
-                "start with '.': it names a folder"
-            )
-    try:
-        folder = args.default_local_dir.format(**names)
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--default-local-dir {args.default_local_dir!r}: the placeholders are {{project_name}} and "
-            f"{{experiment_name}}, not {error}"
-        ) from error
-    if not folder or not folder.isprintable():
-        raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
-    return folder
+    pending: tuple[int, Future] | None = None  # the save that is being written, and its step
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
 def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d: Dist) -> Run:
@@ -121,27 +92,112 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
     running process, if `find` refuses, or if the arguments or the data are not those of the checkpoint.
     """
-    run = Run(pathlib.Path(run_dir(args)), d, tokenizer, args.max_ckpt_to_keep)
+    root, cuda = pathlib.Path(files.run_dir(args)), d.device.type == "cuda"
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
+    staging = StagingOptions(
+        use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=False, use_async_staging=False
+    )
+    group = dist.new_group(backend="gloo")
+    run = Run(root, d, copy.deepcopy(tokenizer), args.max_ckpt_to_keep, total_steps, group, DefaultStager(staging))
 
     def claim() -> None:
         if d.is_main:
-            run.lock = _lock(run.root)
-            _sweep(run.root)
+            run.lock = files.lock(root)
+            files.sweep(root)
             run.record = _describe(args, tokenizer, total_steps)
 
-    _together(claim, d)
-    run.resume_from = find(args.resume_mode, run.root, d)
+    _together(claim)
+    run.resume_from = find(args.resume_mode, root, d)
     if run.resume_from:
-        _together(lambda: _compare(run.resume_from, run.record, args.force_resume) if d.is_main else None, d)
+        _together(lambda: _compare(run.resume_from, run.record, args.force_resume) if d.is_main else None)
+        run.saved = _step_of(run.resume_from)
+    _status(run, "running", run.saved)
     return run
 
 
+def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
+    """Begin to write `global_step_<step>` as everything is now, and return as soon as it may change. All ranks enter.
+
+    Waits for the save before. Modules must be on the device they were sharded on. `extra` is JSON of the loop that does
+    not follow from the step, {} if None. Older checkpoints beyond the number to keep are deleted afterwards. After a
+    failure, such as a full disk, nothing is left of the new checkpoint and older ones are as they were. The `save`,
+    `leave` or `close` after it counts it in `run.failures`, and raises RuntimeError on all ranks at the third in a row.
+    """
+    _settle(run)
+    state: dict[str, Any] = {}
+    now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
+    _together(lambda: state.update(run.stager.stage(now)), run.group)  # host memory may be too small on one rank
+    exports: Exports = []
+    for i, (name, (module, _)) in enumerate(trained.items()):
+        whole = full_tensors(module, run.d.dtype)  # tied weights come once, as safetensors wants them
+        tensors = {key: x.to("cpu", copy=True) for key, x in whole if run.d.is_main}  # others only help to gather
+        exports.append((f"huggingface_{name}" if i else "huggingface", module, tensors))
+    text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
+    run.pending = step, run.writer.submit(_write_and_tidy, run, step, state, exports, text)
+
+
+def leave(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
+    """End a run that was asked to stop after `step`: save that, unless it is on disk or 0, and wait. All ranks enter.
+
+    The same command continues it. Raises RuntimeError as `close`.
+    """
+    _settle(run)
+    if step != run.saved:
+        save(run, step, trained, extra=extra)
+        _settle(run)
+    _end(run, "stopped", step)
+
+
 def close(run: Run) -> None:
-    """Give the run folder free. Raises RuntimeError if the last save failed: the run is then without its result."""
+    """End a run that is complete, when its last save is on disk, and give its folder free. All ranks must enter.
+
+    Call it before the process group is taken down. Raises RuntimeError, on all ranks, if the last save failed: the run
+    is then without its result.
+    """
+    _settle(run)
+    _end(run, "completed", run.total_steps)
+
+
+def save_batch(run: Run, step: int, batch: Batch) -> pathlib.Path:
+    """Write the tensors of a batch, as rank 0 has them, to `bad_batch_step_<step>.safetensors`, and return its path.
+
+    Any rank may call it; rank 0 writes. It is for finding out why a step went wrong: if it fails, that is printed only.
+    """
+    path = run.root / f"bad_batch_step_{step}.safetensors"
+    if run.d.is_main:
+        tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
+        try:
+            save_file(tensors, path)
+        except (OSError, SafetensorError) as error:
+            print(f"{path} could not be written: {error}", flush=True)
+    return path
+
+
+def _settle(run: Run) -> None:
+    """Wait for the save that is being written, if any, and take note of its outcome: the same one on all ranks."""
+    if run.pending is None:
+        return
+    (step, outcome), run.pending = run.pending, None
+    try:
+        outcome.result()
+    except Failed as error:
+        run.failures += 1
+        if run.failures == MAX_FAILURES:
+            raise RuntimeError(
+                f"{run.failures} checkpoints in a row could not be written to {run.root}; the last reason: {error}"
+            ) from error
+    else:
+        run.failures, run.saved = 0, step
+
+
+def _end(run: Run, state: str, step: int) -> None:
+    """Give the folder free, with a last word in STATUS.json if all went well."""
+    if not run.failures:
+        _status(run, state, step)
     if run.lock:
         run.lock.close()
+    run.writer.shutdown()
     if run.failures:
         raise RuntimeError(
             f"the last checkpoint could not be written to {run.root}; free some space, then run the same command again "
@@ -149,117 +205,94 @@ def close(run: Run) -> None:
         )
 
 
-def save(
-    run: Run,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    extra: dict[str, float] | None = None,
-) -> pathlib.Path | None:
-    """Write `global_step_<step>` and return it, or None if that failed. All ranks must enter.
-
-    `extra` are numbers of the loop that do not follow from the step. Older checkpoints beyond the number to keep are
-    deleted afterwards. After a failure, such as a full disk, nothing is left of the new checkpoint and older ones are
-    as they were; raises RuntimeError at the third failure in a row.
-    """
-    try:
-        _write(run, step, model, optimizer, extra or {})
-    except Failed as error:
-        run.failures += 1
-        if run.d.is_main:
-            _sweep(run.root)
-            print(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures} in a row): {error}", flush=True)
-        if run.failures == MAX_FAILURES:
-            raise RuntimeError(
-                f"{run.failures} checkpoints in a row could not be written to {run.root}; the last reason: {error}"
-            ) from error
-        return None
-    run.failures = 0
+def _status(run: Run, state: str, step: int) -> None:
     if run.d.is_main:
         try:
-            _delete_older(run.root, step, run.keep)
-            _sweep(run.root)
+            files.write_status(run.root, state=state, step=step, total_steps=run.total_steps)
+        except OSError as error:  # no reason to lose the run
+            print(f"{run.root / 'STATUS.json'} could not be written: {error}", flush=True)
+
+
+def _write_and_tidy(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: str) -> None:
+    """What the writing threads of all ranks do for one save. Raises Failed on all of them, with nothing left of it."""
+    if run.d.device.type == "cuda":
+        torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+    try:
+        _write(run, step, state, exports, extra)
+    except Failed as error:
+        if run.d.is_main:
+            files.sweep(run.root)
+            print(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures + 1} in a row): {error}", flush=True)
+        raise
+    if run.d.is_main:
+        try:
+            files.delete_older(run.root, step, run.keep)
         except OSError as error:  # no reason to lose the run
             print(f"older checkpoints in {run.root} could not be removed: {error}", flush=True)
-    dist.barrier()
-    return run.root / f"global_step_{step}"
+        _status(run, "running", step)
 
 
-def _write(run: Run, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, float]) -> None:
+def _write(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: str) -> None:
     """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
-    d = run.d
-    [temporary] = fsdp.all_gather([_spare(run.root, "tmp", step)] if d.is_main else [], d)
-    state, _ = _tensors(model, optimizer)
-    tensors = [
-        *state["model"].values(),
-        *(x for values in state["optimizer"]["state"].values() for x in values.values()),
-    ]
-    exported = sum(parameter.numel() for parameter in model.parameters()) * d.dtype.itemsize
-    needed = FREE_SPACE * (sum(x.numel() * x.element_size() for x in tensors) + exported)
+    d, group = run.d, run.group
+    temporary = _gather(files.spare(run.root, "tmp", step), group)[0]
 
     def prepare() -> None:
         if d.is_main:
+            tensors = [x for part in state.values() for x in part["model"].values()]
+            tensors += [x for part in state.values() for xs in part["optimizer"]["state"].values() for x in xs.values()]
+            tensors += [x for _, _, exported in exports for x in exported.values()]
+            needed = FREE_SPACE * (sum(x.numel() * x.element_size() for x in tensors) + len(extra))
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
                 raise OSError(f"{needed / 1e9:.3f} GB are needed in {run.root}, {free / 1e9:.3f} GB are free")
             temporary.mkdir()
 
     def write() -> None:
-        dcp.save(state, checkpoint_id=temporary / "state")
-        export_hf(temporary / "huggingface", model, run.tokenizer, d)
+        dcp.save(state, checkpoint_id=temporary / "state", process_group=group)
         if d.is_main:
+            for folder, module, tensors in exports:
+                export_hf(temporary / folder, module, tensors, run.tokenizer, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
-            (temporary / "trainer_state.json").write_text(json.dumps(written | {"extra": extra}, indent=2))
+            (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
+            (temporary / "extra.json").write_text(extra)
 
     def force_to_disk() -> dict[str, dict]:
-        return {name: _size_and_hash(temporary / name, sync=True) for name in names[d.rank :: d.world_size]}
+        return {name: files.size_and_hash(temporary / name, sync=True) for name in names[d.rank :: d.world_size]}
 
     def commit() -> None:
         if d.is_main:
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
             manifest = {"step": step, "world_size": d.world_size, "versions": versions}
             manifest["files"] = {name: entry for part in parts for name, entry in part.items()}
-            text = json.dumps(manifest | {"sha256": _hash_of(manifest)}, indent=2, sort_keys=True)
-            (temporary / "MANIFEST.json").write_text(text)
-            for path in (temporary / "MANIFEST.json", *(p for p in temporary.rglob("*/")), temporary):
-                _sync(path)
-            final = run.root / f"global_step_{step}"
-            if final.exists():  # damaged, or of a run that went another way from an older step
-                final.rename(_spare(run.root, "old", step))
-            temporary.rename(final)
-            _sync(run.root)
+            files.commit(temporary, run.root / f"global_step_{step}", manifest)
 
-    _together(prepare, d)
-    _together(write, d)
+    _together(prepare, group)
+    _together(write, group)
     names = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()) if d.is_main else []
-    names = fsdp.all_gather(names, d)
-    parts = _together(force_to_disk, d)
-    _together(commit, d)
+    names = _gather(names, group)[0]
+    parts = _together(force_to_disk, group)
+    _together(commit, group)
 
 
-def load(path: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(path: pathlib.Path, trained: Trained) -> int:
     """Restore a folder that `find` returned, in place, at any world size; returns its step. All ranks must enter.
 
-    Raises ValueError if it holds anything but the tensors of this model and this optimizer.
+    Raises ValueError if it holds anything but the tensors of these modules and optimizers.
     """
-    state, param_groups = _tensors(model, optimizer)
+    parts = {name: _tensors(*pair) for name, pair in trained.items()}
+    state = {name: tensors for name, (tensors, _) in parts.items()}
     _check_tensors(path / "state" / ".metadata", state)
     dcp.load(state, checkpoint_id=path / "state")
-    optimizer_state = {"state": state["optimizer"]["state"], "param_groups": param_groups}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
-    return json.loads((path / "trainer_state.json").read_text())["step"]
+    for name, (module, optimizer) in trained.items():
+        optimizer_state = {"state": state[name]["optimizer"]["state"], "param_groups": parts[name][1]}
+        set_state_dict(module, optimizer, model_state_dict=state[name]["model"], optim_state_dict=optimizer_state)
+    return _step_of(path)
 
 
-def extra(path: pathlib.Path | None) -> dict[str, float]:
+def extra(path: pathlib.Path | None) -> Any:
     """What `save` got as `extra`; {} without a checkpoint."""
-    return {} if path is None else json.loads((path / "trainer_state.json").read_text())["extra"]
-
-
-def list_steps(root: str | pathlib.Path) -> list[int]:
-    """Steps of the checkpoints under `root`, intact or not, ascending."""
-    matches = (re.fullmatch(r"global_step_(\d+)", p.name) for p in pathlib.Path(root).glob("global_step_*/"))
-    return sorted(int(m[1]) for m in matches if m)
+    return {} if path is None else json.loads((path / "extra.json").read_text())
 
 
 def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | None:
@@ -269,7 +302,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
     global_step_N folder. Says which ones it passes over, and why. Raises ValueError if all are damaged, if the folder
     is not a complete checkpoint, or if `disable` would mix a new run into an old one.
     """
-    steps = fsdp.all_gather(list_steps(root) if d.is_main else [], d)
+    steps = _gather(list_steps(root) if d.is_main else [])[0]
     if resume_mode == "disable":
         if steps:
             raise ValueError(
@@ -281,7 +314,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
         if problem := _problem(pathlib.Path(resume_mode), d):
             raise _no_checkpoint(resume_mode, problem)
         return pathlib.Path(resume_mode)
-    rejected = []
+    rejected: list[str] = []
     for path in (pathlib.Path(root) / f"global_step_{step}" for step in reversed(steps)):
         problem = _problem(path, d)
         if not problem:
@@ -297,28 +330,37 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
     return None
 
 
-def export_hf(path: pathlib.Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, d: Dist) -> None:
-    """Write what transformers and vLLM load: safetensors in the compute dtype, config, generation config, tokenizer.
-
-    All ranks must enter.
-    """
-    tensors = {}
-    for name, tensor in full_tensors(model, d.dtype):  # tied weights come once, as safetensors wants them
-        if d.is_main:
-            tensors[name] = tensor.cpu()
-    if d.is_main:
-        path.mkdir(parents=True, exist_ok=True)
-        config = copy.deepcopy(model.config)
-        config.dtype = d.dtype
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        config.save_pretrained(path)
-        if model.can_generate():
-            model.generation_config.save_pretrained(path)
-        save_torch_state_dict(tensors, path, metadata={"format": "pt"})
-        tokenizer.save_pretrained(path)
+def export_hf(
+    path: pathlib.Path,
+    module: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> None:
+    """Write what transformers and vLLM load: safetensors in `dtype`, config, generation config, tokenizer."""
+    path.mkdir(parents=True)
+    config = copy.deepcopy(module.config)
+    config.dtype = dtype
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    config.save_pretrained(path)
+    if module.can_generate():
+        module.generation_config.save_pretrained(path)
+    save_torch_state_dict(tensors, path, metadata={"format": "pt"})
+    tokenizer.save_pretrained(path)
 
 
-def _together(work: Callable[[], T], d: Dist) -> list[T]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def _gather(x: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """`x` of every rank of a group, by default of all. All of them must enter."""
+    results: list[T] = [x] * dist.get_world_size(group)
+    dist.all_gather_object(results, x, group=group)
+    return results
+
+
+def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return all results; if it failed on some, raise Failed on all. All must enter."""
     result, error = None, None
     try:
@@ -328,107 +370,18 @@ def _together(work: Callable[[], T], d: Dist) -> list[T]:
     except CheckpointException as e:  # of DCP, on all ranks: it knows which one failed
         error = "; ".join(f"rank {rank}: {type(x).__name__}: {x}" for rank, (x, _) in e.failures.items())
     except (OSError, RuntimeError, SafetensorError) as e:  # a full disk is any of these
-        error = f"rank {d.rank}: {type(e).__name__}: {e}"
-    outcomes = fsdp.all_gather([(result, error)], d)
+        error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
+    outcomes = _gather((result, error), group)
     errors = [error for _, error in outcomes if error is not None]
     if errors:
         raise Failed(errors[0])
     return [result for result, _ in outcomes]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def _lock(root: pathlib.Path) -> IO[str]:
-    """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = open(root / "run.lock", "a+")
-    except OSError as error:
-        raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        lock.seek(0)
-        raise ValueError(
-            f"{root} is in use by another run ({lock.read().strip()}); let it end, or choose another "
-            "--experiment-name or --default-local-dir"
-        ) from error
-    except OSError as error:  # some network file systems
-        print(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there", flush=True)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    lock.flush()
-    return lock
-
-
-def _spare(root: pathlib.Path, kind: str, step: int) -> pathlib.Path:
-    """A fresh name: "tmp" for what may be thrown away, "old" for what must not until its successor is in place."""
-    return root / f".{kind}-global_step_{step}-{secrets.token_hex(4)}"
-
-
-def _sweep(root: pathlib.Path) -> None:
-    """Remove what an interrupted save has left. Only for the process that holds the lock."""
-    for old in root.glob(".old-global_step_*"):
-        final = root / old.name.removeprefix(".old-").rsplit("-", 1)[0]
-        if not final.exists():  # it was stopped between the two renames
-            old.rename(final)
-    for leftover in (*root.glob(".tmp-global_step_*"), *root.glob(".old-global_step_*")):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _delete_older(root: pathlib.Path, step: int, keep: int | None) -> None:
-    """Hand checkpoints beyond the newest `keep` up to `step` to `_sweep`. Folders without a manifest are not ours."""
-    ours = [s for s in list_steps(root) if s <= step and (root / f"global_step_{s}" / "MANIFEST.json").is_file()]
-    for old in ours[:-keep] if keep else []:
-        if not (root / f"global_step_{old}").is_symlink():
-            (root / f"global_step_{old}").rename(_spare(root, "tmp", old))
-
-
-def _sync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
-    with open(file, "rb") as f:
-        if sync:
-            os.fsync(f.fileno())
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
-
-
-def _hash_of(value: Any) -> str:
-    """sha256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _problem(path: pathlib.Path, d: Dist) -> str:
     """Why a folder is not an intact checkpoint, "" if it is. Every rank reads its share. All ranks must enter."""
-
-    def check() -> str:
-        if not (path / "MANIFEST.json").is_file():
-            return "no MANIFEST.json"
-        try:
-            manifest = json.loads((path / "MANIFEST.json").read_text())
-        except ValueError:
-            manifest = None
-        if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _hash_of(manifest):
-            return "MANIFEST.json is damaged"
-        for name, expected in sorted(manifest["files"].items())[d.rank :: d.world_size]:
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (size := (path / name).stat().st_size) != expected["size"]:
-                return f"{name} has {size} bytes instead of {expected['size']}"
-            if _size_and_hash(path / name)["sha256"] != expected["sha256"]:
-                return f"{name} is damaged: its sha256 is not that of the manifest"
-        return ""
-
     try:
-        return next(filter(None, _together(check, d)), "")
+        return next(filter(None, _together(lambda: files.problem(path, d.rank, d.world_size))), "")
     except Failed as error:
         return str(error)
 
@@ -444,19 +397,10 @@ def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
 # Contents
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[dict]]:
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[dict]]:
     """What is saved, tensors only, and the optimizer's hyperparameters, which are flags. All ranks must enter."""
-    parameters, optimizer_state = get_state_dict(model, optimizer)
+    parameters, optimizer_state = get_state_dict(module, optimizer)
     return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or function that a pickle names, if it is on the list."""
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in METADATA_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
-        return super().find_class(module, name)
 
 
 def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:
@@ -464,14 +408,12 @@ def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:
 
     DCP unpickles .metadata and every entry that is not a tensor, and passes over names nobody asks for.
     """
-    try:
-        with open(metadata_file, "rb") as f:
-            saved = _MetadataUnpickler(f).load().state_dict_metadata
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{metadata_file} is not loaded: {error}") from error
-    expected = {f"model.{name}": x for name, x in state["model"].items()}
-    for name, values in state["optimizer"]["state"].items():
-        expected |= {f"optimizer.state.{name}.{key}": x for key, x in values.items()}
+    saved = files.read_metadata(metadata_file).state_dict_metadata
+    expected = {}
+    for part, tensors in state.items():
+        expected |= {f"{part}.model.{name}": x for name, x in tensors["model"].items()}
+        for name, values in tensors["optimizer"]["state"].items():
+            expected |= {f"{part}.optimizer.state.{name}.{key}": x for key, x in values.items()}
     problems = [f"{name} is missing" for name in expected.keys() - saved.keys()]
     problems += [f"{name} is not part of the model or the optimizer" for name in saved.keys() - expected.keys()]
     for name in expected.keys() & saved.keys():
@@ -483,13 +425,19 @@ def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:
         raise ValueError(f"{metadata_file.parent} is of another model: {len(problems)} tensors differ\n{shown}")
 
 
+def _step_of(path: pathlib.Path) -> int:
+    return json.loads((path / "trainer_state.json").read_text())["step"]
+
+
 def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
     """What must be the same when a run is resumed, as JSON has it."""
     return {
         "args": json.loads(json.dumps(vars(args), default=str)),
         "total_steps": total_steps,
-        "data_sha256": [_size_and_hash(pathlib.Path(file))["sha256"] for file in args.train_files],
-        "tokenizer_sha256": _hash_of([tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map]),
+        "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in args.train_files],
+        "tokenizer_sha256": files.hash_of(
+            [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map]
+        ),
     }
 
 

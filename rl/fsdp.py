@@ -181,24 +181,40 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def offload(model: nn.Module) -> None:
-    """Move a sharded model to the host, and give its memory on the device back. `onload` undoes it, bit by bit."""
-    model.cpu()
+def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
+
+    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass.
+    """
+    _move(model, optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def onload(model: nn.Module, device: torch.device) -> None:
-    """Move a sharded model that `offload` put away back to the device it was sharded on."""
+def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, back from where `offload` put them to the device of sharding."""
+    _move(model, optimizer, device)
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
     model.to(device)
+    for state in optimizer.state.values() if optimizer else ():
+        for name, x in state.items():
+            if name != "step":  # a number; AdamW wants it on the device if fused, on the host if not
+                state[name] = x.to(device)
 
 
-def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None, *, value_head: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) for every parameter, tied ones once, cast to `dtype` before gathering.
 
-    All ranks must iterate.
+    Left out, unless `value_head`, is the head that `critic.add_value_head` gave a policy: no engine knows it, nor does
+    transformers. All ranks must iterate.
     """
     for name, parameter in model.named_parameters():
+        if name.startswith("value_head.") and not value_head:
+            continue
         local = parameter.detach().to(dtype or parameter.dtype)
         whole = local.full_tensor() if isinstance(local, DTensor) else local
         padded = whole.untyped_storage().nbytes() > whole.nbytes  # shards of unequal size: a view, which no file takes

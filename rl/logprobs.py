@@ -2,7 +2,8 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
-caller ever sees a packed tensor; no model ever sees a padded one. `run_packed` is the part that other heads share.
+caller ever sees a packed tensor; no model ever sees a padded one. Other heads share `run_on_responses`, or `run_packed`
+if they read other positions.
 """
 
 import functools
@@ -32,43 +33,55 @@ def token_logprobs(
     used; entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and
     entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
     """
-    b, T = batch.input_ids.shape
-    assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
-        f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
-    )
-    position = torch.arange(T, device=batch.input_ids.device).expand(b, T)
-    real = position < batch.lengths[:, None]  # (b, T)
-    scored = (batch.response_mask > 0) & real & (position > 0)  # token 0 has nothing before it
-    scored[0, 1] |= ~scored.any()  # an empty row still runs the LM head, with weight zero, so that collectives match
-    packed_index = real.flatten().cumsum(0).view(b, T) - 1  # (b, T) position of each real token in the packed row
-    logp, entropy = run_packed(
-        model,
-        batch,
-        _response_logprobs,
-        packed_index[scored] - 1,  # the hidden state that predicts token t sits at t - 1
-        batch.input_ids[scored],
-        temperature,
-        entropy_grad,
-    )
-    grid = torch.zeros(b, T, dtype=logp.dtype, device=logp.device)
-    mask = batch.response_mask.to(logp.dtype)
-    return grid.masked_scatter(scored, logp) * mask, grid.masked_scatter(scored, entropy) * mask
+    return run_on_responses(model, batch, response_logprobs, temperature, entropy_grad)
 
 
-@torch.no_grad()
 def fixed_logprobs(
     model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, temperature: float, device: torch.device
 ) -> torch.Tensor:
     """`token_logprobs` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other
     ranks.
     """
-    logp = torch.zeros_like(batch.rollout_logp)
+    return over_micro_batches(
+        lambda micro: token_logprobs(model, micro, temperature=temperature)[0], batch, micro_batches, device
+    )
+
+
+@torch.no_grad()
+def over_micro_batches(
+    per_token: Callable[[Batch], torch.Tensor], batch: Batch, micro_batches: list[list[int]], device: torch.device
+) -> torch.Tensor:
+    """What `per_token`, from (b, T') to (b, T'), gives for each of this rank's micro-batches, without gradients.
+
+    Returns: (B, T) of the type of batch.rollout_logp, on the host, zero in rows of other ranks.
+    """
+    result = torch.zeros_like(batch.rollout_logp)
     for rows in micro_batches:
-        micro = select(batch, rows, device)
-        result, _ = token_logprobs(model, micro, temperature=temperature)
+        part = per_token(select(batch, rows, device))
         if rows:
-            logp[rows, : result.shape[1]] = result.cpu().to(logp.dtype)
-    return logp
+            result[rows, : part.shape[1]] = part.cpu().to(result.dtype)
+    return result
+
+
+def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[torch.Tensor, ...]:
+    """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
+
+    Args: model, as in `run_packed`; head, a function that takes the model, the hidden states (R, H) of the tokens right
+    before those R, their ids (R,), and `args`, and returns tensors (R,). Returns: each of these as (b, T), where
+    position t is about token t, zero where response_mask is zero.
+    """
+    b, T = batch.input_ids.shape
+    assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
+        f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
+    )
+    position, real = _positions(batch)
+    scored = (batch.response_mask > 0) & real & (position > 0)  # token 0 has nothing before it
+    scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
+    packed_index = real.flatten().cumsum(0).view(b, T) - 1  # (b, T) position of each real token in the packed row
+    before = packed_index[scored] - 1  # the hidden state that predicts token t sits at t - 1
+    outputs = _run(model, batch, position, real, _head_at, head, before, batch.input_ids[scored], *args)
+    grids = (torch.zeros(b, T, dtype=x.dtype, device=x.device).masked_scatter(scored, x) for x in outputs)
+    return tuple(grid * batch.response_mask.to(grid.dtype) for grid in grids)
 
 
 def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> Any:
@@ -78,8 +91,17 @@ def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> An
     the model, the hidden states (N, H) row after row, and `args`. It runs while FSDP2 holds the root's weights
     gathered, those of the model's head among them. Returns: what `head` returns.
     """
+    return _run(model, batch, *_positions(batch), head, *args)
+
+
+def _positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(b, T) position of every token in its row, and whether it is real."""
     position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-    real = position < batch.lengths[:, None]  # (b, T)
+    return position, position < batch.lengths[:, None]
+
+
+def _run(model, batch, position, real, head, *args):
+    """`run_packed`, given `_positions`."""
     cu_seqlens = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).to(torch.int32)
     out = model.packed_forward(
         head, batch.input_ids[real][None], position[real][None], cu_seqlens, int(batch.lengths.max()), *args
@@ -87,6 +109,11 @@ def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> An
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
     return out
+
+
+def _head_at(model, hidden, head, index, targets, *args):
+    """hidden (N, H) -> what `head` makes of the R states at `index`."""
+    return head(model, hidden[index], targets, *args)
 
 
 def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: bool = False) -> nn.Module:
@@ -130,9 +157,10 @@ def _packed_forward(self, head, input_ids, position_ids, cu_seqlens, max_length,
     return head(self, hidden, *args)
 
 
-def _response_logprobs(model, hidden, hidden_index, targets, temperature, entropy_grad):
-    """hidden (N, H) -> log-probs and entropies (R,) of the R targets predicted at `hidden_index`."""
-    hidden = hidden[hidden_index]  # (R, H)
+def response_logprobs(
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     weight = model.get_output_embeddings().weight
     logps, entropies = [], []
     for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):

@@ -3,6 +3,7 @@
 Each function turns data of a step into {name: float}; docs/metrics.md says what is healthy.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -202,3 +203,28 @@ def majority_vote(answers: Sequence[str | None]) -> int | None:
     """
     votes = Counter(a for a in answers if a is not None)
     return answers.index(votes.most_common(1)[0][0]) if votes else None
+
+
+def parse_alarm(text: str) -> tuple[str, str, float]:
+    """`metric>number` or `metric<number` -> (metric, sign, number). Raises ValueError for anything else."""
+    metric, sign, number = (text.partition("<") if "<" in text else text.partition(">"))[:3]
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if not metric or not math.isfinite(limit):
+        raise ValueError(f"--alarms {text!r} must be metric>number or metric<number, e.g. 'actor/entropy<0.01'")
+    return metric, sign, limit
+
+
+def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
+    """A sentence for every condition (see `parse_alarm`) that is true of the metrics, or whose metric is NaN.
+
+    A metric that is absent raises no alarm.
+    """
+    found = []
+    for metric, sign, limit in map(parse_alarm, conditions):
+        value = metrics.get(metric, limit)
+        if math.isnan(value) or (value > limit if sign == ">" else value < limit):
+            found.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
+    return found

@@ -1,5 +1,6 @@
 """From prompts to samples, and the proof that the engine that sampled them holds the policy's weights."""
 
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
+from rl import stop
 from rl.batching import collate
 from rl.fsdp import Dist, all_reduce_sum
 from rl.logprobs import token_logprobs
@@ -57,24 +59,29 @@ def sample_groups(
     the rows.
 
     `on_group(row, samples)` is called for each row when its samples are complete, while others are still sampled.
+    Samples are missing if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine
+    returns anything but `n` responses with a finite log-prob for every token.
     """
+    groups: dict[int, list[Sample]] = {}
 
-    def to_samples(row: dict, completions: Sequence[Completion]) -> list[Sample]:
-        return [
-            Sample(
-                row["prompt_ids"], c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason, row["row_index"]
-            )
-            for c in completions
-        ]
+    def finish(i: int, completions: Sequence[Completion]) -> None:
+        prompt_ids, row_index = rows[i]["prompt_ids"], rows[i]["row_index"]
+        if len(completions) != sampling.n:
+            raise RuntimeError(f"the engine returned {len(completions)} responses to row {row_index}, not {sampling.n}")
+        for ids, logprobs, _ in completions:
+            if len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+                raise RuntimeError(
+                    f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
+                    f"{row_index}, or log-probs that are not finite: {logprobs[:5]} ..."
+                )
+        groups[i] = [Sample(prompt_ids, c.token_ids, [1] * len(c.token_ids), *c[1:], row_index) for c in completions]
+        on_group(rows[i], groups[i])
 
-    groups = backend.generate(
-        engine,
-        [row["prompt_ids"] for row in rows],
-        sampling,
-        seed=seed,
-        on_group=lambda i, completions: on_group(rows[i], to_samples(rows[i], completions)),
-    )
-    return [sample for row, group in zip(rows, groups, strict=True) for sample in to_samples(row, group)]
+    backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed, on_group=finish)
+    if len(groups) < len(rows) and not stop.requested():
+        lost = next(row["row_index"] for i, row in enumerate(rows) if i not in groups)
+        raise RuntimeError(f"the engine returned nothing for {len(rows) - len(groups)} prompts, row {lost} among them")
+    return [sample for i in sorted(groups) for sample in groups[i]]
 
 
 @torch.no_grad()

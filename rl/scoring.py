@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from rl import stop
 from rl.scoring_worker import HEADER
 from rl.types import Sample
 
@@ -110,12 +111,16 @@ class Scorer:
     def collect(self, samples: Sequence[Sample]) -> list[Score]:
         """Wait for everything submitted since the last call: the score of each sample, in the order given here.
 
-        `samples` are the submitted ones, those of a row in the order submitted. The first failure is printed.
+        `samples` are the submitted ones, those of a row in the order submitted. The first failure is printed. If the
+        run was asked to stop, no sample has a score.
         """
         with self.news:
-            self.news.wait_for(lambda: self.broken or len(self.finished) == len(self.submitted))
+            while not (self.broken or stop.requested() or len(self.finished) == len(self.submitted)):
+                self.news.wait(0.2)
             if self.broken is not None:
                 raise RuntimeError("the pool of reward processes failed") from self.broken
+            if stop.requested():
+                return [Score("", None, {}, "none", 0.0) for _ in samples]
             finished, self.finished, self.submitted = self.finished, {}, set()
         by_row: dict[int, list[Score]] = {}
         for row_index, position in sorted(finished):

@@ -1,12 +1,18 @@
 """Where metrics go: a progress line on the console and `metrics.jsonl` always; wandb, swanlab and tensorboard when
 asked for.
+
+The loop only writes files. Each tracker has a process of its own that reads them (rl/tracking_worker.py), so that
+nothing a tracker does or waits for can delay or stop a run.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -18,12 +24,21 @@ T = TypeVar("T")
 
 Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+CLOSE_S = 30.0  # what `close` spends on trackers at most
+PENDING_BYTES = 64 * 2**20  # lines kept in memory while a file cannot be written, for each file
+SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
+SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
+
 
 class Tracker:
     """Writes on rank 0 and does nothing elsewhere, so that scripts call it without asking which rank they are.
 
-    Files under `run_dir`: config.json, metrics.jsonl (one line a step), generations.jsonl (one line a logged response).
-    `start` is the step a run resumes from, 0 for a new one: lines of later steps are dropped.
+    Files under `run_dir`: config.json (without `secrets`), metrics.jsonl (one line a step), generations.jsonl (one line
+    a logged response). `start` is the step a run resumes from, 0 for a new one: lines of later steps are dropped.
+
+    Raises OSError if `run_dir` or config.json cannot be written, and nothing later: lines that a full disk refuses are
+    kept in memory, up to PENDING_BYTES a file, and written when there is space again.
     """
 
     def __init__(
@@ -38,89 +53,143 @@ class Tracker:
         enabled: bool,
     ):
         self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), backends
-        self.wandb = self.swanlab = self.tensorboard = None
+        self.pending = {"metrics.jsonl": bytearray(), "generations.jsonl": bytearray()}
+        self.lost = dict.fromkeys(self.pending, 0)  # lines
+        self.failing: set[str] = set()
+        self.workers: dict[str, subprocess.Popen] = {}
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "generations.jsonl"):  # a resumed run repeats the steps after its checkpoint
+        for name in self.pending:  # a resumed run repeats the steps after its checkpoint
             _drop_after(self.run_dir / name, start)
-        config = dataclasses.asdict(config)
-        (self.run_dir / "config.json").write_text(json.dumps(config, indent=2, default=str))
-        if "wandb" in backends:
-            import wandb
+        config = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
+        (self.run_dir / "config.json").write_text(json.dumps(config, indent=2))
+        for backend in backends:
+            if backend != "console":
+                self._start(backend, project_name, experiment_name)
 
-            self.wandb = wandb.init(project=project_name, name=experiment_name, config=config, dir=str(self.run_dir))
-        if "swanlab" in backends:
-            import swanlab
-
-            self.swanlab = swanlab
-            swanlab.init(
-                project=project_name,
-                experiment_name=experiment_name,
-                config=config,
-                logdir=str(self.run_dir / "swanlab"),
+    def _start(self, backend: str, project_name: str, experiment_name: str) -> None:
+        """Start the process that hands every line from here on to `backend`."""
+        files = [self.run_dir / name for name in self.pending]
+        begin = [str(file.stat().st_size if file.exists() else 0) for file in files]
+        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.tracking_worker import main; main()"
+        words = [backend, str(self.run_dir), project_name, experiment_name, *begin, str(CLOSE_S * 5 / 6)]
+        try:
+            self.workers[backend] = subprocess.Popen(
+                [sys.executable, "-c", code, *words],
+                stdin=subprocess.PIPE,
+                stdout=2,  # what a tracker has to say is not the run's output
+                start_new_session=True,  # Ctrl-C is for the run, and no tracker asks for a key on the terminal
             )
-        if "tensorboard" in backends:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"))
+        except OSError as error:
+            self._say(f"{backend} gets nothing, its process did not start: {error}")
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step everywhere; print `line` if console is on.
 
-        Non-finite values are null in metrics.jsonl.
+        Non-finite values are null in metrics.jsonl and NaN in the trackers.
         """
         if not self.enabled:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with open(self.run_dir / "metrics.jsonl", "a") as f:
-            f.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(metrics, step=step)
-        if self.swanlab is not None:
-            self.swanlab.log(metrics, step=step)
-        if self.tensorboard is not None:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
+        text = json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n"
+        self._append("metrics.jsonl", text)
+        self._look_after_workers()
         if line:
             self.print(line)
 
     def log_generations(self, step: int, kind: str, generations: list[dict]) -> None:
         """Record responses: dicts with prompt, response, score (and whatever else) to generations.jsonl and the
-        trackers' tables.
+        trackers' tables. `log` must follow with the same step.
         """
         if not self.enabled or not generations:
             return
-        with open(self.run_dir / "generations.jsonl", "a") as f:
-            for generation in generations:
-                f.write(json.dumps({"step": step, "kind": kind, **generation}, default=str) + "\n")
-        columns = list(generations[0])
-        if self.wandb is not None:
-            import wandb
+        lines = [json.dumps({"step": step, "kind": kind, **generation}, default=str) for generation in generations]
+        self._append("generations.jsonl", "\n".join(lines) + "\n")
 
-            rows = [[str(g[c]) for c in columns] for g in generations]
-            self.wandb.log({f"{kind}/generations": wandb.Table(columns=columns, data=rows)}, step=step)
-        texts = ["\n\n".join(f"{c}: {g[c]}" for c in columns) for g in generations]
-        if self.swanlab is not None:
-            self.swanlab.log({f"{kind}/generations": [self.swanlab.Text(t) for t in texts]}, step=step)
-        if self.tensorboard is not None:
-            for i, text in enumerate(texts):
-                self.tensorboard.add_text(f"{kind}/generations/{i}", text, step)
+    def _append(self, name: str, text: str) -> None:
+        """Add lines to a file. What does not get there, be it half a line, stays pending and is the first next time."""
+        pending, data = self.pending[name], text.encode()
+        if len(pending) + len(data) <= PENDING_BYTES:
+            pending += data
+        else:
+            self.lost[name] += text.count("\n")
+        try:
+            with open(self.run_dir / name, "ab", buffering=0) as f:
+                while pending:
+                    del pending[: f.write(pending)]
+        except OSError as error:
+            if name not in self.failing:
+                self.failing.add(name)
+                self._say(f"{self.run_dir / name} cannot be written: {error}; training goes on, its lines are kept")
+            return
+        if name in self.failing:
+            self.failing.remove(name)
+            self._say(f"{self.run_dir / name} can be written again; {self.lost[name]} lines are missing")
+
+    def _look_after_workers(self) -> None:
+        """Say so if a tracker's process was ended by something else than itself."""
+        for backend, worker in list(self.workers.items()):
+            if worker.poll() is not None:
+                del self.workers[backend]
+                if worker.returncode != 0:  # else it has said itself what the matter was
+                    self._say(
+                        f"{backend} gets nothing more, its process ended with {worker.returncode}; "
+                        f"the numbers are in {self.run_dir / 'metrics.jsonl'}"
+                    )
 
     def print(self, text: str) -> None:
         """Print on the main rank if console is among the backends."""
         if self.enabled and "console" in self.backends:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a full disk: it stays in stdout's buffer
+                print(text, flush=True)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Flush and end every backend."""
-        if self.wandb is not None:
-            self.wandb.finish()
-        if self.swanlab is not None:
-            self.swanlab.finish()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        sys.stdout.flush()
+        """Write what is pending and end every backend, in CLOSE_S seconds at most."""
+        if not self.enabled:
+            return
+        for name, pending in self.pending.items():
+            if pending:
+                self._append(name, "")
+            if pending or self.lost[name]:
+                lines = pending.count(b"\n") + self.lost[name]
+                self._say(f"{self.run_dir / name} lacks {lines} lines, which could not be written")
+        deadline = time.monotonic() + CLOSE_S
+        for worker in self.workers.values():
+            with contextlib.suppress(OSError):  # it has ended
+                worker.stdin.write(b"done")
+                worker.stdin.close()
+        for worker in self.workers.values():
+            try:
+                worker.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self._look_after_workers()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+
+
+def secrets() -> list[str]:
+    """Values of environment variables whose names look secret, if they have SECRET_LENGTH characters, longest first."""
+    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH}
+    return sorted(values, key=len, reverse=True)
+
+
+def redact(value: Any, secrets: Sequence[str]) -> Any:
+    """JSON with *** for every occurrence of a secret in its strings; keys stay."""
+    if isinstance(value, dict):
+        return {name: redact(item, secrets) for name, item in value.items()}
+    if isinstance(value, list):
+        return [redact(item, secrets) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, "***")
+    return value
 
 
 def _drop_after(file: pathlib.Path, step: int) -> None:
@@ -133,7 +202,11 @@ def _drop_after(file: pathlib.Path, step: int) -> None:
         text = file.read_text()
         lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # a crash may cut the last one
         kept = [line for line in lines if line["step"] < step or (line["step"] == step and not evaluates(line))]
-        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        rest = "".join(json.dumps(line) + "\n" for line in kept)
+        if rest != text:
+            temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
+            temporary.write_text(rest)
+            os.replace(temporary, file)
 
 
 def progress(name: str, items: Sequence[T]) -> Iterable[T]:

@@ -5,18 +5,22 @@ import hashlib
 import json
 import shutil
 import signal
+import threading
 
 import helpers_scripts as h
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import sft
 import train_grpo
 import train_reward
-from rl import checkpoint, fsdp
+from rl import checkpoint, checkpoint_files, fsdp, reward_model
+from rl.types import Batch
 
 STEPS = 5
 # Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
@@ -79,6 +83,14 @@ def open_run(task, root, d, **changes):
     return checkpoint.open_run(args, AutoTokenizer.from_pretrained(task.model), 10, d)
 
 
+def save_and_wait(run, step, trained, **extra):
+    """The folder of a checkpoint, when it is on disk."""
+    checkpoint.save(run, step, trained, **extra)
+    checkpoint._settle(run)
+    assert run.failures == 0
+    return run.root / f"global_step_{step}"
+
+
 def assert_same_run(run_dir, unbroken, last, scratch):
     """Weights, optimizer and metrics of two runs: equal to the last bit, each line of metrics.jsonl there once."""
     h.assert_same(h.weights(run_dir / f"global_step_{last}"), h.weights(unbroken / f"global_step_{last}"))
@@ -100,7 +112,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
     entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 6]}
     status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
-    assert checkpoint.list_steps(tmp_path) == [1, 2]
+    assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
     assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
 
     metrics = train_grpo.main(train_grpo.Args(**settings))
@@ -156,7 +168,7 @@ from rl import checkpoint
 import sft
 
 def export(path, *rest, original=checkpoint.export_hf):
-    if "global_step_3" in str(path):
+    if "global_step_3" in str(path):  # this is the writing thread: training goes on
         os.kill(os.getpid(), signal.SIGKILL)
     original(path, *rest)
 
@@ -176,7 +188,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     [left] = broken.glob(".tmp-global_step_3-*")
     assert (left / "state" / ".metadata").is_file()  # half of it was there
     assert checkpoint.list_steps(broken) == [1, 2]
-    assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")] == [0, 1, 2, 2, 3]
+    assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")][:5] == [0, 1, 2, 2, 3]
 
     sft.main(sft.Args(**settings))
 
@@ -211,19 +223,20 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     ]
     status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
-    assert checkpoint.list_steps(broken) == [1], output
+    assert checkpoint.list_steps(broken) in ([], [1]), output  # it may have died while step 1 was written
 
     h.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
 
     assert_same_run(broken, whole, 3, tmp_path)
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.
     policy, optimizer, d = policy_of(task.model)
-    assert checkpoint.load(broken / "global_step_3", policy, optimizer) == 3
-    again = checkpoint.save(open_run(task, tmp_path / "again", d), 3, policy, optimizer)
+    trained = {"actor": (policy, optimizer)}
+    assert checkpoint.load(broken / "global_step_3", trained) == 3
+    again = save_and_wait(open_run(task, tmp_path / "again", d), 3, trained)
     h.assert_same(h.dcp_state(again, tmp_path), h.dcp_state(broken / "global_step_3", tmp_path))
     h.assert_same(h.weights(again), h.weights(broken / "global_step_3"))
     state = h.dcp_state(again, tmp_path)
-    assert state["optimizer/state/model.norm.weight/step"] == 9  # three updates a step
+    assert state["actor/optimizer/state/model.norm.weight/step"] == 9  # three updates a step
     train_grpo.main(train_grpo.Args(**entries[1]["settings"] | {"total_training_steps": 4}))
     assert checkpoint.list_steps(broken) == [1, 2, 3, 4]
 
@@ -237,9 +250,9 @@ def test_transformers_loads_exactly_the_trained_weights(task, unbroken, tmp_path
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     trained = {
-        name.removeprefix("model/"): tensor
+        name.removeprefix("actor/model/"): tensor
         for name, tensor in h.dcp_state(unbroken / "global_step_5", tmp_path).items()
-        if name.startswith("model/")
+        if name.startswith("actor/model/")
     }
     h.assert_same(dict(model.state_dict()), trained)
     original = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
@@ -272,12 +285,13 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     untied.save_pretrained(tmp_path / "untied")
     policy, optimizer, d = policy_of(tmp_path / "untied", torch.bfloat16)
     master = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
-    saved = checkpoint.save(open_run(task, tmp_path / "run", d), 7, policy, optimizer)
+    saved = save_and_wait(open_run(task, tmp_path / "run", d), 7, {"actor": (policy, optimizer)})
     exported = h.weights(saved)
     h.assert_same(exported, {name: tensor.bfloat16() for name, tensor in master.items()})
     assert not torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
     state = h.dcp_state(saved, tmp_path)
-    h.assert_same({n.removeprefix("model/"): x for n, x in state.items() if n.startswith("model/")}, master)  # fp32
+    fp32 = {n.removeprefix("actor/model/"): x for n, x in state.items() if n.startswith("actor/model/")}
+    h.assert_same(fp32, master)
     model = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
     assert model.dtype == AutoConfig.from_pretrained(saved / "huggingface").dtype == torch.bfloat16
     assert model.lm_head.weight is not model.model.embed_tokens.weight
@@ -341,23 +355,29 @@ def test_an_incomplete_checkpoint_is_refused_by_path(task, unbroken, tmp_path, n
 
 def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
     policy, optimizer, d = policy_of(task.model)
-    run = open_run(task, tmp_path, d)
-    first = h.weights(checkpoint.save(run, 1, policy, optimizer))
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    first = h.weights(save_and_wait(run, 1, trained))
     (tmp_path / "global_step_1" / "stale").write_text("")
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(1.0)
-    second = h.weights(checkpoint.save(run, 1, policy, optimizer))
+    second = h.weights(save_and_wait(run, 1, trained))
     h.assert_same(second, {name: tensor + 1.0 for name, tensor in first.items()})
-    assert {p.name for p in tmp_path.iterdir()} == {"run.lock", "global_step_1"}
+    assert {p.name for p in tmp_path.iterdir()} == {"run.lock", "STATUS.json", "global_step_1"}
     assert not (tmp_path / "global_step_1" / "stale").exists()
 
 
-def test_numbers_of_the_loop_come_back(task, policy_of, tmp_path):
+def test_what_the_loop_carries_comes_back(task, policy_of, tmp_path):
     policy, optimizer, d = policy_of(task.model)
-    run, third = open_run(task, tmp_path, d), 1 / 3  # no float is lost on the way
-    assert checkpoint.extra(checkpoint.save(run, 1, policy, optimizer, extra={"kl_coef": third})) == {"kl_coef": third}
-    assert checkpoint.extra(checkpoint.save(run, 2, policy, optimizer)) == {}
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    carried = {"kl_coef": 1 / 3, "groups": [{"ids": [1, 2], "logp": [-0.1, None]}] * 1000}  # no float loses a bit
+    changing = [1]
+    checkpoint.save(run, 1, trained, extra=changing)
+    changing.append(2)
+    second = save_and_wait(run, 2, trained, extra=carried)
+    assert checkpoint.extra(tmp_path / "global_step_1") == [1]  # as it was
+    assert checkpoint.extra(second) == carried
+    assert checkpoint.extra(save_and_wait(run, 3, trained)) == {}
     assert checkpoint.extra(None) == {}
 
 
@@ -367,10 +387,10 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
         for i, parameter in enumerate(policy.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1 * (i + 1) * (-1) ** k)
         optimizer.step()
-    saved = checkpoint.save(open_run(task, tmp_path, d), 3, policy, optimizer)
+    saved = save_and_wait(open_run(task, tmp_path, d), 3, {"actor": (policy, optimizer)})
     expected = {name: tensor.clone() for name, tensor in fsdp.full_tensors(policy)}
     fresh, fresh_optimizer, _ = policy_of(task.model)
-    assert checkpoint.load(saved, fresh, fresh_optimizer) == 3
+    assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 3
     h.assert_same(dict(fsdp.full_tensors(fresh)), expected)
     for old, new in zip(policy.parameters(), fresh.parameters(), strict=True):
         before, after = optimizer.state[old], fresh_optimizer.state[new]
@@ -379,6 +399,209 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(after[name].full_tensor(), before[name].full_tensor())
             assert before[name].full_tensor().abs().min() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saved while training goes on
+
+
+class SlowDisk:
+    """A `_write` that waits for `go_on`, and remembers what it was given."""
+
+    def __init__(self, write=checkpoint._write):
+        self.write, self.go_on, self.states, self.steps = write, threading.Event(), [], []
+
+    def __call__(self, run, step, state, *rest):
+        assert self.go_on.wait(60)
+        self.states.append(state)
+        self.steps.append(step)
+        self.write(run, step, state, *rest)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    disk = SlowDisk()
+    monkeypatch.setattr(checkpoint, "_write", disk)
+    yield disk
+    disk.go_on.set()
+
+
+def step_by(optimizer, size):
+    """One optimizer step with gradients of `size`."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, size)
+    optimizer.step()
+
+
+def state_of(trained):
+    """What `h.dcp_state` should find: a copy of all parameters and moments."""
+    result = {}
+    for name, (module, optimizer) in trained.items():
+        for key, parameter in module.state_dict().items():
+            result[f"{name}/model/{key}"] = parameter.full_tensor().clone()
+        for key, parameter in module.named_parameters():
+            for kind, x in optimizer.state[parameter].items():
+                whole = x.full_tensor() if isinstance(x, DTensor) else x
+                result[f"{name}/optimizer/state/{key}/{kind}"] = whole.clone()
+    return result
+
+
+def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    step_by(optimizer, 0.1)
+    expected = state_of(trained), dict(fsdp.full_tensors(policy))
+    expected = expected[0], {name: x.clone() for name, x in expected[1].items()}
+    checkpoint.save(run, 1, trained)
+    assert checkpoint.list_steps(tmp_path) == []  # nothing is written yet, and training goes on
+    step_by(optimizer, -0.2)
+    changed = state_of(trained)
+    assert not any(torch.equal(x, changed[name]) for name, x in expected[0].items())
+    slow_disk.go_on.set()
+    checkpoint.save(run, 2, trained)  # waits for the first one
+    assert checkpoint.list_steps(tmp_path)[0] == 1
+    checkpoint.close(run)
+    for step, (state, weights) in {1: expected, 2: (changed, dict(fsdp.full_tensors(policy)))}.items():
+        h.assert_same(h.dcp_state(tmp_path / f"global_step_{step}", tmp_path), state)
+        h.assert_same(h.weights(tmp_path / f"global_step_{step}"), weights)
+    # The second copy was made in the memory of the first.
+    first, second = (x["actor"]["model"]["model.norm.weight"].to_local() for x in slow_disk.states)
+    assert first.data_ptr() == second.data_ptr() != policy.model.norm.weight.to_local().data_ptr()
+
+
+def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
+    """A policy with a value head, which transformers would not know what to do with, and a critic."""
+
+    def make():
+        _, _, d = policy_of(task.model)
+        policy = fsdp.load_policy(task.model, d)
+        torch.manual_seed(0)
+        policy.value_head = torch.nn.Linear(policy.config.hidden_size, 1, bias=False)
+        modules = policy, reward_model.load_reward_model(task.model, d, head_seed=0)
+        trained = {}
+        for name, module in zip(("actor", "critic"), modules, strict=True):
+            module = fsdp.shard(module, d)
+            trained[name] = module, torch.optim.AdamW(module.parameters(), lr=1e-3)
+        return trained, d
+
+    trained, d = make()
+    for _, optimizer in trained.values():
+        step_by(optimizer, 0.1)
+    expected = state_of(trained)
+    assert {"actor/model/value_head.weight", "critic/model/score.weight"} < expected.keys()
+    saved = save_and_wait(open_run(task, tmp_path / "run", d), 3, trained)
+    assert {p.name for p in saved.iterdir() if p.is_dir()} == {"state", "huggingface", "huggingface_critic"}
+    h.assert_same(h.dcp_state(saved, tmp_path), expected)
+
+    fresh, _ = make()
+    assert not torch.equal(
+        state_of(trained)["critic/model/score.weight"], fresh["critic"][0].score.weight.full_tensor()
+    )
+    assert checkpoint.load(saved, fresh) == 3
+    h.assert_same(state_of(fresh), expected)
+
+    model, info = AutoModelForCausalLM.from_pretrained(saved / "huggingface", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    critic, info = AutoModelForSequenceClassification.from_pretrained(
+        saved / "huggingface_critic", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for name, exported in (("actor", model), ("critic", critic)):
+        parameters = dict(exported.named_parameters())
+        h.assert_same(parameters, {n: x for n, x in fsdp.full_tensors(fresh[name][0]) if n in parameters})
+    assert AutoTokenizer.from_pretrained(saved / "huggingface_critic").eos_token == "<|im_end|>"
+
+    with pytest.raises(ValueError, match="critic.model.score.weight is not part of the model") as error:
+        checkpoint.load(saved, {"actor": fresh["actor"], "value": fresh["critic"]})
+    assert "value.model.score.weight is missing" in str(error.value)
+
+
+def status_of(root):
+    """state and step of STATUS.json."""
+    status = json.loads((root / "STATUS.json").read_text())
+    assert status["total_steps"] == 10
+    return status["state"], status["step"]
+
+
+def test_the_status_says_how_a_run_stands(task, policy_of, slow_disk, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    assert status_of(tmp_path) == ("running", 0)
+    checkpoint.save(run, 4, trained)
+    assert status_of(tmp_path) == ("running", 0)  # not on disk
+    slow_disk.go_on.set()
+    checkpoint._settle(run)
+    assert status_of(tmp_path) == ("running", 4)
+    del run  # it dies, and its lock with it
+    run = open_run(task, tmp_path, d)
+    assert status_of(tmp_path) == ("running", 4) and run.resume_from == tmp_path / "global_step_4"
+    checkpoint.save(run, 6, trained)
+    checkpoint.close(run)
+    assert status_of(tmp_path) == ("completed", 10)
+    assert checkpoint.list_steps(tmp_path) == [4, 6]
+
+
+def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    trained = {"actor": (policy, optimizer)}
+    slow_disk.go_on.set()
+    checkpoint.leave(open_run(task, tmp_path, d), 0, trained)
+    assert (slow_disk.steps, status_of(tmp_path)) == ([], ("stopped", 0))  # nothing to save
+
+    run = open_run(task, tmp_path, d)
+    checkpoint.save(run, 2, trained)
+    checkpoint.leave(run, 3, trained, extra={"kl_coef": 0.5})
+    assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))
+    assert checkpoint.extra(tmp_path / "global_step_3") == {"kl_coef": 0.5}
+
+    run = open_run(task, tmp_path, d)
+    assert run.resume_from == tmp_path / "global_step_3"
+    checkpoint.leave(run, 3, trained)
+    assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))  # it is what the run began with
+
+    run = open_run(task, tmp_path, d)
+    slow_disk.go_on.clear()
+    checkpoint.save(run, 5, trained)
+    threading.Timer(0.2, slow_disk.go_on.set).start()
+    checkpoint.leave(run, 5, trained)  # it is being written: not a second time, but to its end
+    assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3, 5], ("stopped", 5))
+    assert checkpoint.find("auto", tmp_path, d) == tmp_path / "global_step_5"
+
+
+def test_leaving_tries_again_what_has_failed_and_never_says_stopped_if_nothing_was_saved(
+    task, policy_of, monkeypatch, tmp_path
+):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)
+    checkpoint.save(run, 2, trained)
+    checkpoint._settle(run)
+    assert run.failures == 1
+    monkeypatch.undo()
+    checkpoint.leave(run, 2, trained)
+    assert status_of(tmp_path) == ("stopped", 2) and checkpoint.list_steps(tmp_path) == [2]
+
+    run = open_run(task, tmp_path, d)
+    monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)
+    with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
+        checkpoint.leave(run, 3, trained)
+    assert status_of(tmp_path) == ("running", 2) and checkpoint.list_steps(tmp_path) == [2]
+
+
+def test_a_batch_is_kept_for_another_look(task, policy_of, tmp_path):
+    d = policy_of(task.model)[2]
+    run = open_run(task, tmp_path, d)
+    mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
+    logp = torch.tensor([[0.0, float("nan"), -2.0], [0.0, -0.5, 0.0]])
+    batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2]), mask, logp, advantages=mask)
+    path = checkpoint.save_batch(run, 7, batch)
+    assert path == tmp_path / "bad_batch_step_7.safetensors"
+    read = load_file(path)
+    assert read.keys() == {"input_ids", "lengths", "response_mask", "rollout_logp", "advantages"}
+    again = Batch(**read)
+    assert again.input_ids.tolist() == [[1, 2, 3], [4, 5, 0]] and again.lengths.tolist() == [3, 2]
+    assert torch.equal(again.rollout_logp, logp) is False and again.rollout_logp[0, 1].isnan()
+    assert torch.equal(again.advantages, mask) and again.rollout_logp[1, 1] == -0.5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,15 +716,15 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
 def test_names_that_are_no_folder_are_refused(settings, words):
     for module in (train_grpo, sft, train_reward):
         with pytest.raises(ValueError, match=words):
-            checkpoint.run_dir(module.Args(**settings))
+            checkpoint_files.run_dir(module.Args(**settings))
 
 
 def test_names_fill_the_placeholders():
     args = sft.Args(
         project_name="p-1", experiment_name="e_2.b", default_local_dir="/a b/{experiment_name}/{project_name}"
     )
-    assert checkpoint.run_dir(args) == "/a b/e_2.b/p-1"
-    assert checkpoint.run_dir(sft.Args()) == "runs/glassrl/sft"
+    assert checkpoint_files.run_dir(args) == "/a b/e_2.b/p-1"
+    assert checkpoint_files.run_dir(sft.Args()) == "runs/glassrl/sft"
 
 
 def test_every_flag_that_may_change_is_a_flag():

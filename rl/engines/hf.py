@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from rl import stop
 from rl.fsdp import Dist
 from rl.types import Completion, OnGroup, Sampling
 
@@ -56,6 +57,7 @@ def generate(
     """Sample `sampling.n` completions for each prompt, `max_num_seqs` sequences at a time.
 
     Same seed and weights, same completions. `on_group(i, completions)` is called when those of prompt i are there.
+    Completions end early if the run was asked to stop.
     """
     generator = torch.Generator(engine.d.device).manual_seed(seed)
     repeated = [p for p in prompts for _ in range(sampling.n)]
@@ -97,7 +99,7 @@ def _generate_batch(
         logprobs.append(logp.gather(-1, token[:, None])[:, 0])
         alive.append(~finished)
         finished = finished | torch.isin(token, stops)
-        if finished.all():
+        if finished.all() or stop.requested():
             break
         ids = token[:, None]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(prompts), 1)], dim=1)

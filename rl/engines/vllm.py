@@ -5,6 +5,7 @@ neighbouring ranks form one engine: they exchange their prompts, generate the sa
 its own prompts' share.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from rl import stop
 from rl.fsdp import Dist, final_barrier
 from rl.types import Completion, OnGroup, Sampling
+
+STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
 
 
 class Engine(NamedTuple):
@@ -93,6 +97,7 @@ def generate(
     """Sample `sampling.n` completions for each of this rank's prompts (token ids).
 
     `on_group(i, completions)` is called as soon as all completions of prompt i are there, while others are sampled.
+    Returns [] if the run was asked to stop meanwhile.
 
     The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and,
     for the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds
@@ -131,7 +136,10 @@ def generate(
         np.random.seed(seed)
         ids = engine.llm.enqueue([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         first = int(ids[0].partition("-")[0])  # vLLM numbers requests on and on
+        steps = itertools.count()
         while engine.llm.llm_engine.has_unfinished_requests():
+            if next(steps) % STOP_EVERY == 0 and stop.requested(engine.tp_group):  # ranks of an engine leave together
+                return []
             for output in engine.llm.llm_engine.step():
                 i = int(output.request_id) - first
                 groups[i] = [

@@ -50,6 +50,7 @@ def main(task: Path, root: Path) -> None:
         busy = True
         copy = root.with_name("copy")
         shutil.copytree(root, copy)
+        json.loads((copy / "STATUS.json").read_text())  # whole, whenever somebody reads it
         run = open_run(copy)
         names = sorted(p.name for p in copy.iterdir())
         found.append([event, run.resume_from and digest(run.resume_from), names])
@@ -61,7 +62,9 @@ def main(task: Path, root: Path) -> None:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(1.0)
-        complete.append(digest(checkpoint.save(run, step, policy, optimizer)))
+        checkpoint.save(run, step, {"actor": (policy, optimizer)})
+        checkpoint._settle(run)  # the writing thread has looked around, at each of its file operations
+        complete.append(digest(root / f"global_step_{step}"))
 
     sys.addaudithook(look)
     run = open_run(root)

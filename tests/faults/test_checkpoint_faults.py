@@ -21,11 +21,15 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import sft
-from rl import checkpoint, fsdp
+from rl import checkpoint, checkpoint_files, fsdp
 
 HERE = Path(__file__).parent
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
-COMBINATIONS = [("train_grpo", 2), ("sft", 0), ("train_grpo", 0), ("sft", 2)]  # script, ranks of torchrun
+KILLED = {  # script -> settings of a short run of it; one more script is one more line
+    "train_grpo": h.grpo_settings,
+    "sft": h.sft_settings,
+}
+COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 ranks: without torchrun
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,8 @@ def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, 
     assert sequence == sorted(sequence) and set(sequence) == {0, 1, 2}  # never back, and never None
     assert min(sequence.count(i) for i in order.values()) > 5 and len(sequence) > 100
     for event, digest, names in result["found"]:
-        assert set(names) <= {"run.lock", "global_step_1", "global_step_2"}, f"{event}: {names} were not swept"
+        allowed = {"run.lock", "STATUS.json", "global_step_1", "global_step_2"}
+        assert set(names) <= allowed, f"{event}: {names} were not swept"
         assert "global_step_2" in names or order[digest] == 0
 
 
@@ -117,8 +122,7 @@ def run_until_random_kill(script, settings, ranks, seconds):
 @pytest.mark.parametrize(("script", "ranks"), COMBINATIONS[:RANDOM_KILLS])
 def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
     steps, rng = 24, random.Random(f"{script} {ranks}")
-    make = h.grpo_settings if script == "train_grpo" else h.sft_settings
-    changes = dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
+    make, changes = KILLED[script], dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
     h.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
     kills, run_dir = 0, tmp_path / "run"
     while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):
@@ -219,9 +223,9 @@ class Payload:
 def sealed(path):
     """Give a changed checkpoint a manifest that fits, as whoever changed it on purpose would."""
     manifest = json.loads((path / "MANIFEST.json").read_text())
-    manifest["files"] = {name: checkpoint._size_and_hash(path / name) for name in manifest["files"]}
+    manifest["files"] = {name: checkpoint_files.size_and_hash(path / name) for name in manifest["files"]}
     manifest.pop("sha256")
-    (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": checkpoint._hash_of(manifest)}))
+    (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": checkpoint_files.hash_of(manifest)}))
 
 
 def change_metadata(path, change):
@@ -264,17 +268,17 @@ def test_names_shapes_and_types_must_be_those_of_the_model(task, unbroken, tmp_p
 
     def change(metadata):
         entries = metadata.state_dict_metadata
-        entries["model.extra"] = entries.pop("model.model.norm.weight")
-        entries["model.lm_head.weight"].size = torch.Size((7, 96))
-        entries["optimizer.state.model.norm.weight.exp_avg"].properties.dtype = torch.bfloat16
+        entries["actor.model.extra"] = entries.pop("actor.model.model.norm.weight")
+        entries["actor.model.lm_head.weight"].size = torch.Size((7, 96))
+        entries["actor.optimizer.state.model.norm.weight.exp_avg"].properties.dtype = torch.bfloat16
 
     change_metadata(path, change)
     with pytest.raises(ValueError, match="state is of another model: 4 tensors differ") as error:
         resume_from(task, path, tmp_path / "run")
     for words in (
-        "model.extra is not part of the model or the optimizer",
-        "model.model.norm.weight is missing",
-        "model.lm_head.weight is (7, 96) torch.float32, the model wants (",
+        "actor.model.extra is not part of the model or the optimizer",
+        "actor.model.model.norm.weight is missing",
+        "actor.model.lm_head.weight is (7, 96) torch.float32, the model wants (",
         "exp_avg is (96,) torch.bfloat16, the model wants (96,) torch.float32",
     ):
         assert words in str(error.value)
@@ -313,7 +317,7 @@ def test_a_full_disk_costs_one_checkpoint(task, unbroken, tmp_path, monkeypatch,
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_4"}
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
     failed = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "checkpoint/failed" in x]
-    assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(2, 1.0), (3, 2.0)]
+    assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(3, 1.0), (4, 2.0)]
     printed = capsys.readouterr().out
     assert "CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 0: " in printed and "File too large" in printed
 
@@ -366,16 +370,45 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (1, 3, 4)}
 
 
+def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_path):
+    """33 saves are written while the main threads call collectives; failures on rank 1 are known to both, in time."""
+    names = [str(HERE / "saving_ranks.py"), task.model, task.train, tmp_path / "run"]
+    output = h.run(*names, nproc=2, PYTHONPATH=os.pathsep.join(map(str, (h.ROOT, HERE.parent, HERE))))
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+    assert sorted(x["rank"] for x in results) == [0, 1]
+    for result in results:
+        # Step 10 failed, which the save of step 11 finds out; 31 and 32 failed, and 33 was the third in a row.
+        assert result["failures"] == [0] * 10 + [1] + [0] * 20 + [1, 2]
+        assert "3 checkpoints in a row could not be written" in result["end"] and "rank 1: " in result["end"]
+        assert result["busy"] > 100  # of 660: it did train while its thread wrote
+    assert output.count(" NOT WRITTEN (1 in a row): rank 1: ") == 2
+    assert output.count(" NOT WRITTEN (3 in a row): rank 1: ") == 1
+    assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_29", "global_step_30"}
+    for step in (29, 30):
+        saved = tmp_path / "run" / f"global_step_{step}"
+        state = {n: x for n, x in h.dcp_state(saved, tmp_path).items() if n.startswith("actor/model/")}
+        assert state and all((x == step).all() for x in (state | h.weights(saved)).values())
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert (status["state"], status["step"], status["total_steps"]) == ("running", 30, 33)  # it did not end well
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Two runs in one folder
 
 
-HOLD = "import sys; from pathlib import Path; from rl import checkpoint; lock = checkpoint._lock(Path(sys.argv[1])); "
+HOLD = """
+import sys
+from pathlib import Path
+from rl import checkpoint_files
+lock = checkpoint_files.lock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_gone(task, tmp_path):
     first = subprocess.Popen(
-        [sys.executable, "-c", HOLD + "print('held', flush=True); sys.stdin.read()", str(tmp_path / "run")],
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=h.ROOT,

@@ -1,0 +1,356 @@
+"""Does every algorithm learn? Held-out accuracy against steps and against sampled responses, three seeds each.
+
+    python benchmarks/learning.py --setting easy --jobs 2
+    python benchmarks/learning.py --setting easy --only grpo rloo --seeds 0
+
+All runs of a setting start from one SFT checkpoint of the embedded arithmetic task (data/arithmetic.py), which is
+trained first and kept. A run differs from the others in its script and flags, which RUNS lists, and in its seed, which
+decides the order of the prompts and the sampling. Seconds are those of the whole process, start-up and evaluations
+included.
+
+Finished runs are skipped, so the same command again goes on where it stopped; failed ones are tried again, and so are
+those whose command has changed. The results cover all runs of RUNS that are found in --work-dir:
+
+    <work-dir>/<setting>/<run>/seed_<n>/     metrics.jsonl, output.log and result.json of a run
+    <results>/<setting>.json                 a line a run and seed: command, accuracy at every evaluation, commit, ...
+    <results>/<setting>.md                   the table
+    <results>/<setting>.png                  the figure: means over the seeds, and bands from the lowest to the highest
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+GOAL = 0.9  # held-out accuracy whose first step the table names
+
+
+class Setting(NamedTuple):
+    """One task and starting point, common to all runs on it."""
+
+    data: str  # flags of data/arithmetic.py
+    sft: str  # flags of sft.py
+    sft_steps: int
+    train: str  # flags of every training script
+    title: str
+
+
+SFT = "--max-length 128 --lr 4e-3 --beta2 0.98 --lr-warmup-steps 30 --activation-checkpointing none --log-freq 50"
+TRAIN = (
+    "--max-prompt-length 32 --max-response-length 40 --activation-checkpointing none --test-freq 5 --save-freq 0 "
+    "--log-samples-freq 0"
+)
+SETTINGS = {
+    "easy": Setting(
+        data="--num-sft 57600",
+        sft=SFT,
+        sft_steps=450,
+        train=f"{TRAIN} --train-batch-size 32 --rollout-n 8 --lr 1e-4 --total-training-steps 60",
+        title="easy: a policy that can add, and has to find out that showing its work and its ending pay",
+    ),
+}
+
+# Groups (rows of the figure) of runs: script and flags, after those of the setting. Losses differ only where a step
+# makes several updates, so the runs that compare them make four of 8 prompts.
+FOUR_UPDATES = "--ppo-mini-batch-size 8"
+RUNS = {
+    "advantage estimators, one update a step": {
+        "grpo": "train_grpo.py",
+        "dr_grpo": "train_grpo.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
+        "rloo": "train_grpo.py --adv-estimator rloo",
+        "opo": "train_grpo.py --adv-estimator opo",
+        "gpg": "train_grpo.py --adv-estimator gpg --loss-mode policy_gradient",
+        "reinforce_plus_plus_baseline": "train_grpo.py --adv-estimator reinforce_plus_plus_baseline",
+    },
+    "losses, four updates a step": {
+        "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
+        "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
+        "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
+        "cispo": f"train_grpo.py {FOUR_UPDATES} --loss-mode cispo --clip-ratio-low 1",
+        "sapo": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean",
+        "gmpo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
+        "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
+        "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
+    },
+}
+NAMES = [name for runs in RUNS.values() for name in runs]
+
+
+@dataclass(frozen=True)
+class Args:
+    setting: Literal["easy"] = "easy"
+    """Task and starting point, see SETTINGS."""
+    only: tuple[str, ...] = ()
+    """Names of the runs to make, see RUNS; default: all."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of every run."""
+    jobs: int = 1
+    """Runs at a time, each on one thread."""
+    timeout: float = 3600.0
+    """Seconds after which a run is ended, and counted as failed."""
+    extra: str = ""
+    """Flags for every run, after all others, e.g. "--total-training-steps 5" for a quick look."""
+    work_dir: Path = Path("runs/learning")
+    """Folder for data, checkpoints and runs."""
+    results: Path = Path("runs/learning")
+    """Folder for the results; those of the repository are in benchmarks/results/learning."""
+
+
+class Job(NamedTuple):
+    """A run with a seed."""
+
+    name: str
+    seed: int
+    command: str  # without "python"
+    folder: Path
+
+
+# --- running
+
+
+def prepare(args: Args) -> str:
+    """Write the data and train the SFT checkpoint of the setting, unless they exist; returns the checkpoint's folder.
+
+    Raises: RuntimeError if the checkpoint was made by other commands than SETTINGS has now.
+    """
+    setting, folder = SETTINGS[args.setting], args.work_dir / args.setting
+    commands = [
+        f"data/arithmetic.py --output-dir {folder}/data {setting.data}",
+        f"sft.py --model {folder}/data/model --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft "
+        f"{setting.sft} --total-training-steps {setting.sft_steps}",
+    ]
+    made = folder / "sft.json"  # written last
+    if not made.exists():
+        shutil.rmtree(folder / "sft", ignore_errors=True)
+        for command in commands:
+            print(f"python {command}", flush=True)
+            subprocess.run([sys.executable, *shlex.split(command)], check=True)
+        made.write_text(json.dumps(commands, indent=2) + "\n")
+    elif json.loads(made.read_text()) != commands:
+        raise RuntimeError(f"{made} names other commands than SETTINGS[{args.setting!r}]; delete {folder} or change it")
+    return f"{folder}/sft/global_step_{setting.sft_steps}/huggingface"
+
+
+def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) -> list[Job]:
+    """One job a run and seed, seed by seed, so that all runs have their first seed early."""
+    folder = args.work_dir / args.setting
+    files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
+    jobs = []
+    for seed in seeds:
+        for name in names:
+            script, *flags = next(runs[name] for runs in RUNS.values() if name in runs).split()
+            run_dir = folder / name / f"seed_{seed}"
+            words = [script, files, SETTINGS[args.setting].train, *flags, args.extra, f"--seed {seed}"]
+            command = " ".join([word for word in words if word] + [f"--default-local-dir {run_dir}"])
+            jobs.append(Job(name, seed, command, run_dir))
+    return jobs
+
+
+def result(job: Job) -> dict | None:
+    """The result of a job that was made by the same command, or None."""
+    file = job.folder / "result.json"
+    found = json.loads(file.read_text()) if file.exists() else None
+    return found if found is not None and found["command"] == job.command else None
+
+
+def commit() -> str:
+    """Commit of the checkout, with "+changes" if tracked files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("diff", "HEAD", "--name-only") else "")
+
+
+def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
+    """Number of responses sampled for training until the end of each step, from the lines of metrics.jsonl."""
+    steps = [line for line in metrics if "critic/score/mean" in line]
+    counts = [config["train_batch_size"] * config["rollout_n"] for _ in steps]
+    return {0: 0} | dict(zip([line["step"] for line in steps], accumulate(counts), strict=True))
+
+
+def summarize(job: Job, seconds: float, error: str | None) -> dict:
+    """What a run left behind. `error`: why it failed, or None."""
+    file = job.folder / "metrics.jsonl"
+    metrics = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    config = json.loads((job.folder / "config.json").read_text()) if metrics else {}
+    evaluations = [line for line in metrics if "val/accuracy" in line]
+    responses = responses_by_step(metrics, config) if metrics else {}
+    return {
+        "name": job.name,
+        "seed": job.seed,
+        "error": error,
+        "final_accuracy": evaluations[-1]["val/accuracy"] if evaluations and error is None else None,
+        "steps": [line["step"] for line in evaluations],
+        "responses": [responses[line["step"]] for line in evaluations],
+        "accuracy": [round(line["val/accuracy"], 4) for line in evaluations],
+        "seconds": round(seconds, 1),
+        "commit": commit(),
+        "command": job.command,
+    }
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an error."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    return (lines or ["no error message"])[-1].strip()[:200]
+
+
+def run_all(jobs: list[Job], at_a_time: int, timeout: float) -> None:
+    """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed."""
+    waiting, running = list(jobs), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                job = waiting.pop(0)
+                shutil.rmtree(job.folder, ignore_errors=True)
+                job.folder.mkdir(parents=True)
+                with open(job.folder / "output.log", "w") as log:
+                    command = [sys.executable, *shlex.split(job.command)]
+                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                running[process] = job, time.perf_counter()
+            time.sleep(0.2)
+            for process, (job, start) in list(running.items()):
+                status, seconds = process.poll(), time.perf_counter() - start
+                if status is None and seconds < timeout:
+                    continue
+                error = None
+                if status is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    error = f"took longer than --timeout {timeout:g} s"
+                elif status != 0:
+                    error = f"exit {status}: {last_error(job.folder / 'output.log')}"
+                del running[process]
+                x = summarize(job, seconds, error)
+                (job.folder / "result.json").write_text(json.dumps(x) + "\n")
+                outcome = error or f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}"
+                print(f"{job.name}, seed {job.seed}: {outcome} ({seconds:.0f} s)", flush=True)
+    finally:
+        for process in running:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+# --- results
+
+
+def first_step(x: dict) -> int | None:
+    """First evaluated step of a run with held-out accuracy of at least GOAL, or None."""
+    return next((step for step, y in zip(x["steps"], x["accuracy"], strict=True) if y >= GOAL), None)
+
+
+def table(results: list[dict]) -> str:
+    """A markdown row a run: final accuracy over the seeds that did not fail, the first evaluated step at GOAL of each
+    seed, the responses sampled beyond the first run's at the same number of steps, mean seconds, and failures.
+    """
+    lines = [
+        f"| run | seeds | final accuracy: mean | min | max | first step with {GOAL:.2f} | responses | seconds | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(x["name"] for x in results):
+        runs = [x for x in results if x["name"] == name]
+        done = [x for x in runs if x["error"] is None]
+        cells = ["-"] * 6
+        if done:
+            finals = [x["final_accuracy"] for x in done]
+            steps = ", ".join("never" if first_step(x) is None else str(first_step(x)) for x in done)
+            responses, seconds = (
+                sum(xs) / len(done) for xs in ([x["responses"][-1] for x in done], [x["seconds"] for x in done])
+            )
+            cells = [f"{sum(finals) / len(finals):.3f}", f"{min(finals):.3f}", f"{max(finals):.3f}"]
+            cells += [steps, f"{responses:,.0f}", f"{seconds:.0f}"]
+        failures = "; ".join(
+            f"seed {x['seed']} after step {x['steps'][-1] if x['steps'] else 0}: {x['error']}"
+            for x in runs
+            if x["error"]
+        )
+        lines.append(f"| `{name}` | {len(runs)} | {' | '.join(cells)} | {failures.replace('|', '/')} |")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], title: str, path: Path) -> None:
+    """A row a group of RUNS; left: accuracy against steps, right: against sampled responses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {x["name"] for x in results if x["error"] is None}
+    groups = {group: [name for name in runs if name in found] for group, runs in RUNS.items()}
+    groups = {group: names for group, names in groups.items() if names}
+    figure, axes = plt.subplots(
+        len(groups), 2, figsize=(11, 3.3 * len(groups)), squeeze=False, sharex="col", sharey=True, layout="constrained"
+    )
+    for (left, right), (group, names) in zip(axes, groups.items(), strict=True):
+        for color, name in enumerate(names):
+            curve(left, [x for x in results if x["name"] == name and x["error"] is None], "steps", name, f"C{color}")
+            curve(
+                right, [x for x in results if x["name"] == name and x["error"] is None], "responses", name, f"C{color}"
+            )
+        left.set(title=group, ylabel="held-out accuracy, greedy", xlabel="steps")
+        right.set(xlabel="sampled responses")
+        right.legend(loc="lower right", fontsize="small")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def curve(axis, runs: list[dict], x_name: str, label: str, color: str) -> None:
+    """Mean line and band from the lowest to the highest over the seeds; x is the mean over the seeds too."""
+    n = min(len(run["accuracy"]) for run in runs)
+    columns = [[run["accuracy"][i] for run in runs] for i in range(n)]
+    x = [sum(run[x_name][i] for run in runs) / len(runs) for i in range(n)]
+    axis.plot(x, [sum(c) / len(c) for c in columns], color=color, label=label, linewidth=1.3)
+    axis.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15, linewidth=0)
+
+
+def write_results(args: Args, results: list[dict]) -> None:
+    """Write json, table and figure of the setting."""
+    args.results.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(x) for x in results)
+    commands = json.dumps(json.loads((args.work_dir / args.setting / "sft.json").read_text()))
+    path = args.results / f"{args.setting}.json"
+    path.write_text(f'{{"prepared_by": {commands},\n"runs": [\n{lines}\n]}}\n')
+    path.with_suffix(".md").write_text(table(results) + "\n")
+    plot(results, SETTINGS[args.setting].title, path.with_suffix(".png"))
+    print(f"\n{table(results)}\n\n{path}, and .md and .png", flush=True)
+
+
+def main(args: Args) -> list[dict]:
+    """Make the runs that are missing and write the results of all that are found; returns these."""
+    os.chdir(ROOT)
+    if unknown := sorted(set(args.only) - set(NAMES)):
+        raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    model = prepare(args)
+    jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
+    done = [job for job in jobs if (x := result(job)) and x["error"] is None]
+    print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_all ends what it started
+    run_all([job for job in jobs if job not in done], args.jobs, args.timeout)
+    seeds = sorted({int(path.name.removeprefix("seed_")) for path in args.work_dir.glob(f"{args.setting}/*/seed_*")})
+    found = [x for job in make_jobs(args, model, NAMES, tuple(seeds)) if (x := result(job))]
+    results = sorted(found, key=lambda x: (NAMES.index(x["name"]), x["seed"]))
+    if results:
+        write_results(args, results)
+    return results
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

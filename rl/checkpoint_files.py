@@ -1,0 +1,197 @@
+"""The files of a run folder: who holds it, what its checkpoints are called, and whether every byte of them is there.
+
+One process and its disk: nothing here talks to other ranks. rl/checkpoint.py says what is written and when.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import re
+import secrets
+import shutil
+import socket
+import time
+from typing import IO, Any
+
+import torch
+
+# All that torch puts into the pickle that describes a DCP checkpoint of tensors, besides dtypes. BytesStorageMetadata
+# is not among them: it stands for an entry that is a pickle itself.
+METADATA_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties ChunkStorageMetadata "
+        "_MEM_FORMAT_ENCODING".split()
+    ),
+}
+
+
+def run_dir(args: Any) -> str:
+    """--default-local-dir with its placeholders filled in.
+
+    Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
+    """
+    names = {name: vars(args)[name] for name in ("project_name", "experiment_name")}
+    for name, value in names.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
+                "start with '.': it names a folder"
+            )
+    try:
+        folder = args.default_local_dir.format(**names)
+    except (KeyError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--default-local-dir {args.default_local_dir!r}: the placeholders are {{project_name}} and "
+            f"{{experiment_name}}, not {error}"
+        ) from error
+    if not folder or not folder.isprintable():
+        raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
+    return folder
+
+
+def lock(root: pathlib.Path) -> IO[str]:
+    """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = open(root / "run.lock", "a+")
+    except OSError as error:
+        raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        raise ValueError(
+            f"{root} is in use by another run ({file.read().strip()}); let it end, or choose another "
+            "--experiment-name or --default-local-dir"
+        ) from error
+    except OSError as error:  # some network file systems
+        print(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there", flush=True)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def list_steps(root: str | pathlib.Path) -> list[int]:
+    """Steps of the checkpoints under `root`, intact or not, ascending."""
+    matches = (re.fullmatch(r"global_step_(\d+)", p.name) for p in pathlib.Path(root).glob("global_step_*/"))
+    return sorted(int(m[1]) for m in matches if m)
+
+
+def spare(root: pathlib.Path, kind: str, step: int) -> pathlib.Path:
+    """A fresh name: "tmp" for what may be thrown away, "old" for what must not until its successor is in place."""
+    return root / f".{kind}-global_step_{step}-{secrets.token_hex(4)}"
+
+
+def sweep(root: pathlib.Path) -> None:
+    """Remove what an interrupted save has left. Only for the process that holds the lock."""
+    for old in root.glob(".old-global_step_*"):
+        final = root / old.name.removeprefix(".old-").rsplit("-", 1)[0]
+        if not final.exists():  # it was stopped between the two renames
+            old.rename(final)
+    for leftover in (*root.glob(".tmp-global_step_*"), *root.glob(".old-global_step_*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def delete_older(root: pathlib.Path, step: int, keep: int | None) -> None:
+    """Remove checkpoints beyond the newest `keep` up to `step`. Folders without a manifest are not ours."""
+    ours = [s for s in list_steps(root) if s <= step and (root / f"global_step_{s}" / "MANIFEST.json").is_file()]
+    for old in ours[:-keep] if keep else []:
+        if not (root / f"global_step_{old}").is_symlink():
+            (root / f"global_step_{old}").rename(spare(root, "tmp", old))
+    sweep(root)
+
+
+def commit(temporary: pathlib.Path, final: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Give a written folder its manifest, force both to disk and rename it: `final` is complete from its first moment.
+
+    `manifest["files"]`: {name: `size_and_hash`} of every file, each of them on disk already.
+    """
+    text = json.dumps(manifest | {"sha256": hash_of(manifest)}, indent=2, sort_keys=True)
+    (temporary / "MANIFEST.json").write_text(text)
+    for path in (temporary / "MANIFEST.json", *(p for p in temporary.rglob("*/")), temporary):
+        _sync(path)
+    if final.exists():  # damaged, or of a run that went another way from an older step
+        final.rename(spare(final.parent, "old", manifest["step"]))
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
+    """Why a folder is not an intact checkpoint, as far as this rank's share of its files tells; "" if nothing is wrong.
+
+    Raises OSError if a file cannot be read.
+    """
+    if not (path / "MANIFEST.json").is_file():
+        return "no MANIFEST.json"
+    try:
+        manifest = json.loads((path / "MANIFEST.json").read_text())
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != hash_of(manifest):
+        return "MANIFEST.json is damaged"
+    for name, expected in sorted(manifest["files"].items())[rank::world_size]:
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (size := (path / name).stat().st_size) != expected["size"]:
+            return f"{name} has {size} bytes instead of {expected['size']}"
+        if size_and_hash(path / name)["sha256"] != expected["sha256"]:
+            return f"{name} is damaged: its sha256 is not that of the manifest"
+    return ""
+
+
+def read_metadata(file: pathlib.Path) -> Any:
+    """The pickle that describes a DCP checkpoint: torch.distributed.checkpoint.metadata.Metadata, of tensors alone.
+
+    Raises ValueError if it names anything that no checkpoint of ours does, such as code to run, or cannot be read.
+    """
+    try:
+        with open(file, "rb") as f:
+            return _MetadataUnpickler(f).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not loaded: {error}") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function that a pickle names, if it is on the list."""
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in METADATA_CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+        return super().find_class(module, name)
+
+
+def write_status(root: pathlib.Path, **status: Any) -> None:
+    """Replace STATUS.json, which tells people and schedulers how a run stands; no program of ours reads it."""
+    temporary = root / "STATUS.json.tmp"
+    temporary.write_text(json.dumps(status | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+    temporary.replace(root / "STATUS.json")
+
+
+def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
+    """Size and sha256 of a file, forced to disk first if asked."""
+    with open(file, "rb") as f:
+        if sync:
+            os.fsync(f.fileno())
+        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def hash_of(value: Any) -> str:
+    """sha256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""The value model of PPO: V_t, the return that is expected before token t is sampled.
+
+A critic is a transformer with a scalar head, as a reward model is, but read off before every response token rather than
+at the last one. It is a model of its own, or a second head on the policy's backbone. New heads are zero, so that V = 0
+everywhere until the first update.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from rl.fsdp import Dist, load_pretrained
+from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
+from rl.types import Batch
+
+
+def check_critic(path: str) -> None:
+    """Raise ValueError, from the config alone, if `path` is a classifier whose head gives more than one number."""
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or ["unnamed"])[0]
+    if name.endswith("ForSequenceClassification") and config.num_labels != 1:
+        raise ValueError(
+            f"--critic-model {path}: its head gives {config.num_labels} labels, a critic's gives 1; choose another "
+            "model, such as --model itself or a reward model"
+        )
+
+
+def load_critic(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A critic with master weights in `dtype` on the host, ready for `fsdp.shard`.
+
+    A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own.
+    Raises: ValueError as `check_critic`, or if the head is not one vector, or if other weights are missing.
+    """
+    check_critic(path)
+    model, missing = load_pretrained(AutoModelForSequenceClassification, path, d, dtype=dtype, num_labels=1)
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(
+            f"--critic-model {path}: a {type(model).__name__} has no linear `score` head, only such are supported"
+        )
+    if missing == {"score.weight"}:
+        nn.init.zeros_(head.weight)
+    elif missing:
+        raise ValueError(
+            f"--critic-model {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a "
+            "whole one"
+        )
+    return model
+
+
+def add_value_head(policy: nn.Module) -> None:
+    """Give a causal LM on the host, not sharded yet, a scalar head `value_head` of zeros in the master precision.
+
+    `fsdp.shard` makes it part of the root unit, and `fsdp.full_tensors` leaves it out of what engines get.
+    """
+    lm_head = policy.get_output_embeddings()
+    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=lm_head.weight.dtype)
+    nn.init.zeros_(policy.value_head.weight)
+
+
+def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients.
+
+    Args: model, a critic or a policy with a value head, sharded or through `logprobs.add_packed_forward`; batch (b, T).
+    Returns: (b, T), float32 (float64 for a float64 model), zero where response_mask is zero. The head runs in that
+    precision too: bfloat16 would round values above 4 to multiples of 1/32.
+    """
+    [values] = run_on_responses(model, batch, _response_values)
+    return values
+
+
+def token_logprobs_and_values(
+    policy: nn.Module, batch: Batch, *, temperature: float, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`token_logprobs` and `token_values` of a policy with a value head, from one pass: logp, entropy, values."""
+    return run_on_responses(policy, batch, _response_logprobs_and_values, temperature, entropy_grad)
+
+
+def fixed_values(
+    model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, device: torch.device
+) -> torch.Tensor:
+    """`token_values` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other
+    ranks.
+    """
+    return over_micro_batches(lambda micro: token_values(model, micro), batch, micro_batches, device)
+
+
+def _response_values(model, hidden, targets):
+    """hidden (R, H) -> values (R,), which know nothing of the targets that follow."""
+    weight = (model.value_head if hasattr(model, "value_head") else model.score).weight
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return (hidden.to(dtype) @ weight[0].to(dtype),)
+
+
+def _response_logprobs_and_values(model, hidden, targets, temperature, entropy_grad):
+    """hidden (R, H), targets (R,) -> log-probs, entropies and values (R,)."""
+    return (
+        *response_logprobs(model, hidden, targets, temperature, entropy_grad),
+        *_response_values(model, hidden, targets),
+    )

@@ -1,0 +1,54 @@
+"""A worker of test_checkpoint_faults.py, for two ranks: `saving_ranks.py MODEL TRAIN_FILE RUN_FOLDER`.
+
+It begins 33 saves while the main threads train: they change the weights and never stop calling collectives of their
+own, at a different pace on each rank. The disk of rank 1 is full at steps 10 and 31 to 33. Each rank prints as JSON the
+failures it knew of after each save, the collectives it made while one was written, and how the run ended.
+"""
+
+import json
+import sys
+import time
+
+import test_checkpoint_faults as faults
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+import train_grpo
+from rl import checkpoint, fsdp
+
+
+def main(model: str, train_file: str, root: str) -> None:
+    d = fsdp.init_distributed()
+    policy = fsdp.shard(fsdp.load_policy(model, d), d)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    trained = {"actor": (policy, optimizer)}
+    args = train_grpo.Args(model=model, train_files=(train_file,), default_local_dir=root, max_ckpt_to_keep=2)
+    run = checkpoint.open_run(args, AutoTokenizer.from_pretrained(model), 33, d)
+    checkpoint._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
+    failures, busy, end = [], 0, ""
+    for step in range(1, 34):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.fill_(step)
+        checkpoint.save(run, step, trained)
+        failures.append(run.failures)
+        for parameter in policy.parameters():
+            parameter.data.fill_(-1.0)  # of no step: what is saved must be of the moment of the call
+        for i in range(20):
+            writing = not run.pending[1].done()
+            total = fsdp.all_reduce_sum(torch.tensor(1.0))
+            assert total == d.world_size
+            busy += writing
+            time.sleep(0.001 * ((step + i + 2 * d.rank) % 3))
+    try:
+        checkpoint.close(run)
+    except RuntimeError as error:
+        end = str(error)
+    print(json.dumps({"rank": d.rank, "failures": failures, "busy": busy, "end": end}), flush=True)
+    dist.barrier()
+    fsdp.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
