@@ -317,8 +317,7 @@ def main(args: Args) -> dict[str, float]:
     start = checkpoint.load(resume_from, trained) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     memory_plan = rehearse(
-        policy,
-        optimizer,
+        trained,
         max_tokens=args.ppo_max_token_len_per_gpu,
         max_length=args.max_prompt_length + args.max_response_length,
         gpu_memory_utilization=args.gpu_memory_utilization,

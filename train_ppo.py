@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
 from rl.batching import collate, plan_updates
-from rl.critic import add_value_head, fixed_values, load_critic, token_logprobs_and_values, token_values
+from rl.critic import add_value_head, check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
@@ -250,6 +250,9 @@ def main(args: Args) -> dict[str, float]:
     val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     check_context(args.model, args.max_prompt_length + args.max_response_length)
+    if args.critic_model:
+        check_critic(args.critic_model, tokenizer)
+        check_context(args.critic_model, args.max_prompt_length + args.max_response_length)
     if args.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if args.reward_model:
@@ -333,8 +336,7 @@ def main(args: Args) -> dict[str, float]:
     start = checkpoint.load(resume_from, trained) if resume_from else 0
     tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
     memory_plan = rehearse(
-        policy,
-        optimizer,
+        trained,
         max_tokens=args.ppo_max_token_len_per_gpu,
         max_length=args.max_prompt_length + args.max_response_length,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -348,13 +350,16 @@ def main(args: Args) -> dict[str, float]:
     )
     saved = checkpoint.extra(resume_from) if args.kl_ctrl_type == "adaptive" else {}
     kl_coef = saved.get("kl_coef", args.kl_coef)
+    bring_back = []  # a critic that is on the host when the run is asked to stop
+    if args.critic_offload:
+        bring_back = [partial(backend.sleep, engine), partial(fsdp.onload, critic, d.device, critic_optimizer)]
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
     gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
-        # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), tracker.close)
+        # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these.
+        stop.arm(*bring_back, partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), tracker.close)
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P

@@ -49,21 +49,31 @@ class Setting(NamedTuple):
 SFT = "--max-length 128 --lr 4e-3 --beta2 0.98 --lr-warmup-steps 30 --activation-checkpointing none --log-freq 50"
 TRAIN = (
     "--max-prompt-length 32 --max-response-length 40 --activation-checkpointing none --test-freq 5 --save-freq 0 "
-    "--log-samples-freq 0"
+    "--log-samples-freq 0 --train-batch-size 32 --rollout-n 8 --lr 1e-4 --total-training-steps 60"
 )
 SETTINGS = {
     "easy": Setting(
         data="--num-sft 57600",
         sft=SFT,
         sft_steps=450,
-        train=f"{TRAIN} --train-batch-size 32 --rollout-n 8 --lr 1e-4 --total-training-steps 60",
-        title="easy: a policy that can add, and has to find out that showing its work and its ending pay",
+        train=TRAIN,
+        title="easy: a policy that can add has to find out that it pays to show its work and to end as asked",
+    ),
+    # Three times as many facts (270) and fewer SFT steps: showing its work pays only as far as the sums are right.
+    "hard": Setting(
+        data="--num-sft 57600 --max-total 19",
+        sft=SFT,
+        sft_steps=350,
+        train=f"{TRAIN} --max-response-length 56 --total-training-steps 100 --test-freq 10",
+        title="hard: totals up to 19, and a policy that has to learn to add as well",
     ),
 }
 
-# Groups (rows of the figure) of runs: script and flags, after those of the setting. Losses differ only where a step
-# makes several updates, so the runs that compare them make four of 8 prompts.
+# Groups (rows of the figure) of runs: script and flags, which come after those of the setting and override them.
+# Losses differ only where a step makes several updates, so the runs that compare them make four of 8 prompts.
 FOUR_UPDATES = "--ppo-mini-batch-size 8"
+PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --critic-lr 1e-3"
+DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
 RUNS = {
     "advantage estimators, one update a step": {
         "grpo": "train_grpo.py",
@@ -83,13 +93,25 @@ RUNS = {
         "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
         "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
     },
+    "PPO, as many responses to as many prompts, four updates a step": {
+        "ppo": PPO,
+        "ppo_one_update": f"{PPO} --ppo-mini-batch-size 256",
+        "ppo_share_backbone": f"{PPO} --share-backbone",
+    },
+    "DAPO, four updates a step": {
+        "dapo": DAPO,
+        "dapo_no_clip_higher": f"{DAPO} --clip-ratio-high 0.2",
+        "dapo_no_token_mean": f"{DAPO} --loss-agg-mode seq-mean-token-mean",
+        "dapo_no_dynamic_sampling": f"{DAPO} --no-filter-groups",
+        "dapo_no_overlong_punishment": f"{DAPO} --overlong-buffer-len 0",
+    },
 }
 NAMES = [name for runs in RUNS.values() for name in runs]
 
 
 @dataclass(frozen=True)
 class Args:
-    setting: Literal["easy"] = "easy"
+    setting: Literal["easy", "hard"] = "easy"
     """Task and starting point, see SETTINGS."""
     only: tuple[str, ...] = ()
     """Names of the runs to make, see RUNS; default: all."""
@@ -165,18 +187,23 @@ def result(job: Job) -> dict | None:
 
 
 def commit() -> str:
-    """Commit of the checkout, with "+changes" if tracked files differ from it."""
+    """Commit of the checkout, with "+changes" if what trains differs from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("diff", "HEAD", "--name-only") else "")
+    changed = git("diff", "HEAD", "--name-only", "--", ".", ":!benchmarks", ":!docs", ":!tests")
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
 
 
 def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
-    """Number of responses sampled for training until the end of each step, from the lines of metrics.jsonl."""
+    """Number of responses sampled for training until the end of each step, from the lines of metrics.jsonl.
+
+    DAPO reports its own, since it samples until its batch is full; elsewhere every step samples the same.
+    """
     steps = [line for line in metrics if "critic/score/mean" in line]
-    counts = [config["train_batch_size"] * config["rollout_n"] for _ in steps]
+    batch = config["train_batch_size"] * config["rollout_n"]
+    counts = [int(line.get("train/num_sampled_responses", batch)) for line in steps]
     return {0: 0} | dict(zip([line["step"] for line in steps], accumulate(counts), strict=True))
 
 
@@ -253,30 +280,23 @@ def first_step(x: dict) -> int | None:
 
 def table(results: list[dict]) -> str:
     """A markdown row a run: final accuracy over the seeds that did not fail, the first evaluated step at GOAL of each
-    seed, the responses sampled beyond the first run's at the same number of steps, mean seconds, and failures.
+    seed, the responses sampled until the end (mean), and failures.
     """
     lines = [
-        f"| run | seeds | final accuracy: mean | min | max | first step with {GOAL:.2f} | responses | seconds | failed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| run | final accuracy: mean | min | max | first step at {GOAL:.2f}, by seed | responses | failed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(x["name"] for x in results):
         runs = [x for x in results if x["name"] == name]
         done = [x for x in runs if x["error"] is None]
-        cells = ["-"] * 6
+        cells = ["-"] * 5
         if done:
             finals = [x["final_accuracy"] for x in done]
-            steps = ", ".join("never" if first_step(x) is None else str(first_step(x)) for x in done)
-            responses, seconds = (
-                sum(xs) / len(done) for xs in ([x["responses"][-1] for x in done], [x["seconds"] for x in done])
-            )
-            cells = [f"{sum(finals) / len(finals):.3f}", f"{min(finals):.3f}", f"{max(finals):.3f}"]
-            cells += [steps, f"{responses:,.0f}", f"{seconds:.0f}"]
-        failures = "; ".join(
-            f"seed {x['seed']} after step {x['steps'][-1] if x['steps'] else 0}: {x['error']}"
-            for x in runs
-            if x["error"]
-        )
-        lines.append(f"| `{name}` | {len(runs)} | {' | '.join(cells)} | {failures.replace('|', '/')} |")
+            cells = [f"{x:.3f}" for x in (sum(finals) / len(finals), min(finals), max(finals))]
+            cells += [", ".join("never" if first_step(x) is None else str(first_step(x)) for x in done)]
+            cells += [f"{sum(x['responses'][-1] for x in done) / len(done):,.0f}"]
+        failed = [f"seed {x['seed']} after step {max(x['steps'], default=0)}: {x['error']}" for x in runs if x["error"]]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {'; '.join(failed).replace('|', '/')} |")
     return "\n".join(lines)
 
 
@@ -294,13 +314,12 @@ def plot(results: list[dict], title: str, path: Path) -> None:
         len(groups), 2, figsize=(11, 3.3 * len(groups)), squeeze=False, sharex="col", sharey=True, layout="constrained"
     )
     for (left, right), (group, names) in zip(axes, groups.items(), strict=True):
-        for color, name in enumerate(names):
-            curve(left, [x for x in results if x["name"] == name and x["error"] is None], "steps", name, f"C{color}")
-            curve(
-                right, [x for x in results if x["name"] == name and x["error"] is None], "responses", name, f"C{color}"
-            )
+        for i, name in enumerate(names):
+            runs = [x for x in results if x["name"] == name and x["error"] is None]
+            curve(left, runs, "steps", f"{name} ({len(runs)})", f"C{i}")
+            curve(right, runs, "responses", f"{name} ({len(runs)})", f"C{i}")
         left.set(title=group, ylabel="held-out accuracy, greedy", xlabel="steps")
-        right.set(xlabel="sampled responses")
+        right.set(title="(number of seeds)", xlabel="sampled responses")
         right.legend(loc="lower right", fontsize="small")
     for axis in axes.flat:
         axis.grid(alpha=0.3)

@@ -55,7 +55,7 @@ class Args:
     num_test: int = 512
     """held-out chains, in neither of the other two"""
     max_total: int = 9
-    """largest running total, 9 to 99; with 19 there are many more facts to learn, and answers take up to 44 tokens"""
+    """largest running total, 9 to 99; with 19 there are 270 single steps to learn, not 90, and longer answers"""
     seed: int = 0
     """seed of the split, the samples and the model's weights"""
 

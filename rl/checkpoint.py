@@ -95,9 +95,7 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     root, cuda = pathlib.Path(files.run_dir(args)), d.device.type == "cuda"
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
-    staging = StagingOptions(
-        use_pinned_memory=cuda, use_non_blocking_copy=cuda, use_shared_memory=False, use_async_staging=False
-    )
+    staging = StagingOptions(cuda, False, False, cuda)  # pinned, shared, asynchronous, non_blocking
     group = dist.new_group(backend="gloo")
     run = Run(root, d, copy.deepcopy(tokenizer), args.max_ckpt_to_keep, total_steps, group, DefaultStager(staging))
 

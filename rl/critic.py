@@ -7,21 +7,29 @@ everywhere until the first update.
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl.fsdp import Dist, load_pretrained
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
 from rl.types import Batch
 
 
-def check_critic(path: str) -> None:
-    """Raise ValueError, from the config alone, if `path` is a classifier whose head gives more than one number."""
+def check_critic(path: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise ValueError if `path` is a classifier whose head gives more than one number, or reads tokens otherwise.
+
+    `tokenizer` is the policy's: the critic gets its token ids, so both must give a token the same id.
+    """
     config = AutoConfig.from_pretrained(path)
     name = (config.architectures or ["unnamed"])[0]
     if name.endswith("ForSequenceClassification") and config.num_labels != 1:
         raise ValueError(
             f"--critic-model {path}: its head gives {config.num_labels} labels, a critic's gives 1; choose another "
             "model, such as --model itself or a reward model"
+        )
+    if tokenizer is not None and AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
+            "model of the same family"
         )
 
 

@@ -12,8 +12,7 @@ GIB = 2**30
 
 
 def rehearse(
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    trained: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
     *,
     max_tokens: int,
     max_length: int,
@@ -22,7 +21,8 @@ def rehearse(
 ) -> str:
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
-    Args: max_tokens, of a micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share.
+    Args: trained, the policy as "actor" and any other model that learns, each with its AdamW; max_tokens, of a
+    micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -39,18 +39,22 @@ def rehearse(
     ids = torch.zeros(rows, max_length, dtype=torch.long, device=d.device)
     lengths = torch.full((rows,), max_length, device=d.device)
     ones = torch.ones(rows, max_length, device=d.device)
+    policy = trained["actor"][0]
     try:
         logp, entropy = token_logprobs(policy, Batch(ids, lengths, ones, ones))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
-    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in policy.parameters()]
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for m, _ in trained.values() for p in m.parameters()]
     weights = sum(p.nbytes for p in parameters)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
-    held = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    moments = [state for _, optimizer in trained.values() for state in optimizer.state.values()]
+    held = [x for state in moments for x in state.values() if isinstance(x, torch.Tensor)]
     states = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in held)
     coming = 0 if states else 2 * gradients  # AdamW makes its two moments in its first step
-    micro_batch = torch.cuda.max_memory_allocated() - before - gradients
+    grads = [p.grad for p in policy.parameters() if p.grad is not None]
+    there = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in grads)
+    micro_batch = torch.cuda.max_memory_allocated() - before - there
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(d.device)

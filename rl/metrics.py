@@ -206,13 +206,16 @@ def majority_vote(answers: Sequence[str | None]) -> int | None:
 
 
 def parse_alarm(text: str) -> tuple[str, str, float]:
-    """`metric>number` or `metric<number` -> (metric, sign, number). Raises ValueError for anything else."""
-    metric, sign, number = (text.partition("<") if "<" in text else text.partition(">"))[:3]
+    """`metric>number` or `metric<number` -> (metric, sign, number); spaces around each are allowed.
+
+    Raises ValueError for anything else.
+    """
+    metric, sign, number = map(str.strip, text.partition("<") if "<" in text else text.partition(">"))
     try:
         limit = float(number)
     except ValueError:
         limit = math.nan
-    if not metric or not math.isfinite(limit):
+    if not metric or ">" in metric or not math.isfinite(limit):
         raise ValueError(f"--alarms {text!r} must be metric>number or metric<number, e.g. 'actor/entropy<0.01'")
     return metric, sign, limit
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-CLOSE_S = 30.0  # what `close` spends on trackers at most
+CLOSE_S = 30.0  # what trackers may take after the run's end
 PENDING_BYTES = 64 * 2**20  # lines kept in memory while a file cannot be written, for each file
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
@@ -148,8 +148,10 @@ class Tracker:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Write what is pending and end every backend, in CLOSE_S seconds at most."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """Write what is pending and end every backend: one that cannot send the rest within `wait_s` seconds goes on by
+        itself, after the end of the run too, until CLOSE_S seconds are over.
+        """
         if not self.enabled:
             return
         for name, pending in self.pending.items():
@@ -158,17 +160,14 @@ class Tracker:
             if pending or self.lost[name]:
                 lines = pending.count(b"\n") + self.lost[name]
                 self._say(f"{self.run_dir / name} lacks {lines} lines, which could not be written")
-        deadline = time.monotonic() + CLOSE_S
         for worker in self.workers.values():
             with contextlib.suppress(OSError):  # it has ended
                 worker.stdin.write(b"done")
                 worker.stdin.close()
+        deadline = time.monotonic() + wait_s
         for worker in self.workers.values():
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
         self._look_after_workers()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -239,10 +238,17 @@ def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
         f"reward {m['critic/score/mean']:.3f}",
         f"len {m['response_length/mean']:.0f}"
         + (f" ({m['response_length/clip_ratio']:.0%} cut)" if m["response_length/clip_ratio"] else ""),
-        f"entropy {m['actor/entropy']:.3f}",
-        f"kl {m['actor/kl_loss']:.4f}" if "actor/kl_loss" in m else f"clip {m['actor/pg_clipfrac']:.3f}",
-        f"gap {m['rollout/logprob_gap_mean']:.0e}",
-        f"|g| {m['actor/grad_norm']:.2f}",
+    ]
+    if "actor/grad_norm" in m:  # not while only a critic learns
+        parts += [
+            f"entropy {m['actor/entropy']:.3f}",
+            f"kl {m['actor/kl_loss']:.4f}" if "actor/kl_loss" in m else f"clip {m['actor/pg_clipfrac']:.3f}",
+            f"gap {m['rollout/logprob_gap_mean']:.0e}",
+            f"|g| {m['actor/grad_norm']:.2f}",
+        ]
+    if "critic/vf_explained_var" in m:
+        parts.append(f"explained {m['critic/vf_explained_var']:.2f}")
+    parts += [
         f"{m['perf/throughput'] / 1000:.1f}k tok/s/GPU",
         f"{m['timing_s/step']:.1f} s ({phases})",
     ]

@@ -1,7 +1,7 @@
 """The process that feeds one tracker: it reads metrics.jsonl and generations.jsonl as a run writes them.
 
-rl/tracking.py starts one for each of wandb, swanlab and tensorboard. The files are the queue, so a tracker that is slow,
-cannot be reached or fails holds up nobody but this process, which lives as long as the run and `limit_s` longer at most.
+rl/tracking.py starts one for each of wandb, swanlab and tensorboard. The files are the queue: a tracker that is slow,
+fails or cannot be reached holds up nobody but this process, which outlives the run by `limit_s` seconds at most.
 By hand it sends what a run has written, for instance after the tracker could not be reached:
 
     python -m rl.tracking_worker wandb runs/glassrl/grpo my-project my-experiment
@@ -153,6 +153,7 @@ def main() -> None:
         nonlocal came_to_its_end
         came_to_its_end = os.read(pipe, 4) == b"done"
         ended.set()
+        signal.alarm(math.ceil(limit_s) + 3)  # the kernel's: it ends even a process whose interpreter is stuck
         time.sleep(limit_s)
         say(f"could not be finished within {limit_s:g} s of the run's end")
         os._exit(0)
@@ -192,7 +193,7 @@ def main() -> None:
 
 def describe(error: BaseException) -> str:
     """An error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(" :.")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,18 @@ def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     ) | changes  # fmt: skip
 
 
+def ppo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_ppo.py that takes a fraction of a second: 8 prompts, one response to each, two updates."""
+    own = dict(train_batch_size=8, ppo_mini_batch_size=4, rollout_n=1, critic_lr=1e-2)
+    return grpo_settings(task, run_dir) | own | changes
+
+
+def dapo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_dapo.py that takes a fraction of a second: 4 prompts x 4 responses, and groups that wait."""
+    own = dict(gen_batch_size=6, lr_warmup_steps=0)
+    return grpo_settings(task, run_dir) | own | changes
+
+
 def sft_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of an sft.py that takes a fraction of a second."""
     return dict(

@@ -4,16 +4,27 @@ import json
 import re
 import statistics
 from importlib.util import find_spec
+from itertools import pairwise
 
+import matplotlib
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+import tyro
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
 
-from benchmarks import compare_trl, step_time
+import train_dapo
+import train_grpo
+import train_ppo
+from benchmarks import compare_trl, learning, step_time
+from data import arithmetic
 from rl.rollout import stop_token_ids
 from tests.helpers_scripts import read_jsonl, run
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
 
 SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
 
@@ -155,3 +166,145 @@ def test_a_row_that_fails_or_hangs_is_reported(tmp_path):
 def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
     with pytest.raises(ModuleNotFoundError, match="pip install trl==1.16.0 datasets"):
         compare_trl.main(compare_trl.Args(out=tmp_path), [])
+
+
+# --- learning.py
+
+
+def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
+    args = learning.Args(work_dir=tmp_path)
+    scripts = {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo, "train_dapo.py": train_dapo}
+    parsed = {}
+    for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
+        script, *flags = job.command.split()
+        x = parsed[job.name] = tyro.cli(scripts[script].Args, args=flags)
+        scripts[script].validate(x)
+        assert (
+            x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
+        )
+        assert x.train_batch_size * x.rollout_n == 256 and x.total_training_steps == 60
+    assert {x.adv_estimator for x in parsed.values() if isinstance(x, train_grpo.Args)} == set(train_grpo.ADVANTAGES)
+    losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
+    assert losses == set(train_grpo.LOSSES)
+    # One part of DAPO is off in each of the four.
+    parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
+    off = [name for name in parsed if name.startswith("dapo_no")]
+    changed = [part for name in off for part in parts if getattr(parsed[name], part) != getattr(parsed["dapo"], part)]
+    assert sorted(changed) == sorted(parts)
+
+
+def test_responses_are_counted_until_each_step():
+    config = {"train_batch_size": 4, "rollout_n": 2}
+    evaluation = {"step": 1, "val/accuracy": 0.5}
+    lines = [{"step": 1, "critic/score/mean": 0.1}, evaluation, {"step": 2, "critic/score/mean": 0.2}]
+    assert learning.responses_by_step(lines, config) == {0: 0, 1: 8, 2: 16}
+    for line, count in zip(lines[::2], (24.0, 0.0), strict=True):
+        line["train/num_sampled_responses"] = count  # three rounds, then none: groups that waited were enough
+    assert learning.responses_by_step(lines, config) == {0: 0, 1: 24, 2: 24}
+
+
+def finished(name, seed, accuracy, error=None):
+    """A result of learning.py with evaluations at steps 0, 10, 20, ... and 100 responses a step."""
+    steps = [10 * i for i in range(len(accuracy))]
+    final = None if error else accuracy[-1]
+    responses = [100 * step for step in steps]
+    return dict(
+        name=name, seed=seed, error=error, steps=steps, responses=responses, accuracy=accuracy, final_accuracy=final
+    )
+
+
+def test_table_of_the_learning_benchmark():
+    results = [
+        finished("grpo", 0, [0.25, 0.9, 1.0]),
+        finished("grpo", 1, [0.25, 0.5, 0.75]),
+        finished("grpo", 2, [0.25, 0.5], "exit 1: ValueError: a|b"),
+        finished("rloo", 0, [], "took longer than --timeout 5 s"),
+    ]
+    assert learning.table(results).splitlines()[2:] == [
+        "| `grpo` | 0.875 | 0.750 | 1.000 | 10, never | 2,000 | seed 2 after step 10: exit 1: ValueError: a/b |",
+        "| `rloo` | - | - | - | - | - | seed 0 after step 0: took longer than --timeout 5 s |",
+    ]
+
+
+def test_curves_are_means_between_the_extremes(tmp_path):
+    _, axis = plt.subplots()
+    runs = [finished("grpo", 0, [0.25, 0.5]), finished("grpo", 1, [0.25, 1.0])]
+    runs[1]["responses"] = [0, 3000]
+    learning.curve(axis, runs, "responses", "grpo", "C0")
+    assert axis.lines[0].get_xydata().tolist() == [[0, 0.25], [2000, 0.75]]
+    corners = {tuple(point) for point in axis.collections[0].get_paths()[0].vertices.tolist()}
+    assert corners == {(0, 0.25), (2000, 0.5), (2000, 1.0)}
+    learning.plot(
+        [*runs, finished("ppo", 0, [0.1, 0.2]), finished("dapo", 0, [], "error")], "title", tmp_path / "x.png"
+    )
+    width, height = plt.imread(tmp_path / "x.png").shape[1::-1]
+    assert width == 1210 and height == 726  # 11 inches and two rows of 3.3 at 110 dots, none for what failed
+
+
+WORKER = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "config.json").write_text('{"train_batch_size": 2, "rollout_n": 4}')
+lines = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "critic/score/mean": 0.5}, {"step": 1, "val/accuracy": 0.5}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+if sys.argv[2] == "fail":
+    raise ValueError("--lr 7 is too much")
+if sys.argv[2] == "hang":
+    time.sleep(600)
+"""
+
+
+def test_runs_that_finish_fail_and_hang(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    jobs = [
+        learning.Job(how, 0, f"{tmp_path}/worker.py {tmp_path / how} {how}", tmp_path / how)
+        for how in ("finish", "fail", "hang")
+    ]
+    learning.run_all(jobs, at_a_time=3, timeout=5.0)
+    done, failed, hung = [learning.result(job) for job in jobs]
+    for x in (done, failed, hung):
+        assert x["steps"] == [0, 1] and x["responses"] == [0, 8] and x["accuracy"] == [0.25, 0.5] and x["seed"] == 0
+        assert re.fullmatch(r"[0-9a-f]{12}(\+changes)?", x["commit"])
+    assert done["error"] is None and done["final_accuracy"] == 0.5 and done["seconds"] < 5
+    assert failed["error"] == "exit 1: ValueError: --lr 7 is too much" and failed["final_accuracy"] is None
+    assert hung["error"] == "took longer than --timeout 5 s" and hung["seconds"] >= 5
+    assert learning.result(jobs[0]._replace(command="another")) is None  # to be run again
+
+
+def test_learning_benchmark_refuses_unknown_runs():
+    with pytest.raises(ValueError, match="--only gropo: unknown; choose from grpo, dr_grpo"):
+        learning.main(learning.Args(only=("gropo", "grpo")))
+    with pytest.raises(ValueError, match="--jobs 0 must be at least 1"):
+        learning.main(learning.Args(jobs=0))
+
+
+@pytest.mark.parametrize("max_total", [9, 12])
+def test_chains_with_larger_totals_are_all_there_once(max_total):
+    ways = {t: 1 for t in range(1, 10)}  # chains that have come to a total, counted step by step
+    for _ in range(4):
+        reached = dict.fromkeys(range(max_total + 1), 0)
+        for a, n in ways.items():
+            for b in reached:
+                reached[b] += n * (1 <= abs(a - b) <= 9)
+        ways = reached
+    indices = range(arithmetic.num_indices(max_total))
+    chains = {tuple(totals) for i in indices if (totals := arithmetic.chain_totals(i, max_total)) is not None}
+    assert len(chains) == sum(ways.values())
+    for totals in chains:
+        assert 1 <= totals[0] <= 9 and all(0 <= t <= max_total for t in totals)
+        assert all(1 <= abs(a - b) <= 9 for a, b in pairwise(totals))
+
+
+def test_data_with_larger_totals(tmp_path):
+    sizes = dict(num_sft=400, num_train=300, num_test=200)
+    arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=12, **sizes))
+    rows = [pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("sft", "train", "test")]
+    sft, train, test = ([x["prompt"][0]["content"] for x in xs] for xs in rows)
+    assert not set(test) & (set(train) | set(sft)) and len(set(train)) == 300 and len(set(test)) == 200
+    truths = [sum(int(number) for number in re.findall(r"[+-]?\d", x)) for x in train]
+    assert [row["reward_model"]["ground_truth"] for row in rows[1]] == [str(x) for x in truths]
+    assert max(truths) == 12 and min(truths) == 0
+    claimed = [int(row["response"].split()[-1]) for row in rows[0]]
+    assert max(claimed) == 12 and min(claimed) == 0  # guesses and mistakes stay in range as well
+    with pytest.raises(ValueError, match="--max-total 8 must be within 9 and 99"):
+        arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=8))

@@ -17,11 +17,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import sft
+import train_dapo
 import train_grpo
+import train_ppo
 import train_reward
 from rl import checkpoint, checkpoint_files, fsdp, reward_model
 from rl.types import Batch
 
+SCRIPTS = (train_grpo, train_ppo, train_dapo, sft, train_reward)
 STEPS = 5
 # Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
 BUSY = dict(
@@ -450,8 +453,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, 
     policy, optimizer, d = policy_of(task.model)
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
     step_by(optimizer, 0.1)
-    expected = state_of(trained), dict(fsdp.full_tensors(policy))
-    expected = expected[0], {name: x.clone() for name, x in expected[1].items()}
+    expected = state_of(trained), {name: x.clone() for name, x in fsdp.full_tensors(policy)}
     checkpoint.save(run, 1, trained)
     assert checkpoint.list_steps(tmp_path) == []  # nothing is written yet, and training goes on
     step_by(optimizer, -0.2)
@@ -511,9 +513,8 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
         h.assert_same(parameters, {n: x for n, x in fsdp.full_tensors(fresh[name][0]) if n in parameters})
     assert AutoTokenizer.from_pretrained(saved / "huggingface_critic").eos_token == "<|im_end|>"
 
-    with pytest.raises(ValueError, match="critic.model.score.weight is not part of the model") as error:
-        checkpoint.load(saved, {"actor": fresh["actor"], "value": fresh["critic"]})
-    assert "value.model.score.weight is missing" in str(error.value)
+    with pytest.raises(ValueError, match=r"critic\.model\.model\.embed_tokens\.weight is not part of the model"):
+        checkpoint.load(saved, {"actor": fresh["actor"]})
 
 
 def status_of(root):
@@ -598,10 +599,9 @@ def test_a_batch_is_kept_for_another_look(task, policy_of, tmp_path):
     assert path == tmp_path / "bad_batch_step_7.safetensors"
     read = load_file(path)
     assert read.keys() == {"input_ids", "lengths", "response_mask", "rollout_logp", "advantages"}
-    again = Batch(**read)
-    assert again.input_ids.tolist() == [[1, 2, 3], [4, 5, 0]] and again.lengths.tolist() == [3, 2]
-    assert torch.equal(again.rollout_logp, logp) is False and again.rollout_logp[0, 1].isnan()
-    assert torch.equal(again.advantages, mask) and again.rollout_logp[1, 1] == -0.5
+    assert read["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]] and read["lengths"].tolist() == [3, 2]
+    assert torch.allclose(read["rollout_logp"], logp, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(read["response_mask"], mask) and torch.equal(read["advantages"], mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
     ],
 )
 def test_names_that_are_no_folder_are_refused(settings, words):
-    for module in (train_grpo, sft, train_reward):
+    for module in SCRIPTS:
         with pytest.raises(ValueError, match=words):
             checkpoint_files.run_dir(module.Args(**settings))
 
@@ -729,7 +729,7 @@ def test_names_fill_the_placeholders():
 
 def test_every_flag_that_may_change_is_a_flag():
     """And nothing that decides what is learned is among them by mistake: the list of the others is written out."""
-    flags = {script: {f.name for f in dataclasses.fields(script.Args)} for script in (train_grpo, sft, train_reward)}
+    flags = {script: {f.name for f in dataclasses.fields(script.Args)} for script in SCRIPTS}
     assert checkpoint.FREE_TO_CHANGE <= set().union(*flags.values())
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
         grad_clip seed""".split()

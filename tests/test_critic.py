@@ -365,16 +365,27 @@ def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU machine there is nowhere to offload from")
-def test_offloading_frees_the_device(judge, world, batch):
-    before = torch.cuda.memory_allocated()
+def test_offloading_frees_the_device_and_changes_no_bit(judge, world, batch):
     model = fsdp.shard(critic.load_critic(judge, world), world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    worker.backward(model, batch, worker.ALL, max_tokens=1000, d=world)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    held = torch.cuda.memory_allocated()
+
+    def step():
+        worker.backward(model, batch, worker.ALL, max_tokens=1000, d=world)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def tensors():
+        return [
+            x.to_local() for p, state in optimizer.state.items() for x in (p, state["exp_avg"], state["exp_avg_sq"])
+        ]
+
+    step()
+    expected, held = [x.cpu() for x in tensors()], torch.cuda.memory_allocated()
     fsdp.offload(model, optimizer)
-    assert torch.cuda.memory_allocated() - before < 0.1 * (held - before)
+    assert held - torch.cuda.memory_allocated() >= sum(x.nbytes for x in expected)
+    assert {x.device.type for x in tensors()} == {"cpu"}
     fsdp.onload(model, world.device, optimizer)
-    worker.backward(model, batch, worker.ALL, max_tokens=1000, d=world)
-    optimizer.step()
+    assert {x.device.type for x in tensors()} == {"cuda"}
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors(), expected, strict=True))
+    step()
+    assert not any(torch.equal(x.cpu(), y) for x, y in zip(tensors(), expected, strict=True))

@@ -12,10 +12,12 @@ from rl.metrics import (
     Sums,
     Timer,
     accuracy,
+    alarms,
     describe,
     evaluation_metrics,
     gap_sums,
     majority_vote,
+    parse_alarm,
     pass_at_k,
     reward_metrics,
     rollout_metrics,
@@ -233,3 +235,42 @@ def test_timer_adds_up_phases_of_the_same_name():
     assert metrics["timing_s/gen"] >= 0.05 and metrics["timing_s/update"] >= 0.05
     phases = metrics["timing_s/gen"] + metrics["timing_s/update"]
     assert phases <= metrics["timing_s/step"] < phases + 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("response_length/clip_ratio>0.5", ("response_length/clip_ratio", ">", 0.5)),
+        ("val-core/my data/reward/mean@1 < -1e-3 ", ("val-core/my data/reward/mean@1", "<", -0.001)),
+        (" a>3", ("a", ">", 3.0)),
+    ],
+)
+def test_parse_alarm(text, expected):
+    assert parse_alarm(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "a>", ">1", " >1", "a>=1", "a>b", "a>1>2", "a<b<1", "a=1", "a>nan", "a<inf"])
+def test_a_text_that_is_no_alarm_is_refused_with_the_form(text):
+    with pytest.raises(ValueError) as error:
+        parse_alarm(text)
+    assert str(error.value).startswith(f"--alarms {text!r} must be metric>number or metric<number")
+    with pytest.raises(ValueError, match="--alarms"):
+        alarms({"a": 0.0}, [text])
+
+
+@pytest.mark.parametrize(
+    ("value", "above", "below"),
+    [
+        (0.75, ["a is 0.75, beyond the limit of --alarms a>0.5"], []),
+        (0.5, [], []),  # at the limit
+        (0.25, [], ["a is 0.25, beyond the limit of --alarms a<0.5"]),
+        (INF, ["a is inf, beyond the limit of --alarms a>0.5"], []),
+        (-INF, [], ["a is -inf, beyond the limit of --alarms a<0.5"]),
+        (NAN, ["a is nan, beyond the limit of --alarms a>0.5"], ["a is nan, beyond the limit of --alarms a<0.5"]),
+    ],
+)
+def test_alarms(value, above, below):
+    metrics = {"a": value, "b": NAN}  # nobody asked for b
+    assert alarms(metrics, ["a>0.5"]) == above and alarms(metrics, ["a<0.5"]) == below
+    assert alarms(metrics, ["a<0.5", "absent>0", "absent<0", "a > 0.5"]) == below + above
+    assert alarms(metrics, []) == []

@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
 KILLED = {  # script -> settings of a short run of it; one more script is one more line
     "train_grpo": h.grpo_settings,
+    "train_ppo": h.ppo_settings,
+    "train_dapo": h.dapo_settings,
     "sft": h.sft_settings,
 }
 COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 ranks: without torchrun
