@@ -29,7 +29,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
-from rl.batching import collate, plan_updates
+from rl.batching import collate, plan_updates, shared_prefix
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
 from rl.logprobs import fixed_logprobs, token_logprobs
@@ -126,7 +126,7 @@ class Args:
     total_training_steps: int | None = None  # overrides --total-epochs
 
     # --- memory: never changes the numbers
-    ppo_max_token_len_per_gpu: int = 16384  # prompt + response tokens in one micro-batch; lower it on out-of-memory
+    ppo_max_token_len_per_gpu: int = 16384  # tokens of a micro-batch, a shared prompt once; lower it on out-of-memory
     # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
     fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
@@ -244,7 +244,11 @@ def main(args: Args) -> dict[str, float]:
     overlong_buffer_len = args.overlong_buffer_len
     if overlong_buffer_len is None:
         overlong_buffer_len = args.max_response_length // 5
-    prompts_for_step(train_rows, 0, gen_batch_size, args.seed)  # refuses a batch larger than the data
+    prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
+    if gen_batch_size > len(train_rows):
+        raise ValueError(
+            f"--gen-batch-size {gen_batch_size} is more than the {len(train_rows)} rows of the training data; lower it"
+        )
     check_context(args.model, args.max_prompt_length + args.max_response_length)
     if args.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
@@ -400,6 +404,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, response_mask=taught)
         updates = plan_updates(
             batch.lengths.tolist(),
+            shared=shared_prefix(batch).tolist(),
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
             rank=d.rank,

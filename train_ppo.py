@@ -26,7 +26,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
-from rl.batching import collate, plan_updates
+from rl.batching import collate, plan_updates, shared_prefix
 from rl.critic import add_value_head, check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf, vllm
@@ -141,7 +141,7 @@ class Args:
     total_training_steps: int | None = None  # overrides --total-epochs
 
     # --- memory: never changes the numbers
-    ppo_max_token_len_per_gpu: int = 16384  # prompt + response tokens in one micro-batch; lower it on out-of-memory
+    ppo_max_token_len_per_gpu: int = 16384  # tokens of a micro-batch, a shared prompt once; lower it on out-of-memory
     # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
     fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
@@ -405,6 +405,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, response_mask=taught)
         updates = plan_updates(
             batch.lengths.tolist(),
+            shared=shared_prefix(batch).tolist(),
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
             rank=d.rank,

@@ -64,7 +64,7 @@ SETTINGS = {
         data="--num-sft 57600 --max-total 19",
         sft=SFT,
         sft_steps=350,
-        train=f"{TRAIN} --max-response-length 56 --total-training-steps 100 --test-freq 10",
+        train=f"{TRAIN} --max-response-length 56",
         title="hard: totals up to 19, and a policy that has to learn to add as well",
     ),
 }
@@ -93,9 +93,8 @@ RUNS = {
         "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
         "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
     },
-    "PPO, as many responses to as many prompts, four updates a step": {
+    "PPO, four updates a step": {
         "ppo": PPO,
-        "ppo_one_update": f"{PPO} --ppo-mini-batch-size 256",
         "ppo_share_backbone": f"{PPO} --share-backbone",
     },
     "DAPO, four updates a step": {
@@ -234,6 +233,11 @@ def last_error(log: Path) -> str:
     return (lines or ["no error message"])[-1].strip()[:200]
 
 
+def end_on_sigterm() -> None:
+    """Make SIGTERM an exception, so that run_all ends what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def run_all(jobs: list[Job], at_a_time: int, timeout: float) -> None:
     """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed."""
     waiting, running = list(jobs), {}
@@ -319,8 +323,8 @@ def plot(results: list[dict], title: str, path: Path) -> None:
             curve(left, runs, "steps", f"{name} ({len(runs)})", f"C{i}")
             curve(right, runs, "responses", f"{name} ({len(runs)})", f"C{i}")
         left.set(title=group, ylabel="held-out accuracy, greedy", xlabel="steps")
-        right.set(title="(number of seeds)", xlabel="sampled responses")
-        right.legend(loc="lower right", fontsize="small")
+        right.set(xlabel="sampled responses")
+        right.legend(loc="lower right", fontsize="small", title="run (seeds)")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.suptitle(title)
@@ -361,7 +365,7 @@ def main(args: Args) -> list[dict]:
     jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
     done = [job for job in jobs if (x := result(job)) and x["error"] is None]
     print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_all ends what it started
+    end_on_sigterm()
     run_all([job for job in jobs if job not in done], args.jobs, args.timeout)
     seeds = sorted({int(path.name.removeprefix("seed_")) for path in args.work_dir.glob(f"{args.setting}/*/seed_*")})
     found = [x for job in make_jobs(args, model, NAMES, tuple(seeds)) if (x := result(job))]

@@ -273,14 +273,14 @@ def free_port() -> int:
 
 def record_updates() -> list[dict[str, float]]:
     """Let train_grpo note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share of
-    --ppo-max-token-len-per-gpu that this rank's micro-batches use on average.
+    --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
     """
     plan, notes = train_grpo.plan_updates, []
 
     def planned(lengths: list[int], **settings: Any) -> Any:
         updates = plan(lengths, **settings)
         micros = [rows for _, micros in updates for rows in micros]
-        tokens = sum(lengths[i] for rows in micros for i in rows)
+        tokens = sum(lengths[i] - (settings["shared"][i] if i - 1 in rows else 0) for rows in micros for i in rows)
         fill = tokens / (len(micros) * settings["max_tokens"])
         notes.append({"sum_squares": float(sum(n * n for n in lengths)), "micro_batch_fill": fill})
         return updates

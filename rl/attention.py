@@ -1,15 +1,18 @@
 """Attention over packed sequences, plugged into unmodified Hugging Face models.
 
-Sequences are concatenated into one row of N tokens; `cu_seq_lens_q` (b + 1,) int32 holds their borders. Hugging Face
-passes both arguments through to the attention function. Two implementations, each causal within a sequence and blind
-across them:
+The model runs over one row of N tokens; `Packing` says which of them every sequence consists of. Hugging Face passes it
+through to the attention function. Three implementations, each causal within a sequence and blind across them:
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
     packed_fa2     CUDA: the same by flash-attn, a little faster, where it is installed
+
+What a sequence has in common with the one before it stands in the packed row once. The sequence asks only for the rest,
+its last tokens, but sees the keys and values of all: the flash kernels align the last query with the last key.
 """
 
 import inspect
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,45 +27,60 @@ if is_flash_attn_2_available():
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def packed_sdpa(
-    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **rest
-):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask."""
-    _refuse_short_window(sliding_window, max_length_q)
+class Packing(NamedTuple):
+    """Where b sequences of N' tokens stand in a packed row of N <= N' tokens, in which shared ones stand once."""
+
+    borders: torch.Tensor  # (b + 1,) int32, of the tokens each sequence has to itself; they end it
+    key_borders: torch.Tensor  # (b + 1,) int32, in key_index, of all its tokens
+    key_index: torch.Tensor  # (N',) int64, position in the packed row of every token of every sequence
+    max_length: int  # of a sequence
+
+
+def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask.
+
+    Shared tokens ask in every sequence here, and one answer is used.
+    """
+    _refuse_short_window(sliding_window, packing.max_length)
     _refuse_options(rest)
-    borders = cu_seq_lens_q.long()
-    offset = torch.arange(max_length_q, device=query.device)  # (L,)
-    valid = offset < borders.diff()[:, None]  # (b, L)
-    index = (borders[:-1, None] + offset).where(valid, 0)  # (b, L) positions in the packed row
+    borders, key_borders = packing.borders.long(), packing.key_borders.long()
+    offset = torch.arange(packing.max_length, device=query.device)  # (L,)
+    valid = offset < key_borders.diff()[:, None]  # (b, L)
+    index = packing.key_index[(key_borders[:-1, None] + offset).where(valid, 0)]  # (b, L) positions in the packed row
     q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # (b, heads, L, D)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     position = torch.arange(query.shape[2], device=query.device)  # (N,)
     row = torch.searchsorted(borders[1:], position, right=True)
-    return out.transpose(1, 2)[row, position - borders[row]][None], None
+    offset = key_borders.diff()[row] - (borders[row + 1] - position)  # counted from the end of its sequence
+    return out.transpose(1, 2)[row, offset][None], None
 
 
-def packed_varlen(
-    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **rest
-):
+def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
     only).
     """
-    _refuse_short_window(sliding_window, max_length_q)
+    _refuse_short_window(sliding_window, packing.max_length)
     _refuse_options(rest)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
-    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
+    lengths = (packing.borders, packing.key_borders, packing.max_length, packing.max_length)
     return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), scale=scaling, **GROUPED_HEADS)[None], None
 
 
-def packed_fa2(
-    module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling=None, sliding_window=None, **rest
-):
+def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with flash-attn."""
-    _refuse_short_window(sliding_window, max_length_q)
+    _refuse_short_window(sliding_window, packing.max_length)
     _refuse_options(rest)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
-    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
+    lengths = (packing.borders, packing.key_borders, packing.max_length, packing.max_length)
     return flash_attn_varlen_func(q, k, v, *lengths, causal=True, softmax_scale=scaling)[None], None
+
+
+def _expand(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), those of one sequence after the other.
+
+    In the backward pass the gradients of a shared token's copies are added up in float32.
+    """
+    return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
 
 
 def _refuse_short_window(sliding_window, max_length: int) -> None:

@@ -1,8 +1,11 @@
 """From samples to tensors, and from a step's rows to micro-batches that every rank can run in lockstep."""
 
+import bisect
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from rl.types import Batch, Sample
 
@@ -30,44 +33,76 @@ def collate(samples: Sequence[Sample], *, pad_id: int) -> Batch:
     return Batch(input_ids, lengths, response_mask, rollout_logp * response_mask)
 
 
+def shared_prefix(batch: Batch) -> torch.Tensor:
+    """How many tokens at its start each row has in common with the row above it: (B,) int64, 0 for the first row.
+
+    For a response to the same prompt that is the prompt, and what both responses begin with. Under a causal mask the
+    hidden states of these tokens are the same too, so `rl/logprobs.py` computes them once.
+    """
+    ids, T = batch.input_ids, batch.input_ids.shape[1]
+    position = torch.arange(T, device=ids.device)
+    both_real = position < torch.minimum(batch.lengths[1:], batch.lengths[:-1])[:, None]  # (B - 1, T)
+    same = both_real & (ids[1:] == ids[:-1])
+    return F.pad(position.where(~same, T).amin(1), (1, 0))
+
+
 def plan_micro_batches(
-    lengths: Sequence[int], rows: Sequence[int], *, world_size: int, max_tokens: int
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    *,
+    world_size: int,
+    max_tokens: int,
+    shared: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
-    Rows go, longest first, to the rank with the fewest tokens so far, and there into the first micro-batch with room
-    for them (first-fit decreasing; a row longer than `max_tokens` gets a micro-batch of its own). Every rank gets the
-    same number of micro-batches, because each one is a collective: ranks with fewer are filled up with empty lists. A
-    pure function of its arguments, so all ranks agree on the plan without talking.
+    The rows, in their order, are cut into as few micro-batches of at most `max_tokens` as every rank can have equally
+    many of, and so that the largest one is as small as possible; a row longer than `max_tokens` gets a micro-batch of
+    its own. Neighbours, such as the responses to one prompt, so stay together but for a few. Ranks wait for each other
+    in every micro-batch: those of about one size run side by side, and ranks with fewer are filled up with empty lists.
+    A pure function of its arguments, so all ranks agree on the plan without talking.
 
-    Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], world_size 2, max_tokens 5 -> [[[0], [3]], [[1], [2]]].
+    Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.
+
+    Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], max_tokens 5, world_size 1 -> [[[0], [2, 3], [1]]]; world_size 2
+    -> [[[0], [2]], [[1], [3]]]; world_size 1, max_tokens 7, shared [0, 3, 2, 1] -> [[[0, 1], [2, 3]]].
     """
-    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
-    load = [0] * world_size
-    bins: list[list[list[int]]] = [[] for _ in range(world_size)]
-    room: list[list[int]] = [[] for _ in range(world_size)]
-    for row in ordered:
-        rank = load.index(min(load))
-        load[rank] += lengths[row]
-        fits = next((k for k, free in enumerate(room[rank]) if free >= lengths[row]), None)
-        if fits is None:
-            fits = len(bins[rank])
-            bins[rank].append([])
-            room[rank].append(max_tokens)
-        bins[rank][fits].append(row)
-        room[rank][fits] -= lengths[row]
-    count = max(len(b) for b in bins)
-    return [b + [[] for _ in range(count - len(b))] for b in bins]
+    shared = shared or [0] * len(lengths)
+
+    def cut(limit: int) -> tuple[list[list[int]], list[int]]:
+        """Micro-batches of at most `limit` tokens, each row in the last one if that has room, and their tokens."""
+        micros, tokens = [], []
+        for row in sorted(rows):
+            more = lengths[row] - (shared[row] if micros and micros[-1][-1] == row - 1 else 0)
+            if micros and tokens[-1] + more <= limit:
+                micros[-1].append(row)
+                tokens[-1] += more
+            else:
+                micros.append([row])
+                tokens.append(lengths[row])
+        return micros, tokens
+
+    count = math.ceil(len(cut(max_tokens)[0]) / world_size)  # micro-batches of a rank
+    limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * world_size)
+    micros, tokens = cut(limit)
+    largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
+    plan = [largest_first[rank::world_size] for rank in range(world_size)]
+    return [own + [[] for _ in range(count - len(own))] for own in plan]
 
 
 def plan_updates(
-    lengths: Sequence[int], *, mini_batch_size: int, world_size: int, rank: int, max_tokens: int
+    lengths: Sequence[int],
+    *,
+    mini_batch_size: int,
+    world_size: int,
+    rank: int,
+    max_tokens: int,
+    shared: Sequence[int] | None = None,
 ) -> list[tuple[range, list[list[int]]]]:
     """Cut a step's rows into optimizer steps: one (rows, this rank's micro-batches) each, in the order of the rows.
 
     `mini_batch_size` counts rows; the last mini-batch may be smaller. See `plan_micro_batches`.
     """
     minis = [range(i, min(i + mini_batch_size, len(lengths))) for i in range(0, len(lengths), mini_batch_size)]
-    return [
-        (mini, plan_micro_batches(lengths, mini, world_size=world_size, max_tokens=max_tokens)[rank]) for mini in minis
-    ]
+    planning = dict(world_size=world_size, max_tokens=max_tokens, shared=shared)
+    return [(mini, plan_micro_batches(lengths, mini, **planning)[rank]) for mini in minis]

@@ -2,8 +2,8 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
-caller ever sees a packed tensor; no model ever sees a padded one. Other heads share `run_on_responses`, or `run_packed`
-if they read other positions.
+caller ever sees a packed tensor; no model ever sees a padded one, nor the prompt of a group more than once. Other heads
+share `run_on_responses`, or `run_packed` if they read other positions.
 """
 
 import functools
@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
+from rl.attention import Packing
+from rl.batching import shared_prefix
 from rl.types import Batch, select
 
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
@@ -74,54 +77,53 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
         f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
     )
-    position, real = _positions(batch)
-    scored = (batch.response_mask > 0) & real & (position > 0)  # token 0 has nothing before it
+    position = torch.arange(T, device=batch.input_ids.device)
+    scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
     scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
-    packed_index = real.flatten().cumsum(0).view(b, T) - 1  # (b, T) position of each real token in the packed row
-    before = packed_index[scored] - 1  # the hidden state that predicts token t sits at t - 1
-    outputs = _run(model, batch, position, real, _head_at, head, before, batch.input_ids[scored], *args)
+    before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
+    outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
     grids = (torch.zeros(b, T, dtype=x.dtype, device=x.device).masked_scatter(scored, x) for x in outputs)
     return tuple(grid * batch.response_mask.to(grid.dtype) for grid in grids)
 
 
-def run_packed(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> Any:
-    """One pass over the N real tokens of a batch in one packed row, then `head(model, hidden, *args)`.
+def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
+    """One pass over the tokens of a batch in one packed row, then `head(model, hidden, *args)`.
 
-    Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); head, a function that takes
-    the model, the hidden states (N, H) row after row, and `args`. It runs while FSDP2 holds the root's weights
-    gathered, those of the model's head among them. Returns: what `head` returns.
+    What rows have in common at their start, such as the prompt of a group, is computed once for neighbours: under a
+    causal mask its hidden states do not depend on what follows.
+
+    Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); wanted (b, T) bool, the R
+    tokens whose hidden states the head needs; head, a function that takes the model, these hidden states (R, H), row
+    after row, and `args`. It runs while FSDP2 holds the root's weights gathered, those of the model's head among them.
+    Returns: what `head` returns.
     """
-    return _run(model, batch, *_positions(batch), head, *args)
-
-
-def _positions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(b, T) position of every token in its row, and whether it is real."""
-    position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand_as(batch.input_ids)
-    return position, position < batch.lengths[:, None]
-
-
-def _run(model, batch, position, real, head, *args):
-    """`run_packed`, given `_positions`."""
-    cu_seqlens = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).to(torch.int32)
-    out = model.packed_forward(
-        head, batch.input_ids[real][None], position[real][None], cu_seqlens, int(batch.lengths.max()), *args
-    )
+    b, T = batch.input_ids.shape
+    row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
+    real = position < batch.lengths[:, None]  # (b, T)
+    own = real & (position >= shared_prefix(batch)[:, None])  # (b, T) computed for this row, the others for one above
+    place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
+    owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
+    place = place.gather(0, owner)  # of all tokens
+    borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
+    packing = Packing(borders, key_borders, place[real], int(batch.lengths.max()))
+    ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
+    out = model.packed_forward(head, ids, positions, packing, place[wanted], *args)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
     return out
-
-
-def _head_at(model, hidden, head, index, targets, *args):
-    """hidden (N, H) -> what `head` makes of the R states at `index`."""
-    return head(model, hidden[index], targets, *args)
 
 
 def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: bool = False) -> nn.Module:
     """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
 
     Call it after sharding. compile: whether the LM head runs compiled. keep_logits: whether the backward pass finds the
-    logits (2 V bytes a token in bfloat16) or computes them again.
+    logits (2 V bytes a token in bfloat16) or computes them again. Raises ValueError for recurrent architectures.
     """
+    if model._is_stateful:
+        raise ValueError(
+            f"--model: {model.config.model_type} has layers that carry a state from token to token, across the borders "
+            "of packed sequences; choose a model that has attention only"
+        )
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
     model.head_chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed_forward = types.MethodType(_packed_forward, model)
@@ -143,18 +145,12 @@ def add_response_logprobs(model: nn.Module) -> nn.Module:
     return add_packed_forward(model)
 
 
-def _packed_forward(self, head, input_ids, position_ids, cu_seqlens, max_length, *args):
-    """Packed ids (1, N) -> what `head` makes of the hidden states (N, H)."""
+def _packed_forward(self, head, input_ids, position_ids, packing, wanted, *args):
+    """Packed ids (1, N) -> what `head` makes of the hidden states (R, H) at the positions `wanted` (R,)."""
     hidden = self.base_model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        use_cache=False,
-        cu_seq_lens_q=cu_seqlens,
-        cu_seq_lens_k=cu_seqlens,
-        max_length_q=max_length,
-        max_length_k=max_length,
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, packing=packing
     ).last_hidden_state[0]
-    return head(self, hidden, *args)
+    return head(self, hidden[wanted], *args)
 
 
 def response_logprobs(

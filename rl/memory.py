@@ -37,6 +37,7 @@ def rehearse(
     before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
     rows = max(1, max_tokens // max_length)
     ids = torch.zeros(rows, max_length, dtype=torch.long, device=d.device)
+    ids[:, 1] = torch.arange(rows, device=d.device)  # rows that were all alike would be computed once
     lengths = torch.full((rows,), max_length, device=d.device)
     ones = torch.ones(rows, max_length, device=d.device)
     policy = trained["actor"][0]

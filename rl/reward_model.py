@@ -117,12 +117,13 @@ def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     Returns: (b,), float32 (float64 for a float64 model). The head runs in that precision too: bfloat16 would round
     scores above 4 to multiples of 1/32.
     """
-    return run_packed(model, batch, _last_token_scores, batch.lengths.cumsum(0) - 1)[:, 0]
+    last = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) == batch.lengths[:, None] - 1  # (b, T)
+    return run_packed(model, batch, last, _scores)[:, 0]
 
 
-def _last_token_scores(model, hidden, last):
-    """hidden (N, H), last (b,) positions in the packed row -> scores (b, 1)."""
-    hidden, weight = hidden[last], model.score.weight
+def _scores(model, hidden):
+    """hidden (b, H) -> scores (b, 1)."""
+    weight = model.score.weight
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return nn.functional.linear(hidden.to(dtype), weight.to(dtype))
 

@@ -5,13 +5,14 @@
         stop.arm(save_and_close)     # what leaving takes, as of the last completed step
         ...  stop.check(d)  ...      # wherever all ranks pass: leave, if any of them was asked to
 
-A signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is worth
-nothing, and a `check` must follow. A second signal ends the process at once.
+A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
+worth nothing, and a `check` must follow. A second signal ends the process at once, whatever it is doing.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -21,47 +22,87 @@ import torch.distributed as dist
 
 from rl.fsdp import Dist
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
+LOOK_EVERY_S = 0.5  # seconds between two looks at whether another rank was asked
+KEY = "asked to stop"  # in the store of the process group, set by the first rank that was
 
 _asked_at: float | None = None  # when the first signal came
 _deadline = float("inf")  # on the monotonic clock
+_known = False  # that some rank was asked: once true, it stays so
+_looked_at = float("-inf")  # when this rank last looked into the store
 _leave: tuple[Callable[[], object], ...] = ()
 _old_handlers: dict[int, object] = {}
+_pipe: int | None = None  # the interpreter writes the numbers of signals there
 
 
 def start(max_hours: float | None = None) -> None:
-    """Take requests from now on. Call it in the main thread."""
-    global _asked_at, _deadline, _leave
-    _asked_at, _leave = None, ()
+    """Take requests from now on. Call it in the main thread.
+
+    Python runs signal handlers between two steps of the main thread only, never while that waits in a collective. So a
+    thread listens: to a pipe, into which the interpreter writes the number of every signal that has a handler.
+    """
+    global _deadline, _pipe
+    end()
     _deadline = time.monotonic() + 3600 * (float("inf") if max_hours is None else max_hours)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        _old_handlers[number] = signal.signal(number, _handle)
+    reading, _pipe = os.pipe()
+    os.set_blocking(_pipe, False)
+    signal.set_wakeup_fd(_pipe)
+    for number in SIGNALS:
+        _old_handlers[number] = signal.signal(number, _only_wake_up)
+    threading.Thread(target=_listen, args=(reading,), daemon=True).start()
 
 
 def end() -> None:
     """Take no more requests: signals do again what they did before `start`."""
-    global _asked_at, _deadline
-    _asked_at, _deadline = None, float("inf")
+    global _asked_at, _deadline, _known, _looked_at, _leave, _pipe
     while _old_handlers:
         signal.signal(*_old_handlers.popitem())
+    if _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        os.close(_pipe)  # the thread ends
+    _asked_at, _deadline, _known, _looked_at, _leave, _pipe = None, float("inf"), False, float("-inf"), (), None
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
+os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
+
+
+def _only_wake_up(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _listen(reading: int) -> None:
     global _asked_at
-    if _asked_at is None:
-        _asked_at = time.monotonic()
-        os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
-    elif time.monotonic() - _asked_at > SAME_REQUEST_S:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    with open(reading, "rb", buffering=0) as pipe:
+        while number := pipe.read(1):
+            if number[0] not in SIGNALS:
+                continue
+            if _asked_at is None:
+                _asked_at = time.monotonic()
+                os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
+            elif time.monotonic() - _asked_at > SAME_REQUEST_S:
+                os._exit(128 + number[0])  # what a shell calls death by this signal
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this process was asked to stop; with a group (on the CPU), whether one of its ranks was, and all its
-    ranks must enter.
+    """Whether this process was asked to stop, or knows of a rank that was; with a group (on the CPU), whether one of
+    its ranks says so, and all its ranks must enter.
     """
-    asked = _asked_at is not None or time.monotonic() > _deadline
-    return _any_rank(asked, group) if group is not None else asked
+    return _any_rank(_asked(), group) if group is not None else _asked()
+
+
+def _asked() -> bool:
+    """Whether some rank was asked, as far as this one knows; the first to be asked tells the others."""
+    global _known, _looked_at
+    now = time.monotonic()
+    if not _known:
+        _known = _asked_at is not None or now > _deadline
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        if store is not None and _known:
+            store.set(KEY, "")
+        elif store is not None and now - _looked_at > LOOK_EVERY_S:
+            _known, _looked_at = store.check([KEY]), now
+    return _known
 
 
 def arm(*leave: Callable[[], object]) -> None:
@@ -72,7 +113,7 @@ def arm(*leave: Callable[[], object]) -> None:
 
 def check(d: Dist) -> None:
     """End this process, with exit code 0, if any rank was asked to stop. All ranks must enter."""
-    if not _any_rank(requested(), None):
+    if not _any_rank(_asked(), None):
         return
     for call in _leave:
         call()

@@ -6,8 +6,9 @@ import sys
 import threading
 import time
 
-_last: tuple[float, str] | None = None  # when the last sign of life came, and which; None: nobody watches
+_last = 0.0, ""  # when the last sign of life came, and which
 _backstop_s = 0.0
+_stopped: threading.Event | None = None  # tells the thread that watches; None: nobody watches
 
 
 def start(limit_s: float, rank: int) -> None:
@@ -16,38 +17,40 @@ def start(limit_s: float, rank: int) -> None:
     Ending one rank is enough: torchrun then ends the others. A Python thread keeps watch; should a hanging C function
     hold the interpreter, faulthandler, which needs none, prints the stacks somewhat later.
     """
-    global _last, _backstop_s
-    _last, _backstop_s = (time.monotonic(), "start"), 1.1 * limit_s + 5
+    global _backstop_s, _stopped
+    stop()
+    _backstop_s, _stopped = 1.1 * limit_s + 5, threading.Event()
     beat("start")
-    threading.Thread(target=_watch, args=(limit_s, rank), daemon=True).start()
+    threading.Thread(target=_watch, args=(limit_s, rank, _stopped), daemon=True).start()
 
 
 def beat(phase: str) -> None:
     """A sign of life: `phase` has ended. Does nothing unless `start` was called."""
     global _last
-    if _last is not None:
+    if _stopped is not None:
         _last = time.monotonic(), phase
         faulthandler.dump_traceback_later(_backstop_s, exit=True, file=sys.__stderr__)
 
 
 def stop() -> None:
     """Stop watching."""
-    global _last
-    _last = None
+    global _stopped
+    if _stopped is not None:
+        _stopped.set()
+        _stopped = None
     faulthandler.cancel_dump_traceback_later()
 
 
-def _watch(limit_s: float, rank: int) -> None:
-    time.sleep(min(limit_s / 10, 1))
-    while (last := _last) is not None:
-        quiet = time.monotonic() - last[0]
+def _watch(limit_s: float, rank: int, stopped: threading.Event) -> None:
+    while not stopped.wait(min(limit_s / 10, 1)):
+        last, phase = _last
+        quiet = time.monotonic() - last
         if quiet > limit_s:
             print(
                 f"rank {rank}: no phase has ended for {quiet:.0f} s (--stall-timeout {limit_s:g}); the last one was "
-                f"{last[1]!r}. The stacks of all threads follow, and the process ends.",
+                f"{phase!r}. The stacks of all threads follow, and the process ends.",
                 file=sys.__stderr__,
                 flush=True,
             )
             faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
             os._exit(1)
-        time.sleep(min(limit_s / 10, 1))

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import arithmetic
-from rl import fsdp
+from rl import critic, fsdp
 from rl.engines import hf
 from rl.rollout import fold
 from rl.scoring import Scorer
@@ -198,9 +200,21 @@ def timeless(lines: Iterable[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "time" and not k.startswith(CLOCKS)} for line in lines]
 
 
-def weights(checkpoint: str | Path) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint's huggingface/ folder."""
-    return load_file(Path(checkpoint) / "huggingface" / "model.safetensors")
+def weights(checkpoint: str | Path, folder: str = "huggingface") -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint's huggingface/ folder, or of another one such as huggingface_critic/."""
+    return load_file(Path(checkpoint) / folder / "model.safetensors")
+
+
+def original(task: Task) -> dict[str, torch.Tensor]:
+    """The weights that the task starts from, as `weights` gives those of a checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(task.model)
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Largest difference between two sets of weights."""
+    assert left.keys() == right.keys() and left, f"{sorted(left.keys() ^ right.keys())}"
+    return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
 def dcp_state(checkpoint: str | Path, scratch: Path) -> dict[str, Any]:
@@ -248,6 +262,51 @@ def load_in_double(load: Callable = fsdp.load_policy) -> Callable:
     return lambda path, d, **_: load(path, d, dtype=torch.float64)
 
 
+def load_critic_in_double(load: Callable = critic.load_pretrained) -> Callable:
+    """What `load_in_double` is for the policy, for `critic.load_pretrained`."""
+    return lambda auto_class, path, d, *, dtype, **config: load(auto_class, path, d, dtype=torch.float64, **config)
+
+
+def record_generate(rounds: list, sample: Callable = hf.generate) -> Callable:
+    """A `generate` that appends to `rounds` what it returns, for each call a list of (prompt ids, completions)."""
+
+    def generate(engine, prompts, *args, **kwargs):
+        groups = sample(engine, prompts, *args, **kwargs)
+        rounds.append(list(zip(prompts, groups, strict=True)))
+        return groups
+
+    return generate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Algorithms by the book: with transformers' own models, one sequence at a time
+
+
+def truths(task: Task) -> dict[tuple[int, ...], str]:
+    """The ground truth of every training prompt, by its token ids."""
+    tokenizer, result = AutoTokenizer.from_pretrained(task.model), {}
+    for row in pq.read_table(task.train).to_pylist():
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        result[tuple(tokenizer(text)["input_ids"])] = row["reward_model"]["ground_truth"]
+    return result
+
+
+def hidden_before(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Hidden states (L, H) that predict the L tokens of a response."""
+    return model.base_model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]
+
+
+def logp_of(model: torch.nn.Module, hidden: torch.Tensor, response: list[int], temperature: float) -> torch.Tensor:
+    """Log-probs (L,) of the tokens of a response, given `hidden_before` them."""
+    return (model.lm_head(hidden) / temperature).log_softmax(-1)[torch.arange(len(response)), response]
+
+
+def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, c: float) -> torch.Tensor:
+    """PPO's loss of each token by cases: a good one gains up to 1 + high, a bad one pays from 1 - low up to c."""
+    good, bad = ratio.clamp(max=1 + high), ratio.clamp(min=1 - low).clamp(max=c)
+    return -advantage * torch.where(advantage >= 0, good, bad)
+
+
 def crash_at(rank: int, n: int, collect: Callable = Scorer.collect) -> Callable:
     """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time.
 
@@ -269,6 +328,7 @@ if __name__ == "__main__":
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         if entry.get("comparable"):
             hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
+            critic.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])
         os.environ |= {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}

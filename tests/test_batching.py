@@ -1,3 +1,5 @@
+import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -14,10 +16,6 @@ def sample(prompt_ids, response_ids, response_mask=None, rollout_logprobs=None, 
     mask = [1] * len(response_ids) if response_mask is None else response_mask
     logprobs = [-0.5 * (i + 1) for i in range(len(response_ids))] if rollout_logprobs is None else rollout_logprobs
     return Sample(prompt_ids, response_ids, mask, logprobs, "stop", row_index)
-
-
-def token_load(plan_of_rank, lengths):
-    return sum(lengths[row] for micro in plan_of_rank for row in micro)
 
 
 # --- collate ---
@@ -88,16 +86,18 @@ def test_select_works_with_a_range_and_a_device():
 # --- plan_micro_batches ---
 
 
-def test_plan_matches_the_example():
-    assert plan_micro_batches([5, 4, 3, 2], [0, 1, 2, 3], world_size=2, max_tokens=5) == [[[0], [3]], [[1], [2]]]
+def test_plan_matches_the_examples():
+    assert plan_micro_batches([5, 4, 3, 2], range(4), world_size=1, max_tokens=5) == [[[0], [2, 3], [1]]]
+    assert plan_micro_batches([5, 4, 3, 2], range(4), world_size=2, max_tokens=5) == [[[0], [2]], [[1], [3]]]
+    shared = [0, 3, 2, 1]
+    assert plan_micro_batches([5, 4, 3, 2], range(4), world_size=1, max_tokens=7, shared=shared) == [[[0, 1], [2, 3]]]
 
 
 def test_plan_by_hand():
     lengths = [4, 9, 3, 6, 1, 2]
-    # longest first: 1, 3, 0, 2, 5, 4; bins of at most 10 tokens: {1, 4}, {3, 0}, {2, 5}
-    assert plan_micro_batches(lengths, range(6), world_size=1, max_tokens=10) == [[[1, 4], [3, 0], [2, 5]]]
-    # loads: rank 0 takes 1 (9), rank 1 takes 3 (6), 0 (10), rank 0 takes 2 (12), rank 1 takes 5 (12), rank 0 takes 4
-    assert plan_micro_batches(lengths, range(6), world_size=2, max_tokens=10) == [[[1, 4], [2]], [[3, 0], [5]]]
+    # at most 10 tokens: 4 | 9 | 3 6 1 | 2, so four micro-batches; with four, 9 tokens are enough: 4 | 9 | 3 6 | 1 2
+    assert plan_micro_batches(lengths, range(6), world_size=1, max_tokens=10) == [[[1], [2, 3], [0], [4, 5]]]
+    assert plan_micro_batches(lengths, range(6), world_size=2, max_tokens=10) == [[[1], [0]], [[2, 3], [4, 5]]]
 
 
 def test_plan_takes_only_the_rows_it_is_given():
@@ -114,7 +114,12 @@ def test_plan_without_rows_has_no_micro_batches():
 
 def test_plan_fills_ranks_without_work_with_empty_micro_batches():
     assert plan_micro_batches([7], [0], world_size=3, max_tokens=8) == [[[0]], [[]], [[]]]
-    assert plan_micro_batches([5, 4, 4], range(3), world_size=2, max_tokens=5) == [[[0], []], [[1], [2]]]
+    assert plan_micro_batches([5, 4, 4], range(3), world_size=2, max_tokens=5) == [[[0], [2]], [[1], []]]
+
+
+def tokens_of(micro, lengths, shared):
+    """Tokens of a micro-batch, what a row shares with the row above counted once."""
+    return sum(lengths[row] - (shared[row] if row - 1 in micro else 0) for row in micro)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -123,16 +128,49 @@ def test_plan_holds_its_promises_on_random_lengths(world_size, max_tokens):
     rng = random.Random(world_size * max_tokens)
     for _ in range(50):
         lengths = [rng.randint(1, 24) for _ in range(rng.randint(1, 60))]
+        shared = [0] + [rng.choice([0, rng.randint(0, min(pair))]) for pair in itertools.pairwise(lengths)]
         rows = rng.sample(range(len(lengths)), rng.randint(0, len(lengths)))
-        plan = plan_micro_batches(lengths, rows, world_size=world_size, max_tokens=max_tokens)
-        assert sorted(row for rank in plan for micro in rank for row in micro) == sorted(rows)
+        options = dict(world_size=world_size, max_tokens=max_tokens, shared=shared)
+        plan = plan_micro_batches(lengths, rows, **options)
         assert len(plan) == world_size and len({len(rank) for rank in plan}) == 1
-        for micro in (micro for rank in plan for micro in rank if len(micro) > 1):
-            assert sum(lengths[row] for row in micro) <= max_tokens
-        loads = [token_load(rank, lengths) for rank in plan]
-        assert max(loads) - min(loads) <= max(lengths)
-        shuffled = rng.sample(rows, len(rows))
-        assert plan_micro_batches(lengths, shuffled, world_size=world_size, max_tokens=max_tokens) == plan
+        dealt = [micro for turn in zip(*plan, strict=True) for micro in turn]
+        assert sorted(itertools.chain(*dealt)) == sorted(rows)
+        assert list(itertools.chain(*sorted(dealt))) == sorted(rows)  # cut in the order of the rows, never regrouped
+        sizes = [tokens_of(micro, lengths, shared) for micro in dealt]
+        assert all(size <= max_tokens for size, micro in zip(sizes, dealt, strict=True) if len(micro) > 1)
+        assert sizes == sorted(sizes, reverse=True)  # so that those of one turn are of about one size
+        assert plan_micro_batches(lengths, rng.sample(rows, len(rows)), **options) == plan
+
+
+def test_the_largest_micro_batch_is_as_small_as_possible():
+    """Compared with every way to cut a few rows into stretches."""
+    rng = random.Random(0)
+    for _ in range(100):
+        n, world_size, max_tokens = rng.randint(1, 7), rng.randint(1, 3), rng.randint(4, 30)
+        lengths = [rng.randint(1, 12) for _ in range(n)]
+        shared = [0] + [rng.randint(0, min(pair)) for pair in itertools.pairwise(lengths)]
+        cuts = []
+        for ends in itertools.product([False, True], repeat=n - 1):
+            borders = [0, *(i + 1 for i, end in enumerate(ends) if end), n]
+            cut = [list(range(*pair)) for pair in itertools.pairwise(borders)]
+            sizes = [tokens_of(micro, lengths, shared) for micro in cut]
+            if all(size <= max_tokens for size, micro in zip(sizes, cut, strict=True) if len(micro) > 1):
+                cuts.append(sizes)
+        turns = min(math.ceil(len(sizes) / world_size) for sizes in cuts)
+        best = min(max(sizes) for sizes in cuts if len(sizes) <= turns * world_size)
+        plan = plan_micro_batches(lengths, range(n), world_size=world_size, max_tokens=max_tokens, shared=shared)
+        assert len(plan[0]) == turns
+        assert max(tokens_of(micro, lengths, shared) for rank in plan for micro in rank) == best
+
+
+def test_plan_keeps_the_responses_to_a_prompt_together():
+    """Six prompts of 6 tokens with four responses of 4: 22 tokens a prompt, or 40 if it were computed four times."""
+    lengths, shared = [10] * 24, [0, 6, 6, 6] * 6
+    prompts = [list(range(i, i + 4)) for i in range(0, 24, 4)]
+    plan = plan_micro_batches(lengths, range(24), world_size=2, max_tokens=22, shared=shared)
+    assert plan == [prompts[0::2], prompts[1::2]]
+    [micros] = plan_micro_batches(lengths, range(24), world_size=1, max_tokens=18, shared=shared)
+    assert micros == [[i, i + 1] for i in range(0, 24, 2)]  # a prompt of 22 is cut in two halves of 14
 
 
 def test_plan_does_not_waste_micro_batches():
@@ -148,13 +186,15 @@ def test_plan_updates_by_hand():
     lengths = [4, 9, 3, 6, 1, 2, 7]
     options = dict(mini_batch_size=3, max_tokens=10)
     assert plan_updates(lengths, world_size=1, rank=0, **options) == [
-        (range(0, 3), [[1], [0, 2]]),
-        (range(3, 6), [[3, 5, 4]]),
+        (range(0, 3), [[1], [0], [2]]),
+        (range(3, 6), [[3, 4, 5]]),
         (range(6, 7), [[6]]),
     ]
     first, second = (plan_updates(lengths, world_size=2, rank=rank, **options) for rank in (0, 1))
-    assert first == [(range(0, 3), [[1]]), (range(3, 6), [[3]]), (range(6, 7), [[6]])]
-    assert second == [(range(0, 3), [[0, 2]]), (range(3, 6), [[5, 4]]), (range(6, 7), [[]])]
+    assert first == [(range(0, 3), [[1], [2]]), (range(3, 6), [[3]]), (range(6, 7), [[6]])]
+    assert second == [(range(0, 3), [[0], []]), (range(3, 6), [[4, 5]]), (range(6, 7), [[]])]
+    shared = [0, 4, 3, 0, 0, 1, 2]  # rows 0 to 2 become 4 + 5 + 0 tokens
+    assert plan_updates(lengths, world_size=1, rank=0, shared=shared, **options)[0] == (range(0, 3), [[0, 1, 2]])
 
 
 @pytest.mark.parametrize("mini_batch_size", [1, 4, 7, 10, 99])

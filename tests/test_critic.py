@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     Qwen2ForSequenceClassification,
 )
@@ -309,8 +310,12 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
             critic.load_critic(str(refused[name]), ALONE)
     with pytest.raises(ValueError, match="--critic-model .*two_labels: its head gives 2 labels"):
         critic.check_critic(str(refused["two_labels"]))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     for folder in (tiny_model, judge):
-        critic.check_critic(folder)
+        critic.check_critic(folder, tokenizer)
+    tokenizer.add_tokens("<tool>")
+    with pytest.raises(ValueError, match="--critic-model .*: its tokenizer is not that of --model"):
+        critic.check_critic(judge, tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from workers.objectives import (
 )
 
 from rl import logprobs
-from rl.attention import choose_attention, packed_sdpa, packed_varlen
+from rl.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.batching import collate
 from rl.fsdp import Dist, load_policy
 from rl.logprobs import add_response_logprobs, fixed_logprobs, token_logprobs
@@ -378,7 +378,7 @@ def test_packed_attention_refuses_what_it_does_not_compute(attention, option):
     query = torch.zeros(1, 2, 4, 16)
     borders = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=next(iter(option))):
-        attention(None, query, query, query, None, cu_seq_lens_q=borders, max_length_q=4, **option)
+        attention(None, query, query, query, None, packing=Packing(borders, borders, torch.arange(4), 4), **option)
 
 
 # --- compiled ---

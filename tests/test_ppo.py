@@ -1,0 +1,436 @@
+"""train_ppo.py for real: whole steps computed again by the book, then what a critic adds that could go wrong."""
+
+import copy
+import math
+import shutil
+import signal
+import statistics
+
+import helpers_scripts as h
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import train_grpo
+import train_ppo
+from rl import checkpoint, critic, fsdp
+from rl.engines import hf
+
+# Parity, and no score where the letters add up to a multiple of three.
+SOMETIMES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    letters = sum(map(ord, solution_str))
+    return None if letters % 3 == 0 else float((letters + int(ground_truth)) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in one order everywhere, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+@pytest.fixture
+def ppo(task, tmp_path):
+    """ppo(**changes) runs train_ppo.py in this process and returns its metrics; ppo.dir(i) is the i-th folder."""
+
+    def run(**changes):
+        run.count += 1
+        return train_ppo.main(train_ppo.Args(**h.ppo_settings(task, run.dir(run.count), **changes)))
+
+    run.count = 0
+    run.dir = lambda i: tmp_path / f"run{i}"
+    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
+    run.critic = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}", "huggingface_critic")
+    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
+    return run
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """Train in float64, so that what is equal up to rounding stays so through Adam."""
+    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(critic, "load_pretrained", h.load_critic_in_double())
+
+
+@pytest.fixture
+def sometimes(tmp_path):
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    return (str(tmp_path / "sometimes.py"),)
+
+
+def new_critic(task):
+    """The critic that a run starts with, as transformers has it."""
+    model = AutoModelForSequenceClassification.from_pretrained(task.model, num_labels=1)
+    nn.init.zeros_(model.score.weight)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole steps, computed again
+
+
+def plain_ppo(task, args, steps, score):
+    """PPO by the book. `steps` are what was sampled, as `h.record_generate` has it; score: (text, ground truth) -> s.
+
+    Returns the weights of actor and critic after the last step, and what each step should have reported.
+    """
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+    actor = AutoModelForCausalLM.from_pretrained(task.model).double()
+    reference, judge = copy.deepcopy(actor), new_critic(task).double()
+    if args.share_backbone:
+        actor.score, judge = nn.Linear(96, 1, bias=False, dtype=torch.float64), actor
+        nn.init.zeros_(actor.score.weight)
+    learners = [(actor, args.lr)] if judge is actor else [(actor, args.lr), (judge, args.critic_lr)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=args.weight_decay) for m, lr in learners]
+    kl_coef, reports = args.kl_coef, []
+
+    def logp_and_values(x):
+        hidden = h.hidden_before(actor, x["prompt"], x["ids"])
+        seen = hidden if judge is actor else h.hidden_before(judge, x["prompt"], x["ids"])
+        return h.logp_of(actor, hidden, x["ids"], args.temperature), seen @ judge.score.weight[0]
+
+    for step in steps:
+        sequences = [{"prompt": prompt, "ids": c.token_ids} for prompt, group in step for c in group]
+        for x in sequences:
+            x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(x["prompt"])])
+            with torch.no_grad():
+                x["old"], x["V"] = logp_and_values(x)
+                ref = h.logp_of(
+                    reference, h.hidden_before(reference, x["prompt"], x["ids"]), x["ids"], args.temperature
+                )
+            d = x["old"] - ref
+            x["kl"] = {"k1": d, "k2": d * d / 2}[args.kl_penalty]
+        scored = [x for x in sequences if x["score"] is not None]
+
+        # Every advantage is a sum over all that comes after, term by term.
+        for x in scored:
+            n, V = len(x["ids"]), x["V"].tolist() + [0.0]
+            r = [x["score"] * (t == n - 1) - args.use_kl_in_reward * kl_coef * x["kl"][t].item() for t in range(n)]
+            delta = [r[t] + args.gamma * V[t + 1] - V[t] for t in range(n)]
+            x["A"] = [sum((args.gamma * args.lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+            x["R"] = [a + v for a, v in zip(x["A"], V, strict=False)]
+        everything = [a for x in scored for a in x["A"]]
+        mean, variance = statistics.mean(everything), statistics.variance(everything)
+        for x in scored:
+            x["white"] = torch.tensor([(a - mean) / math.sqrt(variance + 1e-8) for a in x["A"]])
+            x["R"] = torch.tensor(x["R"])
+        returns = torch.cat([x["R"] for x in scored])
+        values = torch.cat([x["V"] for x in scored])
+        report = {
+            "critic/vf_explained_var": 1 - (returns - values).var().item() / returns.var().item(),
+            "critic/values/mean": values.mean().item(),
+            "critic/returns/min": returns.min().item(),
+            "critic/advantages/max": max(x["white"].max().item() for x in scored),
+            "critic/score/mean": statistics.mean(x["score"] for x in scored),
+            "reward/none_frac": 1 - len(scored) / len(sequences),
+        }
+        if args.use_kl_in_reward:
+            mean_kl = statistics.mean(x["kl"].mean().item() for x in scored)
+            report |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+            if args.kl_ctrl_type == "adaptive":
+                error = min(max(mean_kl / args.kl_target - 1, -0.2), 0.2)
+                kl_coef *= 1 + error * len(scored) / args.kl_horizon
+
+        size, minis, norms, clipped = args.ppo_mini_batch_size * args.rollout_n, [], [], [0, 0]
+        for _ in range(args.ppo_epochs):
+            for i in range(0, len(sequences), size):
+                mini = [x for x in sequences[i : i + size] if x["score"] is not None]
+                num_tokens = sum(len(x["ids"]) for x in mini)
+                pg_loss = vf_loss = entropy = 0.0
+                for x in mini:
+                    logp, v = logp_and_values(x)
+                    ratio = (logp - x["old"]).exp()
+                    clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c)
+                    pg_loss = pg_loss + h.surrogate(ratio, x["white"], *clip).sum() / num_tokens
+                    near = x["V"] + (v - x["V"]).clamp(-args.cliprange_value, args.cliprange_value)
+                    error, near_error = (v - x["R"]) ** 2, (near - x["R"]) ** 2
+                    vf_loss = vf_loss + 0.5 * torch.maximum(error, near_error).sum() / num_tokens
+                    clipped[0] += (near_error > error).sum().item()
+                    clipped[1] += len(x["ids"])
+                (pg_loss + (args.value_loss_coef if judge is actor else 1.0) * vf_loss).backward()
+                minis.append((pg_loss.item(), vf_loss.item(), entropy))
+                norms.append([nn.utils.clip_grad_norm_(m.parameters(), args.grad_clip).item() for m, _ in learners])
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        report |= {
+            "actor/pg_loss": statistics.mean(x[0] for x in minis),
+            "critic/vf_loss": statistics.mean(x[1] for x in minis),
+            "critic/vf_clipfrac": clipped[0] / clipped[1],
+            "actor/grad_norm": statistics.mean(x[0] for x in norms),
+        }
+        if judge is not actor:
+            report["critic/grad_norm"] = statistics.mean(x[1] for x in norms)
+        reports.append(report)
+    return dict(actor.named_parameters()), dict(judge.named_parameters()), reports
+
+
+CASES = {
+    "a critic, KL in the reward, adaptive": dict(
+        use_kl_in_reward=True, kl_coef=0.3, kl_ctrl_type="adaptive", kl_target=0.01, kl_horizon=12, lam=0.9
+    ),
+    "a critic, KL in the reward, fixed, missing scores": dict(use_kl_in_reward=True, kl_coef=2.0, kl_penalty="k2"),
+    "a shared backbone, missing scores": dict(share_backbone=True, value_loss_coef=0.7, gamma=0.95, lam=0.8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_ppo_are_what_plain_transformers_computes(
+    ppo, task, sometimes, monkeypatch, in_double, tmp_path, case
+):
+    """Mini-batches of 2 and 1 prompts in two epochs, so four updates a step, the later ones beyond the clips."""
+    steps = []
+    monkeypatch.setattr(hf, "generate", h.record_generate(steps))
+    settings = dict(
+        train_batch_size=3,
+        ppo_mini_batch_size=2,
+        rollout_n=2,
+        ppo_epochs=2,
+        temperature=0.7,
+        grad_clip=0.3,
+        weight_decay=0.1,
+        lr=1.5e-3,
+        critic_lr=2e-3,
+        cliprange_value=0.02,
+        gamma=0.97,
+    )
+    settings |= CASES[case]
+    score = h.parity
+    if "missing" in case:
+        settings["custom_reward_function"] = sometimes
+
+        def score(text, truth):
+            return None if sum(map(ord, text)) % 3 == 0 else h.parity(text, truth)
+
+    ppo(**settings)
+
+    args = train_ppo.Args(**h.ppo_settings(task, ppo.dir(1), **settings))
+    actor, judge, reports = plain_ppo(task, args, steps, score)
+    for line, report in zip(ppo.lines(1), reports, strict=True):
+        assert {name: line[name] for name in report} == pytest.approx(report, rel=1e-5, abs=1e-6)
+        assert line["actor/grad_norm"] > 0.3 and line["actor/pg_clipfrac"] > 0.02
+    second = reports[1]
+    assert second["critic/vf_clipfrac"] > 0.02 and abs(second["critic/values/mean"]) > 1e-3
+    assert (second["reward/none_frac"] > 0) == ("missing" in case)
+    assert second.get("actor/reward_kl_penalty", 1.0) > 1e-3
+    if "adaptive" in case:
+        assert reports[0]["actor/reward_kl_penalty_coeff"] == 0.3 and second["actor/reward_kl_penalty_coeff"] == 0.27
+    if args.share_backbone:
+        state = h.dcp_state(ppo.dir(1) / "global_step_2", tmp_path)
+        head, expected = state["actor/model/value_head.weight"], actor.pop("score.weight")
+        assert (head - expected).abs().max() < 1e-5 < head.abs().max()
+    else:
+        assert h.distance(ppo.critic(1, 2), judge) < 1e-5
+    assert h.distance(ppo.weights(1, 2), actor) < 1e-5 < 1e-3 < h.distance(ppo.weights(1, 2), h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What never changes the numbers
+
+
+def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_path, monkeypatch, in_double):
+    """5 prompts in mini-batches of 2, 2 and 1, on one rank or two; responses depend on the prompt alone."""
+    changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, use_kl_in_reward=True, kl_coef=0.1, lam=0.9)
+    shared = changes | dict(share_backbone=True)
+    entries = [
+        {"script": "train_ppo", "settings": h.ppo_settings(task, tmp_path / name, **settings), "comparable": True}
+        for name, settings in (("two", changes), ("two_shared", shared))
+    ]
+    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    ppo(**changes)
+    ppo(**shared)
+    ppo(**changes, ppo_max_token_len_per_gpu=44)
+    for other, one in ((tmp_path / "two", 1), (tmp_path / "two_shared", 2), (ppo.dir(3), 1)):
+        expected = h.timeless(ppo.lines(one))
+        for line, reference in zip(h.timeless(h.read_jsonl(other / "metrics.jsonl")), expected, strict=True):
+            assert line == pytest.approx(reference, rel=1e-5, abs=1e-6)
+        last = other / "global_step_2"
+        assert h.distance(h.weights(last), ppo.weights(one, 2)) < 1e-6
+        if one == 1:
+            assert h.distance(h.weights(last, "huggingface_critic"), ppo.critic(1, 2)) < 1e-6
+        state, reference = (h.dcp_state(x / "global_step_2", tmp_path) for x in (other, ppo.dir(one)))
+        moments = {name: x for name, x in reference.items() if name.endswith("/exp_avg")}
+        assert (
+            h.distance({name: state[name] for name in moments}, moments)
+            < 1e-6
+            < max(x.abs().max() for x in moments.values())
+        )
+    assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-3
+    assert h.distance(ppo.critic(1, 2), dict(new_critic(task).named_parameters())) > 1e-3
+
+
+BUSY = dict(
+    total_training_steps=4,
+    save_freq=1,
+    ppo_epochs=2,
+    use_kl_in_reward=True,
+    kl_ctrl_type="adaptive",
+    kl_horizon=50,
+    kl_target=0.01,
+    lr_scheduler_type="cosine",
+    lr_warmup_steps=2,
+    critic_warmup=1,
+    critic_offload=True,
+)
+
+
+def assert_same_end(left, right, step, scratch):
+    """Weights of actor and critic, both optimizers and all metrics, to the last bit."""
+    for folder in ("huggingface", "huggingface_critic"):
+        h.assert_same(*(h.weights(x / f"global_step_{step}", folder) for x in (left, right)))
+    states = [h.dcp_state(x / f"global_step_{step}", scratch) for x in (left, right)]
+    assert {"/".join(name.split("/")[:2]) for name in states[0]} == {
+        f"{name}/{part}" for name in ("actor", "critic") for part in ("model", "optimizer")
+    }
+    h.assert_same(*states)
+    lines = [h.timeless(h.read_jsonl(x / "metrics.jsonl")) for x in (left, right)]
+    assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == list(range(1, step + 1))
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, capsys):
+    ppo(**BUSY)
+    run_dir = tmp_path / "broken"
+    settings = h.ppo_settings(task, run_dir, **BUSY)
+    # Scores are collected by the check and in every step: it dies in step 3.
+    entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 4]}
+    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    assert status == -signal.SIGKILL, output
+    assert checkpoint.list_steps(run_dir) in ([1], [1, 2])  # it may have died while step 2 was written
+
+    train_ppo.main(train_ppo.Args(**settings))
+
+    assert_same_end(run_dir, ppo.dir(1), 4, tmp_path)
+    coefficients = [x["actor/reward_kl_penalty_coeff"] for x in ppo.lines(1)]
+    assert len(set(coefficients)) == 4  # it was carried over
+    # A checkpoint that has lost its critic is none.
+    (run_dir / "global_step_4" / "huggingface_critic" / "model.safetensors").unlink()
+    train_ppo.main(train_ppo.Args(**settings))
+    assert "global_step_4: huggingface_critic/model.safetensors is missing" in capsys.readouterr().out
+    assert_same_end(run_dir, ppo.dir(1), 4, tmp_path)
+
+
+def test_a_checkpoint_without_this_critic_is_refused(ppo, task, tmp_path):
+    settings = h.grpo_settings(task, tmp_path / "grpo", total_training_steps=1)
+    train_grpo.main(train_grpo.Args(**settings))
+    h.leave_distributed()
+    of_grpo = str(tmp_path / "grpo" / "global_step_1")
+    with pytest.raises(ValueError, match=r"--train-batch-size: was 4, is 8"):
+        ppo(resume_mode=of_grpo)
+    with pytest.raises(ValueError, match=r"critic\.model\.model\.embed_tokens\.weight is missing"):
+        ppo(resume_mode=of_grpo, force_resume=True)
+    ppo(total_training_steps=1)
+    own = str(ppo.dir(3) / "global_step_1")
+    with pytest.raises(ValueError, match="--share-backbone: was False, is True"):
+        ppo(resume_mode=own, share_backbone=True)
+    with pytest.raises(ValueError, match=r"actor\.model\.value_head\.weight is missing"):
+        ppo(resume_mode=own, share_backbone=True, force_resume=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The critic
+
+
+def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
+    ppo(critic_warmup=1, save_freq=1)
+    ppo(total_training_steps=1)
+    h.assert_same(ppo.weights(1, 1), h.original(task))
+    h.assert_same(ppo.critic(1, 1), ppo.critic(2, 1))  # as beside an actor that learns
+    assert h.distance(ppo.critic(1, 1), dict(new_critic(task).named_parameters())) > 1e-2
+    assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-4
+    first, second = ppo.lines(1)
+    of_the_actor = second.keys() - first.keys()
+    assert of_the_actor == {
+        *(f"actor/{name}" for name in "loss pg_loss entropy pg_clipfrac ppo_kl grad_norm lr".split()),
+        *train_ppo.GAPS,
+    }
+    assert first.keys() < second.keys() and first["critic/vf_loss"] > 0 and first["critic/lr"] == 1e-2
+    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step 1/2")]
+    assert f"reward {first['critic/score/mean']:.3f}" in line and "explained" in line and "entropy" not in line
+
+
+@pytest.mark.xfail(strict=True, reason="a save makes AdamW's state where there is none yet, with a step counted")
+def test_saving_in_the_warm_up_changes_nothing(ppo):
+    ppo(critic_warmup=1, save_freq=1)
+    ppo(critic_warmup=1, save_freq=-1)
+    h.assert_same(ppo.weights(1, 2), ppo.weights(2, 2))
+
+
+def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, tmp_path, monkeypatch):
+    pushed = []
+
+    def push(engine, named_tensors, original=hf.update_weights):
+        tensors = dict(named_tensors)
+        pushed.append(set(tensors))
+        original(engine, tensors.items())
+
+    monkeypatch.setattr(hf, "update_weights", push)
+    ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
+    names = h.original(task).keys()
+    assert pushed == [names] * 3 and ppo.weights(1, 2).keys() == names
+    assert {p.name for p in (ppo.dir(1) / "global_step_2").iterdir() if p.is_dir()} == {"state", "huggingface"}
+    state = h.dcp_state(ppo.dir(1) / "global_step_2", tmp_path)
+    assert state["actor/model/value_head.weight"].abs().max() > 1e-4
+    assert state["actor/optimizer/state/value_head.weight/step"] == 8
+    # And it comes back: the second step again, from the first one's checkpoint.
+    shutil.copytree(ppo.dir(1), ppo.dir(2))
+    shutil.rmtree(ppo.dir(2) / "global_step_2")
+    ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
+    h.assert_same(h.dcp_state(ppo.dir(2) / "global_step_2", tmp_path), state)
+    metrics = ppo.lines(1)[1]
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + 0.1 * metrics["critic/vf_loss"], rel=1e-5)
+
+
+def write_rows(path, questions, truths):
+    """A file of prompts that differ in what is asked and what is right."""
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"ground_truth": truth},
+            "extra_info": {"index": i},
+        }
+        for i, (question, truth) in enumerate(zip(questions, truths, strict=True))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path):
+    """The reward is in the prompt: 1 where it asks for ones, 0 where it asks for nines."""
+    file = write_rows(tmp_path / "rows.parquet", ["1+1=?", "9+9=?"] * 8, ["1", "0"] * 8)
+    (tmp_path / "truth.py").write_text(
+        "def compute_score(a, b, ground_truth, c=None):\n    return float(ground_truth)\n"
+    )
+    ppo(
+        train_files=(file,),
+        custom_reward_function=(str(tmp_path / "truth.py"),),
+        train_batch_size=16,
+        ppo_mini_batch_size=8,
+        total_training_steps=6,
+        critic_warmup=6,
+        critic_lr=3e-3,
+        lam=0.9,
+        save_freq=0,
+    )
+    lines = ppo.lines(1)
+    assert all(x["critic/score/mean"] == 0.5 for x in lines)
+    assert lines[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)  # a new critic expects nothing
+    print([x["critic/vf_explained_var"] for x in lines])
+    assert lines[-1]["critic/vf_explained_var"] > 0.9
+    assert lines[-1]["critic/vf_loss"] < 0.1 * lines[0]["critic/vf_loss"]
+    assert lines[-1]["critic/values/mean"] == pytest.approx(0.5, abs=0.1)

@@ -1,0 +1,307 @@
+"""Runs that are asked to stop, in every phase: real signals to real runs of the scripts.
+
+Whatever moment it was, what is left must be the state after the last completed step, bit by bit that of a run which
+nobody disturbed, and the same command must continue to the same end.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import helpers_forks as forks
+import helpers_scripts as h
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rl import checkpoint, fsdp, reward_model, stop
+from rl.engines import hf
+
+OUT_WITHIN_S = 10
+ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it was asked
+
+# Scores by parity; while there is a file `sleep` beside it, it says `asleep` and takes ten minutes.
+REWARD = (
+    """
+import os, time
+from pathlib import Path
+HERE = Path(__file__).parent
+"""
+    + h.REWARD
+    + """
+parity = compute_score
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if (HERE / "sleep").exists():
+        (HERE / f"asleep{os.getpid()}").touch()
+        time.sleep(600)
+    return parity(data_source, solution_str, ground_truth)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    task = h.make_task(tmp_path_factory.mktemp("task"))
+    Path(task.reward).write_text(REWARD)
+    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(16)]
+    Path(task.model).with_name("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return task
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happens in the process that is asked
+
+
+def ask(number=signal.SIGTERM):
+    """Send a signal to this process, and wait until it has been noticed."""
+    Path(os.environ[ASKED]).write_text(str(time.monotonic()))
+    os.kill(os.getpid(), number)
+    while not stop.requested():
+        time.sleep(0.001)
+
+
+def at_call(owner, name, n, act):
+    """From now on `act()` is called before the n-th call of owner.name."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def counted(*args, **options):
+        if next(calls) == n:
+            act()
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def ask_at(owner, name, n):
+    """`owner` is a module, by name."""
+    at_call(importlib.import_module(owner), name, n, ask)
+
+
+def slow_tokens(seconds=5.0):
+    """From now on each token takes so long: a response of 12 more than a minute."""
+
+    def slow(*arguments, original=hf.processed_logprobs):
+        time.sleep(seconds)
+        return original(*arguments)
+
+    hf.processed_logprobs = slow
+
+
+def ask_while_generating(n, number=signal.SIGTERM, times=1):
+    """In the n-th generation, which has just become slow."""
+
+    def act():
+        slow_tokens()
+        for _ in range(times):
+            threading.Timer(1.0, ask, (number,)).start()
+
+    at_call(hf, "generate", n, act)
+
+
+def ask_in_optimizer_step(n):
+    """Resuming takes the first of the steps that are counted: a step without a gradient makes the moments."""
+    calls = itertools.count(1)
+    register_optimizer_step_pre_hook(lambda *_: ask() if next(calls) == n else None)
+
+
+def ask_while_saving():
+    def act():
+        ask()
+        time.sleep(1.0)
+
+    at_call(checkpoint, "_write", 1, act)
+
+
+def rewards_sleep(script, n, folder):
+    """From the n-th generation on."""
+    at_call(importlib.import_module(script), "sample_groups", n, Path(folder, "sleep").touch)
+
+
+def ask_again_while_leaving(n):
+    """In the n-th generation, and once more when the checkpoint, which will take a minute, has been begun."""
+
+    def act():
+        time.sleep(stop.SAME_REQUEST_S + 0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    ask_while_generating(n)
+    at_call(checkpoint, "_write", 1, act)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chains of runs, each of them stopped
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Chain:
+    """One run that is stopped again and again, always continued by the same command, beside one that is not."""
+
+    def __init__(self, script, make, folder, ranks=1, **settings):
+        self.script, self.folder, self.ranks = script, folder, ranks
+        self.run_dir, self.unbroken = folder / "run", folder / "unbroken"
+        self.settings = make(run_dir=self.run_dir, save_freq=-1, **settings)
+        whole = make(run_dir=self.unbroken, save_freq=1, **settings)
+        assert set(forks.start(script, whole, folder / "log", ranks=ranks).ends()) == {0}
+
+    def start(self, fault=None, **changes):
+        asked = self.folder / f"asked{len(list(self.folder.glob('asked*')))}"
+        os.environ[ASKED] = str(asked)  # the process that forks was started without it: it travels with the fault
+        fault = partial(_with_asked, str(asked), fault)
+        return forks.start(self.script, self.settings | changes, self.folder / "log", fault=fault, ranks=self.ranks)
+
+    def status(self):
+        status = json.loads((self.run_dir / "STATUS.json").read_text())
+        return status["state"], status["step"]
+
+    def stops_at(self, step, fault=None, *, code=0, **changes):
+        """Run until it stops; it must have left everything of that step behind, and nothing else."""
+        self.left_at(self.start(fault, **changes), step, code=code)
+
+    def left_at(self, run, step, *, asked_at=None, code=0):
+        codes = run.ends()
+        ended = time.monotonic()
+        assert codes == [code] * self.ranks, run.log.read_text()[-6000:]
+        files = list(self.folder.glob("asked*"))
+        asked_at = asked_at or max((float(f.read_text()) for f in files), default=None)
+        print(f"{self.script} {step}: {ended - asked_at:.2f} s" if asked_at else "no time")
+        assert asked_at is None or ended - asked_at < OUT_WITHIN_S
+        steps = checkpoint.list_steps(self.run_dir)
+        if code == 0:
+            assert self.status() == ("stopped", step)
+            assert steps[-1:] == ([step] if step else [])
+        for saved in steps:
+            self.assert_same(saved)
+        return steps
+
+    def assert_same(self, step):
+        one, two = (folder / f"global_step_{step}" for folder in (self.run_dir, self.unbroken))
+        h.assert_same(h.weights(one), h.weights(two))
+        h.assert_same(h.dcp_state(one, self.folder), h.dcp_state(two, self.folder))
+        assert (one / "extra.json").read_text() == (two / "extra.json").read_text()
+
+    def stops_while_rewards_sleep(self, step, n, *ranks, number=signal.SIGTERM):
+        """Stopped from outside, while the reward functions of the n-th generation sleep."""
+        run = self.start(partial(rewards_sleep, self.script, n, self.reward_folder))
+        until(lambda: len(list(self.reward_folder.glob("asleep*"))) == self.ranks)
+        workers = [int(f.name.removeprefix("asleep")) for f in self.reward_folder.glob("asleep*")]
+        self.left_at(run, step, asked_at=run.ask(number, *ranks))
+        until(lambda: not any(map(alive, workers)), 5)
+        for file in self.reward_folder.glob("*sleep*"):
+            file.unlink()
+
+    @property
+    def reward_folder(self):
+        return Path(self.settings["custom_reward_function"][0]).parent
+
+    def ends_like_the_unbroken_one(self, fault=None, **changes):
+        run = self.start(fault, **changes)
+        assert run.ends() == [0] * self.ranks, run.log.read_text()[-6000:]
+        last = checkpoint.list_steps(self.unbroken)[-1]
+        assert self.status() == ("completed", last)
+        self.assert_same(last)
+        lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (self.run_dir, self.unbroken)]
+        assert lines[0] == lines[1] and lines[0][-1]["step"] == last
+        assert not list(self.run_dir.glob(".*"))
+
+
+def _with_asked(file, fault):
+    os.environ[ASKED] = file
+    if fault is not None:
+        fault()
+
+
+@pytest.fixture
+def own_task(task, tmp_path):
+    """The task with a reward file of this test's own."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    return task._replace(reward=str(tmp_path / "reward.py"))
+
+
+def test_grpo_asked_in_every_phase(own_task, tmp_path):
+    settings = dict(
+        total_training_steps=6,
+        ppo_mini_batch_size=2,  # two updates a step,
+        ppo_max_token_len_per_gpu=130,  # each of three micro-batches
+        val_before_train=True,
+        test_freq=1,  # a generation before that of each step
+    )
+    chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
+    chain.stops_at(0, partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.stops_at(0, partial(ask_while_generating, 1))  # evaluation
+    chain.stops_at(0, partial(ask_while_generating, 2))  # in the very first step
+    assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
+    chain.stops_at(1, partial(ask_while_generating, 4))  # the second training step's
+    chain.stops_while_rewards_sleep(2, 4)
+    chain.stops_at(2, partial(ask_at, "train_grpo", "token_logprobs", 1))  # nothing new to save
+    chain.stops_at(3, partial(ask_in_optimizer_step, 2))  # too late to leave before the step is complete
+    chain.stops_at(4, ask_while_saving, save_freq=1)
+    steps = chain.left_at(chain.start(partial(ask_again_while_leaving, 4)), 4, code=128 + signal.SIGTERM)
+    assert steps == [1, 2, 3, 4] and chain.status() == ("running", 4)  # 5 was being written
+    assert list(chain.run_dir.glob(".tmp-global_step_5-*"))  # swept by the next run
+    chain.stops_at(5, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # twice at a time is once
+    chain.stops_at(5, max_hours=1e-6)
+    chain.ends_like_the_unbroken_one(max_hours=1.0)
+
+
+def test_ppo_leaves_with_both_models(own_task, tmp_path):
+    settings = dict(total_training_steps=3, ppo_max_token_len_per_gpu=130)
+    chain = Chain("train_ppo", partial(h.ppo_settings, own_task), tmp_path, **settings)
+    chain.stops_at(0, partial(ask_at, "train_ppo", "token_logprobs", 1))  # the critic has a gradient already
+    chain.stops_at(1, partial(ask_in_optimizer_step, 1))  # the critic's, of the first of two updates
+    chain.stops_while_rewards_sleep(2, 2)
+    chain.ends_like_the_unbroken_one()
+
+
+def test_dapo_leaves_with_the_groups_that_wait(own_task, tmp_path):
+    chain = Chain("train_dapo", partial(h.dapo_settings, own_task), tmp_path, total_training_steps=4)
+    rounds = [int(x["train/num_gen_batches"]) for x in h.read_jsonl(chain.unbroken / "metrics.jsonl")]
+    extra = [json.loads((chain.unbroken / f"global_step_{i}" / "extra.json").read_text()) for i in (1, 2, 3)]
+    print(rounds, [len(x["surplus"]) for x in extra])
+    chain.stops_at(1, partial(ask_while_generating, rounds[0] + 1))
+    chain.stops_while_rewards_sleep(2, sum(rounds[1:2]) + 1)
+    chain.stops_at(3, partial(ask_in_optimizer_step, 2))
+    chain.ends_like_the_unbroken_one()
+
+
+def test_sft_asked_in_every_phase(task, tmp_path):
+    settings = dict(max_token_len_per_gpu=130, val_files=(task.sft,), test_freq=2)
+    chain = Chain("sft", partial(h.sft_settings, task), tmp_path, **settings)
+    chain.stops_at(0, partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.stops_at(0, partial(ask_at, "sft", "fixed_logprobs", 1))  # evaluation
+    chain.stops_at(0, partial(ask_at, "sft", "token_logprobs", 1))
+    chain.stops_at(1, partial(ask_in_optimizer_step, 1))
+    chain.stops_at(2, ask_while_saving, save_freq=1)
+    chain.ends_like_the_unbroken_one()
+
+
+def test_a_reward_model_in_training_leaves_too(task, tmp_path):
+    def make(run_dir, **changes):
+        pairs = str(Path(task.model).with_name("pairs.jsonl"))
+        own = dict(train_files=(pairs,), train_batch_size=4, total_training_steps=2, max_token_len_per_gpu=130)
+        return h.sft_settings(task, run_dir) | own | changes
+
+    chain = Chain("train_reward", make, tmp_path)
+    chain.stops_at(0, partial(ask_at, "rl.reward_model", "sequence_scores", 1))
+    chain.stops_at(1, partial(ask_in_optimizer_step, 1))
+    chain.ends_like_the_unbroken_one()
