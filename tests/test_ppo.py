@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import train_grpo
 import train_ppo
+import train_reward
 from rl import checkpoint, critic, fsdp
 from rl.engines import hf
 
@@ -148,8 +149,12 @@ def plain_ppo(task, args, steps, score):
         for _ in range(args.ppo_epochs):
             for i in range(0, len(sequences), size):
                 mini = [x for x in sequences[i : i + size] if x["score"] is not None]
+                if not mini:  # no update: not even the weights decay
+                    minis.append((0.0, 0.0))
+                    norms.append([0.0, 0.0])
+                    continue
                 num_tokens = sum(len(x["ids"]) for x in mini)
-                pg_loss = vf_loss = entropy = 0.0
+                pg_loss = vf_loss = 0.0
                 for x in mini:
                     logp, v = logp_and_values(x)
                     ratio = (logp - x["old"]).exp()
@@ -161,7 +166,7 @@ def plain_ppo(task, args, steps, score):
                     clipped[0] += (near_error > error).sum().item()
                     clipped[1] += len(x["ids"])
                 (pg_loss + (args.value_loss_coef if judge is actor else 1.0) * vf_loss).backward()
-                minis.append((pg_loss.item(), vf_loss.item(), entropy))
+                minis.append((pg_loss.item(), vf_loss.item()))
                 norms.append([nn.utils.clip_grad_norm_(m.parameters(), args.grad_clip).item() for m, _ in learners])
                 for optimizer in optimizers:
                     optimizer.step()
@@ -421,16 +426,197 @@ def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path):
         custom_reward_function=(str(tmp_path / "truth.py"),),
         train_batch_size=16,
         ppo_mini_batch_size=8,
-        total_training_steps=6,
-        critic_warmup=6,
-        critic_lr=3e-3,
-        lam=0.9,
+        ppo_epochs=4,
+        total_training_steps=5,
+        critic_warmup=5,
+        critic_lr=1e-3,
         save_freq=0,
     )
     lines = ppo.lines(1)
     assert all(x["critic/score/mean"] == 0.5 for x in lines)
     assert lines[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)  # a new critic expects nothing
-    print([x["critic/vf_explained_var"] for x in lines])
     assert lines[-1]["critic/vf_explained_var"] > 0.9
     assert lines[-1]["critic/vf_loss"] < 0.1 * lines[0]["critic/vf_loss"]
     assert lines[-1]["critic/values/mean"] == pytest.approx(0.5, abs=0.1)
+
+
+def reward_model_of(task, folder):
+    """Folder of a reward model of train_reward.py, after two steps on answers that are right or off by one."""
+    rows = [
+        {"prompt": row["prompt"], "chosen": truth, "rejected": str(int(truth) + 1)}
+        for row in pq.read_table(task.train).to_pylist()
+        for truth in [row["reward_model"]["ground_truth"]]
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "pairs.parquet")
+    settings = dict(train_batch_size=16, max_length=64, lr=1e-2, total_training_steps=2, test_freq=-1)
+    paths = dict(model=task.model, train_files=(str(folder / "pairs.parquet"),), default_local_dir=str(folder / "rm"))
+    train_reward.main(train_reward.Args(**settings, **paths))
+    h.leave_distributed()
+    return folder / "rm" / "global_step_2" / "huggingface"
+
+
+def test_a_reward_model_or_another_critic_is_where_the_critic_starts(ppo, task, tmp_path, monkeypatch):
+    steps = []
+    monkeypatch.setattr(hf, "generate", h.record_generate(steps))
+    judge = reward_model_of(task, tmp_path)
+    ppo(critic_model=str(judge), total_training_steps=1)
+    ppo(critic_model=str(ppo.dir(1) / "global_step_1" / "huggingface_critic"), total_training_steps=1, save_freq=0)
+    for i, folder in ((1, judge), (2, ppo.dir(1) / "global_step_1" / "huggingface_critic")):
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        with torch.no_grad():
+            values = [
+                h.hidden_before(model, prompt, c.token_ids) @ model.score.weight[0]
+                for prompt, group in steps[i - 1]
+                for c in group
+            ]
+        values, line = torch.cat(values), ppo.lines(i)[0]
+        assert values.std() > 1e-2
+        for name in ("mean", "max", "min"):
+            assert line[f"critic/values/{name}"] == pytest.approx(getattr(values, name)().item(), abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps that teach nothing
+
+
+def test_responses_without_a_score_teach_neither_actor_nor_critic(ppo, task, tmp_path):
+    (tmp_path / "never.py").write_text("def compute_score(*row, extra_info=None):\n    return None\n")
+    never = dict(custom_reward_function=(str(tmp_path / "never.py"),), ppo_mini_batch_size=8)
+    metrics = ppo(**never, total_training_steps=1)
+    h.assert_same(ppo.weights(1, 1), h.original(task))
+    h.assert_same(ppo.critic(1, 1), {**new_critic(task).state_dict()})
+    assert metrics["reward/none_frac"] == 1 and metrics["critic/grad_norm"] == metrics["actor/grad_norm"] == 0
+    with pytest.raises(
+        RuntimeError, match=r"step 3: three updates in a row were useless.* over 0 tokens that have a re"
+    ):
+        ppo(**never, total_training_steps=4)
+
+
+def test_a_gradient_of_the_critic_that_is_not_finite_stops_both(ppo, task, monkeypatch):
+    norms = []
+
+    def clip(model, max_norm, original=fsdp.clip_grad_norm):
+        norms.append(type(model).__name__)
+        return original(model, max_norm) if len(norms) != 2 else math.inf
+
+    monkeypatch.setattr(fsdp, "clip_grad_norm", clip)
+    metrics = ppo(total_training_steps=1, ppo_mini_batch_size=8)
+    assert norms == ["FSDPQwen2ForCausalLM", "FSDPQwen2ForSequenceClassification"]
+    h.assert_same(ppo.weights(1, 1), h.original(task))
+    h.assert_same(ppo.critic(1, 1), {**new_critic(task).state_dict()})
+    assert metrics["actor/skipped_updates"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics and mistakes
+
+
+METRICS = """
+    actor/entropy actor/grad_norm actor/loss actor/lr actor/pg_clipfrac actor/pg_loss actor/ppo_kl actor/skipped_updates
+    checkpoint/failed
+    critic/advantages/max critic/advantages/mean critic/advantages/min critic/grad_norm critic/lr
+    critic/returns/max critic/returns/mean critic/returns/min critic/rewards/max critic/rewards/mean critic/rewards/min
+    critic/score/max critic/score/mean critic/score/min critic/values/max critic/values/mean critic/values/min
+    critic/vf_clipfrac critic/vf_explained_var critic/vf_loss
+    perf/gen_tokens_per_s perf/throughput perf/time_per_step perf/total_num_tokens
+    prompt_length/max prompt_length/mean prompt_length/min
+    response_length/clip_ratio response_length/max response_length/mean response_length/min
+    reward/error_frac reward/none_frac reward/seconds_max reward/seconds_p95 reward/timeout_frac
+    rollout/logprob_gap_max rollout/logprob_gap_mean rollout_corr/kl training/rollout_probs_diff_mean
+    timing_s/adv timing_s/batch timing_s/gen timing_s/old_log_prob timing_s/ref timing_s/reward timing_s/step
+    timing_s/update_actor timing_s/update_weights timing_s/values timing_s/verify
+""".split()
+
+
+def test_metrics_are_complete_and_finite(ppo):
+    kl = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff")
+    full = ppo(use_kl_loss=True, use_kl_in_reward=True, entropy_coeff=0.1, rollout_is="token", save_freq=0)
+    assert full.keys() == {*METRICS, *kl}
+    on_policy = ppo(ppo_mini_batch_size=8, save_freq=0)  # neither old log-probs nor a reference
+    assert full.keys() - on_policy.keys() == {*kl, "timing_s/old_log_prob", "timing_s/ref"}
+    shared = ppo(share_backbone=True, ppo_mini_batch_size=8, save_freq=0)
+    assert on_policy.keys() - shared.keys() == {"critic/grad_norm", "critic/lr"}
+    for metrics in (full, on_policy, shared):
+        assert all(math.isfinite(x) for x in metrics.values())
+    line = ppo.lines(1)[1]
+    objective = line["actor/pg_loss"] - 0.1 * line["actor/entropy"] + 0.001 * line["actor/kl_loss"]
+    assert line["actor/loss"] == pytest.approx(objective, rel=1e-3)
+
+
+def other_tokenizer(task, folder):
+    shutil.copytree(task.model, folder / "other")
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    tokenizer.add_tokens(["%"])
+    tokenizer.save_pretrained(folder / "other")
+    return dict(critic_model=str(folder / "other"))
+
+
+def few_positions(task, folder):
+    config = AutoConfig.from_pretrained(task.model)
+    shutil.copytree(task.model, folder / "short")
+    config.max_position_embeddings = 40
+    config.save_pretrained(folder / "short")
+    return dict(critic_model=str(folder / "short"))
+
+
+def two_labels(task, folder):
+    shutil.copytree(task.model, folder / "two")
+    config = AutoConfig.from_pretrained(task.model, num_labels=2)
+    config.architectures = ["Qwen2ForSequenceClassification"]
+    config.save_pretrained(folder / "two")
+    return dict(critic_model=str(folder / "two"))
+
+
+MISTAKES = {
+    "other tokenizer": (
+        other_tokenizer,
+        ["--critic-model", "/other: its tokenizer is not that of --model", "choose a"],
+    ),
+    "few positions": (few_positions, ["44 tokens, but", "/short has 40 positions", "lower it"]),
+    "two labels": (two_labels, ["--critic-model", "/two: its head gives 2 labels", "choose another"]),
+    "shared and another": (dict(share_backbone=True, critic_model="m"), ["--share-backbone", "--critic-model"]),
+    "shared and warm-up": (dict(share_backbone=True, critic_warmup=1), ["--share-backbone", "--critic-warmup"]),
+    "shared and offload": (dict(share_backbone=True, critic_offload=True), ["--share-backbone", "--critic-offload"]),
+    "gamma": (dict(gamma=1.01), ["--gamma 1.01", "within 0 and 1"]),
+    "lambda": (dict(lam=-0.5), ["--lam -0.5", "within 0 and 1"]),
+    "value clip": (dict(cliprange_value=-0.1), ["--cliprange-value -0.1", "not negative"]),
+    "warm-up": (dict(critic_warmup=-1), ["--critic-warmup -1", "not negative"]),
+    "mini": (dict(ppo_mini_batch_size=9), ["--ppo-mini-batch-size 9", "--train-batch-size 8", "lower it"]),
+    "budget": (dict(ppo_max_token_len_per_gpu=43), ["--ppo-max-token-len-per-gpu 43", "= 44 tokens", "raise it"]),
+    "batch": (dict(train_batch_size=65), ["--train-batch-size 65", "the 64 rows of the training data"]),
+    "alarm": (dict(alarms=("critic/vf_loss",)), ["--alarms 'critic/vf_loss'", "metric>number"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_ppo_refuses(case, ppo, task, tmp_path, monkeypatch):
+    """Before a model is loaded, and naming the flag, the value and the fix."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded before the settings were checked")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", load)
+    changes, words = MISTAKES[case]
+    with pytest.raises(ValueError) as error:
+        ppo(**(changes if isinstance(changes, dict) else changes(task, tmp_path)))
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+    assert not ppo.dir(1).exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+
+def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
+    """The value head on the backbone is nothing to the engine: its log-probs agree after every push."""
+    pytest.importorskip("vllm")
+    settings = h.ppo_settings(task, tmp_path, engine="vllm", share_backbone=True, lr=1e-2, test_freq=2)
+    output = h.run("train_ppo.py", *h.flags(settings))
+    lines = h.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [x["step"] for x in lines] == [1, 2, 2]
+    for x in lines[:2]:
+        assert x["rollout/logprob_gap_mean"] < 1e-5 and x["actor/grad_norm"] > 0.1 and x["critic/vf_loss"] > 0.01
+    assert "8 prompts x 1 = 8 responses and 2 update(s) a step" in output
+    assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2

@@ -17,11 +17,10 @@ from pathlib import Path
 import helpers_forks as forks
 import helpers_scripts as h
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rl import checkpoint, fsdp, reward_model, stop
-from rl.engines import hf
+from rl import checkpoint, stop
+from rl.engines import hf, vllm
 
 OUT_WITHIN_S = 10
 ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it was asked
@@ -84,8 +83,8 @@ def ask_at(owner, name, n):
     at_call(importlib.import_module(owner), name, n, ask)
 
 
-def slow_tokens(seconds=5.0):
-    """From now on each token takes so long: a response of 12 more than a minute."""
+def slow_tokens(seconds=2.0):
+    """From now on each token takes so long: a response of 12 lasts longer than a run may take to leave."""
 
     def slow(*arguments, original=hf.processed_logprobs):
         time.sleep(seconds)
@@ -94,13 +93,13 @@ def slow_tokens(seconds=5.0):
     hf.processed_logprobs = slow
 
 
-def ask_while_generating(n, number=signal.SIGTERM, times=1):
-    """In the n-th generation, which has just become slow."""
+def ask_while_generating(n, number=signal.SIGTERM, times=1, rank=0):
+    """In the n-th generation, which has become slow on all ranks."""
 
     def act():
         slow_tokens()
-        for _ in range(times):
-            threading.Timer(1.0, ask, (number,)).start()
+        for _ in range(times if os.environ["RANK"] == str(rank) else 0):
+            threading.Timer(0.3, ask, (number,)).start()
 
     at_call(hf, "generate", n, act)
 
@@ -133,7 +132,38 @@ def ask_again_while_leaving(n):
         time.sleep(60)
 
     ask_while_generating(n)
-    at_call(checkpoint, "_write", 1, act)
+    at_call(checkpoint.dcp, "save", 1, act)
+
+
+def hang(rank, file):
+    """This rank never returns from its first generation; what the other waits in cannot be interrupted by Python."""
+
+    def act():
+        Path(file).touch()
+        time.sleep(600)
+
+    if os.environ["RANK"] == str(rank):
+        at_call(hf, "generate", 1, act)
+
+
+def lag(rank):
+    if os.environ["RANK"] == str(rank):
+        at_call(hf, "generate", 1, partial(time.sleep, 2.0))
+
+
+def ask_while_vllm_generates(n):
+    """In the n-th generation, of 80 tokens: the engine looks every 16 of them."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def slow_step(engine, step=LLMEngine.step):
+        time.sleep(0.2)
+        return step(engine)
+
+    def act():
+        LLMEngine.step = slow_step
+        threading.Timer(0.3, ask).start()
+
+    at_call(vllm, "generate", n, act)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,7 +192,8 @@ class Chain:
         self.run_dir, self.unbroken = folder / "run", folder / "unbroken"
         self.settings = make(run_dir=self.run_dir, save_freq=-1, **settings)
         whole = make(run_dir=self.unbroken, save_freq=1, **settings)
-        assert set(forks.start(script, whole, folder / "log", ranks=ranks).ends()) == {0}
+        run = forks.start(script, whole, folder / "log", ranks=ranks)
+        assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
 
     def start(self, fault=None, **changes):
         asked = self.folder / f"asked{len(list(self.folder.glob('asked*')))}"
@@ -198,7 +229,7 @@ class Chain:
         one, two = (folder / f"global_step_{step}" for folder in (self.run_dir, self.unbroken))
         h.assert_same(h.weights(one), h.weights(two))
         h.assert_same(h.dcp_state(one, self.folder), h.dcp_state(two, self.folder))
-        assert (one / "extra.json").read_text() == (two / "extra.json").read_text()
+        assert waiting_groups(one) == waiting_groups(two)
 
     def stops_while_rewards_sleep(self, step, n, *ranks, number=signal.SIGTERM):
         """Stopped from outside, while the reward functions of the n-th generation sleep."""
@@ -223,6 +254,12 @@ class Chain:
         lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (self.run_dir, self.unbroken)]
         assert lines[0] == lines[1] and lines[0][-1]["step"] == last
         assert not list(self.run_dir.glob(".*"))
+
+
+def waiting_groups(path):
+    """What train_dapo.py carries from step to step, without the seconds that scoring took; {} for other scripts."""
+    extra = json.loads((path / "extra.json").read_text())
+    return extra | {"surplus": [[(x, score[:-1]) for x, score in group] for group in extra.get("surplus", [])]}
 
 
 def _with_asked(file, fault):
@@ -274,12 +311,14 @@ def test_ppo_leaves_with_both_models(own_task, tmp_path):
 
 
 def test_dapo_leaves_with_the_groups_that_wait(own_task, tmp_path):
-    chain = Chain("train_dapo", partial(h.dapo_settings, own_task), tmp_path, total_training_steps=4)
+    settings = dict(total_training_steps=4, gen_batch_size=3)  # fewer prompts than a step needs
+    chain = Chain("train_dapo", partial(h.dapo_settings, own_task), tmp_path, **settings)
     rounds = [int(x["train/num_gen_batches"]) for x in h.read_jsonl(chain.unbroken / "metrics.jsonl")]
-    extra = [json.loads((chain.unbroken / f"global_step_{i}" / "extra.json").read_text()) for i in (1, 2, 3)]
-    print(rounds, [len(x["surplus"]) for x in extra])
-    chain.stops_at(1, partial(ask_while_generating, rounds[0] + 1))
-    chain.stops_while_rewards_sleep(2, sum(rounds[1:2]) + 1)
+    waiting = [len(waiting_groups(chain.unbroken / f"global_step_{i}")["surplus"]) for i in (1, 2, 3, 4)]
+    assert min(rounds[:3]) >= 1 and rounds[0] == 2 and waiting[0] >= 1
+    chain.stops_at(0, partial(ask_while_generating, 2))  # its second round
+    chain.stops_at(1, partial(ask_while_generating, 3))
+    chain.stops_while_rewards_sleep(2, rounds[1] + 1)
     chain.stops_at(3, partial(ask_in_optimizer_step, 2))
     chain.ends_like_the_unbroken_one()
 
@@ -298,10 +337,98 @@ def test_sft_asked_in_every_phase(task, tmp_path):
 def test_a_reward_model_in_training_leaves_too(task, tmp_path):
     def make(run_dir, **changes):
         pairs = str(Path(task.model).with_name("pairs.jsonl"))
-        own = dict(train_files=(pairs,), train_batch_size=4, total_training_steps=2, max_token_len_per_gpu=130)
+        own = dict(train_files=(pairs,), train_batch_size=16, total_training_steps=2)
+        own |= dict(max_length=32, max_token_len_per_gpu=64)
         return h.sft_settings(task, run_dir) | own | changes
 
     chain = Chain("train_reward", make, tmp_path)
     chain.stops_at(0, partial(ask_at, "rl.reward_model", "sequence_scores", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
     chain.ends_like_the_unbroken_one()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks, launchers, engines
+
+
+def test_two_ranks_leave_together_whichever_was_asked(own_task, tmp_path):
+    chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, ranks=2, total_training_steps=3)
+    chain.stops_at(1, partial(ask_while_generating, 2, rank=1))  # the tokens of the other are slow as well
+    chain.stops_while_rewards_sleep(2, 2, 0, number=signal.SIGINT)  # and so are its rewards
+    chain.ends_like_the_unbroken_one(partial(lag, 1))  # being slow is no fault
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_another(task, tmp_path):
+    settings = h.grpo_settings(task, tmp_path / "run")
+    run = forks.start("train_grpo", settings, tmp_path / "log", fault=partial(hang, 1, tmp_path / "hangs"), ranks=2)
+    until((tmp_path / "hangs").exists)
+    time.sleep(0.5)
+    run.ask(signal.SIGTERM)
+    run.ask(signal.SIGTERM)  # passed on by somebody
+    time.sleep(stop.SAME_REQUEST_S + 0.2)
+    assert all(process.is_alive() for process in run.processes)
+    assert run.log.read_text().count("asked to stop") == 2
+    run.ask(signal.SIGINT)
+    assert run.ends(3) == [128 + signal.SIGINT] * 2
+
+
+def test_torchrun_passes_the_request_on(task, tmp_path):
+    """It ends with an error of its own whatever the ranks do: STATUS.json and the checkpoint tell."""
+    settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=10_000)
+    process = h.start("train_grpo.py", *h.flags(settings), nproc=2)
+    try:
+        until((tmp_path / "run" / "metrics.jsonl").exists)
+        process.send_signal(signal.SIGTERM)
+        asked_at = time.monotonic()
+        output = h.finish(process, timeout=60)
+        assert time.monotonic() - asked_at < OUT_WITHIN_S
+    finally:
+        process.kill()
+    assert output.count("asked to stop") == 2 and "Received 15 death signal" in output
+    assert "forcefully exiting" not in output  # which is what it says before it kills
+    (step,) = checkpoint.list_steps(tmp_path / "run")
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", step) and 1 <= step < 10_000
+    assert h.read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == step
+    settings |= {"total_training_steps": step}
+    assert forks.start("train_grpo", settings, tmp_path / "log", ranks=2).ends() == [0, 0]
+    assert f"resumed from {tmp_path / 'run'}/global_step_{step}" in (tmp_path / "log").read_text()
+
+
+def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    settings = h.grpo_settings(task, tmp_path / "run", engine="vllm", max_response_length=80)
+    fault = partial(_with_asked, str(tmp_path / "asked"), partial(ask_while_vllm_generates, 2))
+    run = forks.start("train_grpo", settings, tmp_path / "log", fault=fault)
+    assert run.ends(90) == [0]
+    assert time.monotonic() - float((tmp_path / "asked").read_text()) < OUT_WITHIN_S
+    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["state"] == "stopped"
+    assert checkpoint.list_steps(tmp_path / "run") == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
+def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():
+    before = [signal.getsignal(number) for number in stop.SIGNALS]
+    stop.start()
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        time.sleep(0.1)
+        assert not stop.requested()
+        os.kill(os.getpid(), signal.SIGINT)
+        until(stop.requested, 5)
+        stop.start(max_hours=0.05 / 3600)
+        assert not stop.requested()
+        until(stop.requested, 5)
+    finally:
+        stop.end()
+    assert not stop.requested()
+    assert [signal.getsignal(number) for number in stop.SIGNALS] == before

@@ -1,0 +1,449 @@
+"""train_dapo.py for real: whole steps computed again by the book, then what sampling until full could get wrong."""
+
+import math
+import signal
+import statistics
+
+import helpers_scripts as h
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import train_dapo
+import train_grpo
+from rl import checkpoint, fsdp
+from rl.engines import hf
+
+# Parity, and no score where the letters add up to a multiple of three.
+SOMETIMES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    letters = sum(map(ord, solution_str))
+    return None if letters % 3 == 0 else float((letters + int(ground_truth)) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """The task with a model of which one token in six ends a response: some are cut at 12 tokens, most are not."""
+    task = h.make_task(tmp_path_factory.mktemp("task"))
+    config = GenerationConfig.from_pretrained(task.model)
+    config.eos_token_id = [2, *range(20, 32)]
+    config.save_pretrained(task.model)
+    return task
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums in one order everywhere, and no process group left behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+@pytest.fixture
+def dapo(task, tmp_path):
+    """dapo(**changes) runs train_dapo.py in this process and returns its metrics; dapo.dir(i) is the i-th folder."""
+
+    def run(**changes):
+        run.count += 1
+        return train_dapo.main(train_dapo.Args(**h.dapo_settings(task, run.dir(run.count), **changes)))
+
+    run.count = 0
+    run.dir = lambda i: tmp_path / f"run{i}"
+    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
+    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
+    return run
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """Train in float64, so that what is equal up to rounding stays so through Adam."""
+    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """The rounds of sampling of the next run, as `h.record_generate` has them."""
+    rounds = []
+    monkeypatch.setattr(hf, "generate", h.record_generate(rounds))
+    return rounds
+
+
+@pytest.fixture
+def sometimes(tmp_path):
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    return (str(tmp_path / "sometimes.py"),)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole steps, computed again
+
+
+def scored_groups(task, rounds, score):
+    """The groups of each round: lists of {prompt, ids, logp of the engine, cut, score}."""
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+
+    def describe(prompt, c):
+        text = tokenizer.decode(c.token_ids, skip_special_tokens=True)
+        value = score(text, truths[tuple(prompt)])
+        cut = c.finish_reason == "length"
+        return {"prompt": prompt, "ids": c.token_ids, "logp": torch.tensor(c.logprobs), "cut": cut, "score": value}
+
+    return [[[describe(prompt, c) for c in group] for prompt, group in one_round] for one_round in rounds]
+
+
+def scores_of(group):
+    return [x["score"] for x in group if x["score"] is not None]
+
+
+def has_spread(group):
+    return len(set(scores_of(group))) > 1
+
+
+def batches_by_hand(rounds, args):
+    """For each step its batch, the rounds it sampled and the groups that then wait.
+
+    What waits comes first, then rounds are sampled until there are enough.
+    """
+    rounds, waiting, steps = list(rounds), [], []
+    for _ in range(args.total_training_steps):
+        own = []
+        while len(waiting) < args.train_batch_size:
+            own.append(rounds.pop(0))
+            waiting = waiting + [group for group in own[-1] if has_spread(group)]
+        batch, waiting = waiting[: args.train_batch_size], waiting[args.train_batch_size :]
+        steps.append((batch, own, waiting))
+    assert not rounds
+    return steps
+
+
+def plain_dapo(task, args, steps):
+    """DAPO by the book, on `steps` of `batches_by_hand`: the last weights, and what each step should have reported."""
+    actor = AutoModelForCausalLM.from_pretrained(task.model).double()
+    optimizer, reports = torch.optim.AdamW(actor.parameters(), weight_decay=args.weight_decay), []
+
+    def logp_of(x):
+        return h.logp_of(actor, h.hidden_before(actor, x["prompt"], x["ids"]), x["ids"], args.temperature)
+
+    free = args.max_response_length - args.overlong_buffer_len  # tokens that cost nothing
+    for k, (batch, rounds, waiting) in enumerate(steps):
+        for group in batch:
+            for x in group:
+                x["reward"] = x["score"]
+                if args.overlong_buffer_len and x["score"] is not None and len(x["ids"]) > free:
+                    excess = (len(x["ids"]) - free) / args.overlong_buffer_len
+                    x["reward"] = x["score"] - args.overlong_penalty_factor * excess
+            rewards = [x["reward"] for x in group if x["reward"] is not None]
+            for x in group:
+                with torch.no_grad():
+                    x["old"] = logp_of(x)
+                x["taught"] = x["score"] is not None and not (args.overlong_filtering and x["cut"])
+                if x["score"] is not None:
+                    x["A"] = (x["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+                ratio = x["old"] - x["logp"]
+                ratio = ratio.sum() if args.rollout_is == "sequence" else ratio
+                x["weight"] = ratio.exp().clamp(max=args.rollout_is_threshold)
+
+        groups = [group for one_round in rounds for group in one_round] or batch
+        everything = [s for group in groups for s in scores_of(group)]
+        tokens = [(x["logp"] - x["old"]).abs() for group in batch for x in group if x["taught"]]
+        report = {
+            "train/num_gen_batches": len(rounds),
+            "train/num_sampled_responses": sum(len(one_round) for one_round in rounds) * args.rollout_n,
+            "train/surplus_groups": len(waiting),
+            "critic/score/mean": statistics.mean(everything),
+            "reward/zero_std_frac": statistics.mean(not has_spread(group) for group in groups),
+            "reward/none_frac": 1 - len(everything) / (len(groups) * args.rollout_n),
+            "critic/rewards/mean": statistics.mean(
+                x["reward"] for group in batch for x in group if x["reward"] is not None
+            ),
+            "critic/advantages/max": max(x.get("A", -math.inf) for group in batch for x in group),
+            "response_length/mean": statistics.mean(len(x["ids"]) for group in batch for x in group),
+            "rollout/logprob_gap_mean": torch.cat(tokens).mean().item(),
+            "actor/lr": args.lr * min(1, (k + 1) / args.lr_warmup_steps),
+        }
+        losses, norms = [], []
+        for i in range(0, args.train_batch_size, args.ppo_mini_batch_size):
+            mini = [x for group in batch[i : i + args.ppo_mini_batch_size] for x in group if x["taught"]]
+            num_tokens, loss = sum(len(x["ids"]) for x in mini), 0.0
+            for x in mini:
+                ratio, advantage = (logp_of(x) - x["old"]).exp(), torch.tensor(x["A"])
+                clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c)
+                loss = loss + (h.surrogate(ratio, advantage, *clip) * x["weight"]).sum() / num_tokens
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(nn.utils.clip_grad_norm_(actor.parameters(), args.grad_clip).item())
+            optimizer.param_groups[0]["lr"] = report["actor/lr"]
+            optimizer.step()
+            optimizer.zero_grad()
+        reports.append(report | {"actor/loss": statistics.mean(losses), "actor/grad_norm": statistics.mean(norms)})
+    return dict(actor.named_parameters()), reports
+
+
+CASES = {
+    "punished": dict(overlong_buffer_len=6, overlong_penalty_factor=0.7),
+    "filtered, missing scores": dict(overlong_buffer_len=0, overlong_filtering=True, rollout_n=4, clip_ratio_c=1.05),
+    "long rounds": dict(overlong_buffer_len=0, gen_batch_size=14, rollout_is="sequence", rollout_is_threshold=1.1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled, sometimes, in_double, case):
+    """Groups of two, of which about half have no spread; three to a batch, in mini-batches of two and one."""
+    settings = dict(
+        train_batch_size=3,
+        gen_batch_size=2,
+        rollout_n=2,
+        ppo_mini_batch_size=2,
+        total_training_steps=3,
+        temperature=0.7,
+        grad_clip=0.3,
+        weight_decay=0.1,
+        lr=2e-3,
+        lr_warmup_steps=2,
+        rollout_is_threshold=1.02,
+    )
+    settings |= CASES[case]
+    score = h.parity
+    if "missing" in case:
+        settings["custom_reward_function"] = sometimes
+
+        def score(text, truth):
+            return None if sum(map(ord, text)) % 3 == 0 else h.parity(text, truth)
+
+    dapo(**settings)
+
+    args = train_dapo.Args(**h.dapo_settings(task, dapo.dir(1), **settings))
+    rounds = scored_groups(task, sampled, score)
+    steps = batches_by_hand(rounds, args)
+    actor, reports = plain_dapo(task, args, steps)
+    for line, report in zip(dapo.lines(1), reports, strict=True):
+        assert {name: line[name] for name in report} == pytest.approx(report, rel=1e-5, abs=1e-6)
+    assert h.distance(dapo.weights(1, 3), actor) < 1e-5 < 1e-3 < h.distance(dapo.weights(1, 3), h.original(task))
+
+    # What the comparison went through.
+    counts = [len(own) for _, own, _ in steps]
+    assert counts == ([1, 0, 1] if case == "long rounds" else counts) and max(counts) > (case != "long rounds")
+    assert all(line["actor/grad_norm"] > 0.3 for line in dapo.lines(1))
+    assert max(line["actor/pg_clipfrac"] for line in dapo.lines(1)) > 0.02
+    assert any(waiting for _, _, waiting in steps[:-1])  # and is learned from a step later
+    assert any((x["weight"] == args.rollout_is_threshold).any() for batch, _, _ in steps for g in batch for x in g)
+    batches, every = ([g for step in steps for g in step[0]], [g for one_round in rounds for g in one_round])
+    assert any(x["cut"] for g in batches for x in g) and not all(x["cut"] for g in batches for x in g)
+    if case == "punished":
+        punished = [[max(0, len(x["ids"]) - 6) / 6 for x in group] for group in every]
+        # Equal scores, unequal punishments: no reason to keep a group.
+        assert any(len(set(p)) > 1 and not has_spread(g) for p, g in zip(punished, every, strict=True))
+        assert any(max(x["reward"] for x in g) < 1 and max(scores_of(g)) == 1 for g in batches)
+    if "missing" in case:
+        assert any(len(scores_of(g)) == 1 for g in every) and any(len(scores_of(g)) < 4 for g in batches)
+        assert any(x["cut"] and x["score"] is not None for g in batches for x in g)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling until full
+
+
+def test_without_its_four_parts_dapo_is_grpo(dapo, task, tmp_path):
+    """Data order, seeds, weights and all metrics that both have, bit for bit."""
+    shared = dict(total_training_steps=3, ppo_mini_batch_size=2, lr=3e-3, loss_agg_mode="seq-mean-token-mean")
+    dapo(
+        **shared,
+        filter_groups=False,
+        gen_batch_size=None,
+        overlong_buffer_len=0,
+        clip_ratio_high=0.2,
+        clip_ratio_c=3.0,
+        rollout_is="none",
+        weight_decay=0.01,
+    )
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "grpo", **shared)))
+    h.assert_same(dapo.weights(1, 3), h.weights(tmp_path / "grpo" / "global_step_3"))
+    of_grpo = h.timeless(h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl"))
+    for line, expected in zip(h.timeless(dapo.lines(1)), of_grpo, strict=True):
+        own = {"train/num_gen_batches": 1.0, "train/num_sampled_responses": 16.0, "train/surplus_groups": 0.0}
+        assert line == expected | own
+        assert line["actor/pg_clipfrac"] > 0.02
+    assert {line["reward/zero_std_frac"] for line in of_grpo} > {0.0}  # some group had no spread, and stayed
+
+
+def test_the_upper_clip_is_higher(dapo, task):
+    """A ratio between 1.2 and 1.28 of a good token still learns; below 0.8 nothing has changed."""
+    changes = dict(total_training_steps=1, ppo_epochs=3, lr=3e-3, clip_ratio_c=10.0)
+    higher, plain = dapo(**changes), dapo(**changes, clip_ratio_high=0.2)
+    assert 0 < higher["actor/pg_clipfrac"] < plain["actor/pg_clipfrac"]
+    assert h.distance(dapo.weights(1, 1), dapo.weights(2, 1)) > 1e-4
+
+
+def without_seconds(state):
+    """What the loop carries, without how long scoring took."""
+    return state | {"surplus": [[(sample, score[:-1]) for sample, score in group] for group in state["surplus"]]}
+
+
+def assert_same_end(left, right, step, scratch):
+    """Weights, optimizer, metrics and the groups that wait, to the last bit."""
+    ends = [folder / f"global_step_{step}" for folder in (left, right)]
+    h.assert_same(*map(h.weights, ends))
+    h.assert_same(*(h.dcp_state(end, scratch) for end in ends))
+    states = [without_seconds(checkpoint.extra(end)) for end in ends]
+    assert states[0] == states[1] and states[0]["surplus"] and states[0]["drawn"] > 0
+    lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (left, right)]
+    assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == list(range(1, step + 1))
+
+
+BUSY = dict(total_training_steps=4, save_freq=1, ppo_mini_batch_size=2, lr_warmup_steps=3, lr=3e-3, rollout_n=3)
+
+
+def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path):
+    dapo(**BUSY)
+    run_dir = tmp_path / "broken"
+    settings = h.dapo_settings(task, run_dir, **BUSY)
+    # Scores are collected by the check and in every round: it dies before the end of step 4.
+    rounds = [line["train/num_gen_batches"] for line in dapo.lines(1)]
+    entry = {"script": "train_dapo", "settings": settings, "crash_at": [0, int(sum(rounds)) + 1]}
+    assert rounds[3] > 0
+    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    assert status == -signal.SIGKILL, output
+    saved = checkpoint.list_steps(run_dir)
+    assert saved in ([1, 2], [1, 2, 3])  # it may have died while step 3 was written
+    carried = checkpoint.extra(run_dir / f"global_step_{saved[-1]}")
+    assert carried["surplus"] and carried["drawn"] == sum(rounds[: saved[-1]])
+
+    train_dapo.main(train_dapo.Args(**settings))
+
+    assert_same_end(run_dir, dapo.dir(1), 4, tmp_path)
+
+
+def test_a_step_that_cannot_be_filled_ends_the_run_and_a_higher_bound_continues_it(dapo, task, tmp_path):
+    changes = dict(total_training_steps=4, save_freq=1, gen_batch_size=3, rollout_n=2)
+    dapo(**changes)
+    rounds = [int(line["train/num_gen_batches"]) for line in dapo.lines(1)]
+    needed = max(rounds)
+    assert rounds.index(needed) > 0 and needed > 1
+    run_dir = tmp_path / "bounded"
+    settings = h.dapo_settings(task, run_dir, **changes)
+    words = rf"step {rounds.index(needed) + 1}: {3 * (needed - 1)} groups were sampled in --max-num-gen-batches "
+    with pytest.raises(RuntimeError, match=rf"{words}{needed - 1} rounds, and [0-3] have a spread, fewer than .* 4"):
+        train_dapo.main(train_dapo.Args(**settings, max_num_gen_batches=needed - 1))
+    h.leave_distributed()
+    train_dapo.main(train_dapo.Args(**settings, max_num_gen_batches=needed))
+    h.assert_same(h.weights(run_dir / "global_step_4"), dapo.weights(1, 4))
+    assert h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) == h.timeless(dapo.lines(1))
+
+
+@pytest.mark.parametrize("value", ["None", "0.5"])
+def test_rewards_without_a_spread_are_no_endless_loop(dapo, tmp_path, value):
+    (tmp_path / "same.py").write_text(f"def compute_score(*row, extra_info=None):\n    return {value}\n")
+    with pytest.raises(
+        RuntimeError, match=r"step 1: 18 groups were sampled in --max-num-gen-batches 3 rounds, and 0 h"
+    ):
+        dapo(custom_reward_function=(str(tmp_path / "same.py"),), max_num_gen_batches=3)
+
+
+def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monkeypatch, in_double):
+    """Rounds of 5 prompts, batches of 3 groups in mini-batches of 2 and 1; responses depend on the prompt alone."""
+    changes = dict(gen_batch_size=5, train_batch_size=3, ppo_mini_batch_size=2, rollout_n=2, total_training_steps=3)
+    settings = h.dapo_settings(task, tmp_path / "two", **changes, lr=1e-4)
+    two = {"script": "train_dapo", "settings": settings, "comparable": True}
+    status, output = h.run_in_turn(tmp_path / "runs.json", two, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    dapo(**changes, lr=1e-4)
+    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
+    for line, expected in zip(lines, h.timeless(dapo.lines(1)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert any(line["train/surplus_groups"] for line in lines) and any(line["reward/zero_std_frac"] for line in lines)
+    final = h.weights(tmp_path / "two" / "global_step_3")
+    assert h.distance(final, dapo.weights(1, 3)) < 1e-6 < 1e-4 < h.distance(final, h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics and mistakes
+
+
+METRICS = """
+    actor/entropy actor/grad_norm actor/loss actor/lr actor/pg_clipfrac actor/pg_loss actor/ppo_kl actor/skipped_updates
+    checkpoint/failed
+    critic/advantages/max critic/advantages/mean critic/advantages/min
+    critic/rewards/max critic/rewards/mean critic/rewards/min critic/score/max critic/score/mean critic/score/min
+    perf/gen_tokens_per_s perf/throughput perf/time_per_step perf/total_num_tokens
+    prompt_length/max prompt_length/mean prompt_length/min
+    response_length/clip_ratio response_length/max response_length/mean response_length/min
+    reward/error_frac reward/none_frac reward/seconds_max reward/seconds_p95 reward/timeout_frac reward/zero_std_frac
+    rollout/logprob_gap_max rollout/logprob_gap_mean rollout_corr/kl training/rollout_probs_diff_mean
+    timing_s/adv timing_s/batch timing_s/gen timing_s/old_log_prob timing_s/reward timing_s/step
+    timing_s/update_actor timing_s/update_weights timing_s/verify
+    train/num_gen_batches train/num_sampled_responses train/surplus_groups
+""".split()
+
+
+def test_metrics_are_complete_and_finite_even_if_nothing_was_sampled(dapo, sampled):
+    dapo(gen_batch_size=16, ppo_mini_batch_size=2, save_freq=0)
+    first, second = ({k: v for k, v in line.items() if k not in ("step", "time")} for line in dapo.lines(1))
+    assert first.keys() == set(METRICS) and first.keys() - second.keys() == {"timing_s/reward"}
+    assert all(math.isfinite(x) for x in (*first.values(), *second.values()))
+    assert len(sampled) == 1 and second["train/num_sampled_responses"] == second["perf/gen_tokens_per_s"] == 0
+    tokens = sum(len(c.token_ids) for _, group in sampled[0] for c in group)
+    assert first["perf/gen_tokens_per_s"] * first["timing_s/gen"] == pytest.approx(tokens)
+
+
+MISTAKES = {
+    "one response": (dict(rollout_n=1), ["--rollout-n 1", "raise it", "--no-filter-groups"]),
+    "long buffer": (dict(overlong_buffer_len=13), ["--overlong-buffer-len 13", "--max-response-length 12"]),
+    "negative buffer": (dict(overlong_buffer_len=-1), ["--overlong-buffer-len -1", "within 0"]),
+    "no rounds": (dict(max_num_gen_batches=0), ["--max-num-gen-batches 0", "at least 1"]),
+    "empty rounds": (dict(gen_batch_size=0), ["--gen-batch-size 0", "at least 1"]),
+    "long rounds": (dict(gen_batch_size=65), ["--gen-batch-size 65", "the 64 rows of the training data", "lower it"]),
+    "batch": (dict(train_batch_size=65), ["--train-batch-size 65", "the 64 rows of the training data"]),
+    "mini": (dict(ppo_mini_batch_size=5), ["--ppo-mini-batch-size 5", "--train-batch-size 4", "lower it"]),
+    "budget": (dict(ppo_max_token_len_per_gpu=43), ["--ppo-max-token-len-per-gpu 43", "= 44 tokens", "raise it"]),
+    "dual clip": (dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
+    "cap": (dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "above 0"]),
+    "temperature": (dict(temperature=0.0), ["--temperature 0.0", "positive"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_dapo_refuses(case, dapo, monkeypatch):
+    """Before a model is loaded, and naming the flag, the value and the fix."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded before the settings were checked")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    changes, words = MISTAKES[case]
+    with pytest.raises(ValueError) as error:
+        dapo(**changes)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+    assert not dapo.dir(1).exists()
+
+
+def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo):
+    """12 tokens: 2, so only responses of 11 and 12 tokens pay, a half and a whole."""
+    runs = [dapo(total_training_steps=1, save_freq=0, **x) for x in ({}, dict(overlong_buffer_len=2))]
+    assert {k: v for k, v in runs[0].items() if k.startswith("actor/")} == {
+        k: v for k, v in runs[1].items() if k.startswith("actor/")
+    }
+    free = dapo(total_training_steps=1, save_freq=0, overlong_buffer_len=0)
+    assert free["critic/rewards/min"] == 0 and runs[0]["critic/rewards/min"] == -1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+
+def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
+    pytest.importorskip("vllm")
+    settings = h.dapo_settings(task, tmp_path, engine="vllm", gen_batch_size=3, rollout_n=2, lr=1e-2, test_freq=2)
+    output = h.run("train_dapo.py", *h.flags(settings))
+    lines = h.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [x["step"] for x in lines] == [1, 2, 2] and lines[0]["rollout/logprob_gap_mean"] < 1e-5
+    for x in lines[:2]:
+        assert x["train/num_gen_batches"] > 1 and x["actor/grad_norm"] > 0.1
+        assert x["train/num_sampled_responses"] == 6 * x["train/num_gen_batches"]
+    assert "4 prompts x 2 = 8 responses and 1 update(s) a step" in output
+    assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2
