@@ -340,7 +340,9 @@ def main(args: Args) -> dict[str, float]:
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained, extra=loop_state(drawn, surplus)), tracker.close)
+        stop.arm(
+            partial(checkpoint.leave, run, step, trained, extra=loop_state(drawn, surplus)), partial(tracker.close, 5.0)
+        )
 
         # The engine gets this step's policy, and keeps it until the batch is full.
         backend.wake(engine)

@@ -337,7 +337,7 @@ def main(args: Args) -> dict[str, float]:
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), tracker.close)
+        stop.arm(partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), partial(tracker.close, 5.0))
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P

@@ -38,6 +38,7 @@ from transformers import PreTrainedTokenizerBase
 from rl import checkpoint_files as files
 from rl.checkpoint_files import list_steps
 from rl.fsdp import Dist, full_tensors
+from rl.tracking import redact, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
@@ -430,7 +431,7 @@ def _step_of(path: pathlib.Path) -> int:
 def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
     """What must be the same when a run is resumed, as JSON has it."""
     return {
-        "args": json.loads(json.dumps(vars(args), default=str)),
+        "args": redact(json.loads(json.dumps(vars(args), default=str)), secrets()),
         "total_steps": total_steps,
         "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in args.train_files],
         "tokenizer_sha256": files.hash_of(
