@@ -6,6 +6,7 @@ A start costs a tenth of a second, so a test can afford many of them, and break 
 import contextlib
 import ctypes
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -82,3 +83,31 @@ def _main(script: str, settings: dict, environment: dict, log: Path, fault: Call
     if fault is not None:
         fault()
     module.main(module.Args(**settings))
+
+
+def at_call(owner: Any, name: str, n: int, act: Callable[[], object]) -> None:
+    """From now on `act()` is called before the n-th call of owner.name."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        if next(calls) == n:
+            act()
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

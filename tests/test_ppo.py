@@ -156,13 +156,17 @@ def plain_ppo(task, args, steps, score):
                 num_tokens = sum(len(x["ids"]) for x in mini)
                 pg_loss = vf_loss = 0.0
                 for x in mini:
+                    if args.loss_agg_mode == "token-mean":
+                        weight = 1 / num_tokens
+                    else:  # a mean over sequences of the means over their tokens
+                        weight = 1 / len(x["ids"]) / len(mini)
                     logp, v = logp_and_values(x)
                     ratio = (logp - x["old"]).exp()
                     clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c)
-                    pg_loss = pg_loss + h.surrogate(ratio, x["white"], *clip).sum() / num_tokens
+                    pg_loss = pg_loss + weight * h.surrogate(ratio, x["white"], *clip).sum()
                     near = x["V"] + (v - x["V"]).clamp(-args.cliprange_value, args.cliprange_value)
                     error, near_error = (v - x["R"]) ** 2, (near - x["R"]) ** 2
-                    vf_loss = vf_loss + 0.5 * torch.maximum(error, near_error).sum() / num_tokens
+                    vf_loss = vf_loss + weight * 0.5 * torch.maximum(error, near_error).sum()
                     clipped[0] += (near_error > error).sum().item()
                     clipped[1] += len(x["ids"])
                 (pg_loss + (args.value_loss_coef if judge is actor else 1.0) * vf_loss).backward()
@@ -187,7 +191,9 @@ CASES = {
     "a critic, KL in the reward, adaptive": dict(
         use_kl_in_reward=True, kl_coef=0.3, kl_ctrl_type="adaptive", kl_target=0.01, kl_horizon=12, lam=0.9
     ),
-    "a critic, KL in the reward, fixed, missing scores": dict(use_kl_in_reward=True, kl_coef=2.0, kl_penalty="k2"),
+    "a critic, KL in the reward, fixed, missing scores": dict(
+        use_kl_in_reward=True, kl_coef=2.0, kl_penalty="k2", loss_agg_mode="seq-mean-token-mean"
+    ),
     "a shared backbone, missing scores": dict(share_backbone=True, value_loss_coef=0.7, gamma=0.95, lam=0.8),
 }
 

@@ -1,0 +1,390 @@
+"""What happens to runs when ranks, engines, rewards, gradients, memory, clocks and networks let them down.
+
+docs/reliability.md has the list.
+"""
+
+import importlib
+import itertools
+import math
+import os
+import socket
+import time
+from functools import partial
+
+import helpers_forks as forks
+import helpers_scripts as h
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import train_grpo
+from rl import checkpoint, fsdp
+from rl.data import encode_prompts, prompts_for_step, read_rows
+from rl.engines import hf
+from rl.rollout import sample_groups, verify_engine
+from rl.scoring import Scorer
+from rl.types import Sampling
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    h.leave_distributed()
+
+
+def same_checkpoint(one, two, scratch):
+    h.assert_same(h.weights(one), h.weights(two))
+    h.assert_same(h.dcp_state(one, scratch), h.dcp_state(two, scratch))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Engines, memory, the clock: one run that breaks again and again
+
+
+def engine_raises(n):
+    def act():
+        raise RuntimeError("the sampler has crashed")
+
+    forks.at_call(hf, "_generate_batch", n, act)
+
+
+def engine_hangs(n):
+    forks.at_call(hf, "_generate_batch", n, partial(time.sleep, 600))
+
+
+def memory_ends(n):
+    """In the n-th backward pass."""
+    original, calls = train_grpo.token_logprobs, itertools.count(1)
+
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def token_logprobs(*args, **options):
+        logp, entropy = original(*args, **options)
+        if next(calls) == n:
+            logp.register_hook(full)
+        return logp, entropy
+
+    train_grpo.token_logprobs = token_logprobs
+
+
+def clock_jumps():
+    """Whoever asks for the time of day gets another day."""
+    days = itertools.cycle((0, 400, -400, 3))
+    now = time.time
+    time.time = lambda: now() + 86400 * next(days)
+
+
+def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_path):
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    # Three micro-batches a step.
+    settings = h.grpo_settings(
+        task, run_dir, total_training_steps=4, save_freq=1, ppo_max_token_len_per_gpu=260, stall_timeout=5.0
+    )
+    unbroken = settings | {"default_local_dir": str(tmp_path / "unbroken")}
+    assert forks.start("train_grpo", unbroken, log).ends() == [0]
+
+    def breaks(fault, step):
+        """Returns what the run printed; it must have saved `step` and nothing later."""
+        log.unlink()
+        assert forks.start("train_grpo", settings, log, fault=fault).ends() == [1]
+        assert checkpoint.list_steps(run_dir)[-1] == step
+        same_checkpoint(run_dir / f"global_step_{step}", tmp_path / "unbroken" / f"global_step_{step}", tmp_path)
+        return log.read_text()
+
+    printed = breaks(partial(engine_raises, 2), 1)
+    assert "rl/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
+    printed = breaks(partial(engine_hangs, 2), 2)
+    assert "no phase has ended for" in printed and "the last one was 'update_weights'" in printed
+    assert 'rl/engines/hf.py", line' in printed and "in sample_groups" in printed  # the stack leads to the engine
+    printed = breaks(partial(memory_ends, 5), 3)  # the gradients of one micro-batch are there
+    assert (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed
+    )
+    assert forks.start("train_grpo", settings | {"max_hours": 1.0}, log, fault=clock_jumps).ends() == [0]
+    same_checkpoint(run_dir / "global_step_4", tmp_path / "unbroken" / "global_step_4", tmp_path)
+    lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (run_dir, tmp_path / "unbroken")]
+    assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An engine that returns something else
+
+
+PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 20)), [8] * 9]
+ROWS = [
+    {"prompt_ids": prompt, "row_index": 10 + i, "data_source": "", "reward_model": {"ground_truth": ""}}
+    | {"extra_info": {}}
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+class Engine:
+    """The plain engine, whose groups [(prompt, completions)] pass through `change` before they are handed over."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def generate(self, engine, prompts, sampling, *, seed, on_group):
+        for i, completions in self.change(list(enumerate(hf.generate(engine, prompts, sampling, seed=seed)))):
+            on_group(i, completions)
+
+
+@pytest.fixture
+def sample(tiny_model):
+    """sample(change) -> policy and samples of an engine that is wrong in this way, with the policy's weights."""
+    d = fsdp.init_distributed()
+    engine = hf.make_engine(tiny_model, d=d, dtype=torch.float32, max_model_len=64)
+    policy = fsdp.shard(fsdp.load_policy(tiny_model, d), d)
+    scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), workers=1)
+
+    def run(change):
+        sampling = Sampling(n=2, max_tokens=12)
+        samples = sample_groups(Engine(change), engine, ROWS, sampling, seed=0, on_group=scorer.submit)
+        return policy, samples, d
+
+    yield run
+    scorer.close()
+
+
+def edited(groups, i, edit):
+    return [(j, edit(completions) if j == i else completions) for j, completions in groups]
+
+
+def no_number(completions):
+    return [completions[0]._replace(logprobs=[math.nan, *completions[0].logprobs[1:]]), completions[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda g: g[:3], RuntimeError, "returned nothing for 1 prompts, row 13 among them"),
+        (lambda g: edited(g, 1, lambda c: c[:1]), RuntimeError, "returned 1 responses to row 11, not 2"),
+        (lambda g: edited(g, 2, lambda c: [*c, c[0]]), RuntimeError, "returned 3 responses to row 12, not 2"),
+        (lambda g: edited(g, 0, no_number), RuntimeError, r"row 10, or log-probs that are not finite: \[nan"),
+        (
+            lambda g: edited(g, 3, lambda c: [c[0]._replace(logprobs=c[0].logprobs[1:]), c[1]]),
+            RuntimeError,
+            r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
+        ),
+        (lambda g: [*g, g[2]], AssertionError, "row 12 was submitted twice"),
+    ],
+    ids=["lost", "too-few", "too-many", "nan", "lengths", "twice"],
+)
+def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with_the_row(sample, change, error, words):
+    with pytest.raises(error, match=words):
+        sample(change)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, swap):
+    other = [0, 2, 1, 3] if swap else range(4)
+    policy, samples, d = sample(lambda groups: [(i, groups[j][1]) for i, j in enumerate(other)])
+    if swap:
+        with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
+            verify_engine(policy, samples, temperature=1.0, limit=1e-4, d=d)
+    else:
+        assert verify_engine(policy, samples, temperature=1.0, limit=1e-4, d=d) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients and rewards
+
+
+def no_number_on_rank_1():
+    """Its last micro-batch of each update gives NaN; the other rank's numbers are good."""
+    if os.environ["RANK"] == "1":
+        original = train_grpo.token_logprobs
+        train_grpo.token_logprobs = lambda *args, **options: [x * math.nan for x in original(*args, **options)]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_and_its_batch_is_kept(task, tmp_path):
+    settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=4, save_freq=1)
+    run = forks.start("train_grpo", settings, tmp_path / "log", fault=no_number_on_rank_1, ranks=2)
+    assert run.ends() == [1, 1]
+    printed = run.log.read_text()
+    assert printed.count("RuntimeError: step 3: three updates in a row were useless") == 2
+    assert checkpoint.list_steps(tmp_path / "run") == [1, 2]
+    h.assert_same(h.weights(tmp_path / "run" / "global_step_2"), load_file(f"{task.model}/model.safetensors"))
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [x["actor/skipped_updates"] for x in lines] == [1.0, 1.0] and lines[0]["actor/grad_norm"] is None
+    kept = load_file(tmp_path / "run" / "bad_batch_step_3.safetensors")
+    rows = encode_prompts(AutoTokenizer.from_pretrained(task.model), read_rows((task.train,)), max_prompt_length=32)
+    prompts = [row["prompt_ids"] for row in prompts_for_step(rows, 2, 4, 0) for _ in range(4)]
+    assert [x[: len(p)].tolist() for x, p in zip(kept["input_ids"], prompts, strict=True)] == prompts
+    assert kept["advantages"].shape == kept["rollout_logp"].shape == kept["input_ids"].shape
+
+
+CASES = {  # reward -> what a response scores
+    "equal": "1.0",
+    "infinite": "float('inf') if solution_str and '####' not in solution_str else 0.0",  # not when it is tried out
+    "none": "None",
+}
+
+
+@pytest.fixture
+def train(task, tmp_path, monkeypatch, capsys):
+    """train(script, case, **changes) -> metrics of the only step, whether a weight has changed, what was printed."""
+
+    def run(script, case, **changes):
+        if case in CASES:
+            function = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+            (tmp_path / "odd.py").write_text(function + CASES[case])
+            changes["custom_reward_function"] = (str(tmp_path / "odd.py"),)
+        if case == "empty":
+            sampled = hf._generate_batch
+            empty = dict(token_ids=[], logprobs=[], finish_reason="stop")
+            monkeypatch.setattr(hf, "_generate_batch", lambda *args: [x._replace(**empty) for x in sampled(*args)])
+        if case == "cut":
+            changes["max_response_length"] = 1
+        make = {"train_grpo": h.grpo_settings, "train_ppo": h.ppo_settings, "train_dapo": h.dapo_settings}[script]
+        module = importlib.import_module(script)
+        settings = make(task, tmp_path / "run", total_training_steps=1, weight_decay=0.0, **changes)
+        if "ppo_mini_batch_size" not in changes:
+            settings["ppo_mini_batch_size"] = settings["train_batch_size"]
+        module.main(module.Args(**settings))
+        (line,) = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        then, now = load_file(f"{task.model}/model.safetensors"), h.weights(tmp_path / "run" / "global_step_1")
+        changed = any(not torch.equal(then[name], now[name]) for name in then)
+        return line, changed, capsys.readouterr().out
+
+    return run
+
+
+def nulls(line):
+    return {name for name, value in line.items() if value is None}
+
+
+def test_equal_rewards_teach_nothing(train):
+    line, changed, printed = train("train_grpo", "equal")
+    assert not nulls(line) and not changed
+    assert line["critic/advantages/max"] == line["critic/advantages/min"] == line["actor/grad_norm"] == 0
+    assert line["critic/score/mean"] == line["reward/zero_std_frac"] == 1
+    assert "ALARM at step 1: reward/zero_std_frac is 1" in printed
+
+
+def test_equal_rewards_teach_a_critic(train):
+    """Whose explained variance is 0 / 0 then."""
+    line, _, printed = train("train_ppo", "equal")
+    assert nulls(line) <= {"critic/vf_explained_var"} and line["critic/grad_norm"] > 0
+    assert "ALARM at step 1: critic/vf_explained_var is" in printed
+
+
+@pytest.mark.parametrize("case", ["equal", "empty"])
+def test_groups_without_a_spread_do_not_fill_a_batch(train, case):
+    with pytest.raises(RuntimeError, match="step 1: 60 groups were sampled in --max-num-gen-batches 10 .* 0 have a"):
+        train("train_dapo", case)
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_dapo"])
+def test_infinite_rewards_are_no_scores_and_stop_the_run(train, script):
+    with pytest.raises(RuntimeError, match=r"(\d+) of \1 responses could not be scored, more than --reward-max-error"):
+        train(script, "infinite")
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
+@pytest.mark.parametrize("case", ["infinite", "none", "empty"])
+def test_without_a_score_or_a_token_nothing_is_learned(train, script, case):
+    line, changed, _ = train(script, case, reward_max_error_frac=1.0)
+    assert not changed and line["actor/grad_norm"] == 0
+    unknown = ("critic/score/", "critic/rewards/", "critic/advantages/", "critic/values/", "critic/returns/")
+    assert all(name.startswith(unknown) or name == "critic/vf_explained_var" for name in nulls(line)), nulls(line)
+    if case == "empty":
+        assert line["response_length/max"] == 0 and line["critic/score/mean"] is not None
+    else:
+        assert line["critic/score/mean"] is None
+        assert line["reward/error_frac"] == float(case == "infinite")
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_dapo"])
+def test_responses_that_were_all_cut_are_reported(train, script):
+    line, changed, printed = train(script, "cut")
+    assert not nulls(line) and changed and line["response_length/clip_ratio"] == 1
+    assert "ALARM at step 1: response_length/clip_ratio is 1" in printed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks and networks
+
+
+BROKEN = """
+import os, socket, sys
+
+def no_network(event, arguments):
+    # Python code of this process, that is: loopback is there, nothing else
+    host = {"socket.connect": lambda: arguments[1][0], "socket.getaddrinfo": lambda: arguments[0]}.get(event, str)()
+    if host and host not in ("localhost", socket.gethostname()) and not str(host).startswith(("127.", "::1", "/")):
+        print("NETWORK", event, host, flush=True)
+        raise OSError("no network")
+
+sys.addaudithook(no_network)
+sys.path.insert(0, "tests")
+import tyro
+import helpers_forks as forks
+import train_grpo
+from rl.engines import hf
+from rl.scoring import Scorer
+
+def broken():
+    raise RuntimeError("rank 1 cannot submit")
+
+def slow_tokens(original=hf.processed_logprobs):
+    hf.processed_logprobs = lambda *arguments: (time.sleep(2), original(*arguments))[1]
+
+import time
+if os.environ["RANK"] == "1":
+    forks.at_call(Scorer, "submit", 4, broken)  # the first of the second step: one was a try, two of the first
+else:
+    forks.at_call(hf, "generate", 2, slow_tokens)
+train_grpo.main(tyro.cli(train_grpo.Args))
+"""
+
+
+@pytest.fixture(scope="module")
+def one_rank_raises(task, tmp_path_factory):
+    """A run of two ranks, one of which raises in the second step: exit code, output, folder.
+
+    The other one is in the middle of a generation that would last 24 s.
+    """
+    folder = tmp_path_factory.mktemp("raises")
+    (folder / "broken.py").write_text(BROKEN)
+    settings = h.grpo_settings(task, folder / "run", total_training_steps=3, save_freq=1)
+    process = h.start(folder / "broken.py", *h.flags(settings), nproc=2, HF_HUB_OFFLINE=0)
+    try:
+        output = h.finish(process)
+    finally:
+        process.kill()
+    return process.returncode, output, folder / "run"
+
+
+def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_shown_first(one_rank_raises):
+    code, output, run_dir = one_rank_raises
+    assert code != 0 and "forcefully exiting" not in output  # torchrun did not have to kill
+    assert output.index("RuntimeError: rank 1 cannot submit") == min(
+        output.index(word) for word in ("RuntimeError:", "Connection", "asked to stop") if word in output
+    )
+    assert checkpoint.list_steps(run_dir) == [1]
+
+
+def test_a_local_model_needs_no_network(one_rank_raises):
+    _, output, run_dir = one_rank_raises
+    assert "NETWORK" not in output and h.read_jsonl(run_dir / "metrics.jsonl")[0]["step"] == 1
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("", 0)) as held:
+        port = held.getsockname()[1]
+        world = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for name, value in world.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RuntimeError, match=f"{port}.*EADDRINUSE"):
+            fsdp.init_distributed()
