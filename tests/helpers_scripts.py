@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn.functional import rms_norm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from rl import critic, fsdp
@@ -65,6 +68,15 @@ def make_task(folder: Path) -> Task:
     names = ("model", "sft.parquet", "train.parquet", "test.parquet", "reward.py")
     (folder / "reward.py").write_text(REWARD)
     return Task(*(str(folder / name) for name in names))
+
+
+def make_task_with_stops(folder: Path) -> Task:
+    """`make_task` with a model that takes 13 of its 80 tokens for an end: most responses end before 12 tokens."""
+    task = make_task(folder)
+    config = GenerationConfig.from_pretrained(task.model)
+    config.eos_token_id = [2, *range(20, 32)]
+    config.save_pretrained(task.model)
+    return task
 
 
 def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -262,6 +274,15 @@ def load_in_double(load: Callable = fsdp.load_policy) -> Callable:
     return lambda path, d, **_: load(path, d, dtype=torch.float64)
 
 
+def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """A forward of transformers' norm in the precision of `x`.
+
+    Its own computes in float32. In the backward pass that rounds the gradient of a token that is computed once, or of
+    each of its copies, to seven digits, which Adam makes large.
+    """
+    return rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
 def load_critic_in_double(load: Callable = critic.load_pretrained) -> Callable:
     """What `load_in_double` is for the policy, for `critic.load_pretrained`."""
     return lambda auto_class, path, d, *, dtype, **config: load(auto_class, path, d, dtype=torch.float64, **config)
@@ -307,8 +328,9 @@ def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: fl
     return -advantage * torch.where(advantage >= 0, good, bad)
 
 
-def crash_at(rank: int, n: int, collect: Callable = Scorer.collect) -> Callable:
-    """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time.
+def crash_at(rank: int, n: int, collect: Callable = Scorer.collect, *, after: Path | None = None) -> Callable:
+    """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time, and
+    the folder `after` exists.
 
     The first time is the check before training; then come evaluations and steps, in their order.
     """
@@ -318,6 +340,8 @@ def crash_at(rank: int, n: int, collect: Callable = Scorer.collect) -> Callable:
         nonlocal calls
         calls += 1
         if calls == n and int(os.environ["RANK"]) == rank:
+            while after is not None and not after.exists():
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return collect(scorer, samples)
 
@@ -328,6 +352,7 @@ if __name__ == "__main__":
     for entry in json.loads(Path(sys.argv[1]).read_text()):
         if entry.get("comparable"):
             hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
+            Qwen2RMSNorm.forward = norm_in_double
             critic.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])

@@ -8,7 +8,8 @@ import helpers_scripts as h
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
 import train_grpo
@@ -25,12 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """The task with a model of which one token in six ends a response: some are cut at 12 tokens, most are not."""
-    task = h.make_task(tmp_path_factory.mktemp("task"))
-    config = GenerationConfig.from_pretrained(task.model)
-    config.eos_token_id = [2, *range(20, 32)]
-    config.save_pretrained(task.model)
-    return task
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +58,7 @@ def dapo(task, tmp_path):
 def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import helpers_scripts as h
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
 from rl import fsdp
@@ -41,8 +42,10 @@ def train(folder: Path) -> None:
             os.environ |= {"MASTER_PORT": run["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
         if run["name"] == "unbroken":  # from here on one rank would give the same responses: see below
             hf.generate, fsdp.load_policy = h.generate_by_prompt(), h.load_in_double()
+            Qwen2RMSNorm.forward = h.norm_in_double
         if run["name"] == "crashed":
-            Scorer.collect = h.crash_at(1, 3)  # after the check before training and step 1
+            saved = Path(run["settings"]["default_local_dir"]) / "global_step_1"  # written in the background
+            Scorer.collect = h.crash_at(1, 3, after=saved)  # after the check before training and step 1
         train_grpo.main(
             train_grpo.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in run["settings"].items()})
         )
@@ -149,6 +152,7 @@ def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have
 
     monkeypatch.setattr(hf, "generate", h.generate_by_prompt())  # else responses depend on the number of ranks
     monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())  # else Adam makes rounding errors large
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     try:
         train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **RUNS["crashed"])))
     finally:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
 import train_ppo
@@ -30,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,7 @@ def ppo(task, tmp_path):
 def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     monkeypatch.setattr(critic, "load_pretrained", h.load_critic_in_double())
 
 
@@ -233,6 +235,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(
     for line, report in zip(ppo.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=1e-5, abs=1e-6)
         assert line["actor/grad_norm"] > 0.3 and line["actor/pg_clipfrac"] > 0.02
+        assert line["response_length/min"] < 6 < line["response_length/max"]
     second = reports[1]
     assert second["critic/vf_clipfrac"] > 0.02 and abs(second["critic/values/mean"]) > 1e-3
     assert (second["reward/none_frac"] > 0) == ("missing" in case)

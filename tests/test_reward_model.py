@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import rms_norm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen2ForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from workers import scores as worker
@@ -481,14 +480,8 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
 
 @pytest.fixture
 def in_double(monkeypatch):
-    """Train in float64, so that what is equal up to rounding stays so through Adam.
-
-    The norms of transformers compute in float32 whatever they get. In the backward pass that rounds the gradient of a
-    token that is computed once, or of each of its copies, to seven digits.
-    """
-    monkeypatch.setattr(
-        Qwen2RMSNorm, "forward", lambda self, x: rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-    )
+    """Train in float64, so that what is equal up to rounding stays so through Adam."""
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     load = reward_model.load_reward_model
     monkeypatch.setattr(
         reward_model, "load_reward_model", lambda *args, **kw: load(*args, **kw | {"dtype": torch.float64})

@@ -16,6 +16,7 @@ import pytest
 import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import eval as evaluation
 import sft
@@ -61,6 +62,7 @@ def grpo(task, tmp_path):
 def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
 
 
 def distance(left, right):

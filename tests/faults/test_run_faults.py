@@ -61,20 +61,24 @@ def engine_hangs(n):
     forks.at_call(hf, "_generate_batch", n, partial(time.sleep, 600))
 
 
-def memory_ends(n):
-    """In the n-th backward pass."""
-    original, calls = train_grpo.token_logprobs, itertools.count(1)
+def memory_ends():
+    """In the backward pass of the second step's second micro-batch."""
 
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def token_logprobs(*args, **options):
-        logp, entropy = original(*args, **options)
-        if next(calls) == n:
-            logp.register_hook(full)
-        return logp, entropy
+    def from_now_on(original=train_grpo.token_logprobs):
+        calls = itertools.count(1)
 
-    train_grpo.token_logprobs = token_logprobs
+        def token_logprobs(*args, **options):
+            logp, entropy = original(*args, **options)
+            if next(calls) == 2:
+                logp.register_hook(full)
+            return logp, entropy
+
+        train_grpo.token_logprobs = token_logprobs
+
+    forks.at_call(fsdp, "clip_grad_norm", 1, from_now_on)
 
 
 def clock_jumps():
@@ -106,7 +110,7 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
     printed = breaks(partial(engine_hangs, 2), 2)
     assert "no phase has ended for" in printed and "the last one was 'update_weights'" in printed
     assert 'rl/engines/hf.py", line' in printed and "in sample_groups" in printed  # the stack leads to the engine
-    printed = breaks(partial(memory_ends, 5), 3)  # the gradients of one micro-batch are there
+    printed = breaks(memory_ends, 3)
     assert (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed
     )
