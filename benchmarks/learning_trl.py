@@ -29,17 +29,19 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import learning  # noqa: E402
 
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 40
-VARIANTS = {  # arguments of GRPOConfig that differ from `settings`
+# Arguments of GRPOConfig that differ from `settings`. Runs are found by name: rename a variant when it changes.
+VARIANTS = {
     "trl": {},
     "trl_linear_decay": {"lr_scheduler_type": "linear"},  # TRL's default: to 0 at the last step
-    "trl_warmup": {"warmup_steps": 10},  # the first update is made with a learning rate of 0
+    # The first update is made with a learning rate of 0. Plain "constant" ignores warmup_steps.
+    "trl_warmup_10": {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10},
     "trl_bf16": {"bf16": True},  # TRL's default: matrix products of the loss in bf16
 }
 
 
 @dataclass(frozen=True)
 class Args:
-    only: tuple[Literal["trl", "trl_linear_decay", "trl_warmup", "trl_bf16"], ...] = tuple(VARIANTS)
+    only: tuple[Literal["trl", "trl_linear_decay", "trl_warmup_10", "trl_bf16"], ...] = tuple(VARIANTS)
     """Variants to run."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of every variant."""

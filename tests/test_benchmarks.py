@@ -13,7 +13,7 @@ import pytest
 import torch
 import tyro
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
 import train_dapo
 import train_grpo
@@ -229,6 +229,23 @@ def test_trl_has_the_settings_of_our_run(tmp_path):
     for variant, changed in learning_trl.VARIANTS.items():
         other = learning_trl.settings(learning_trl.Args(), variant, 5, tmp_path)
         assert {name for name in trl if trl[name] != other[name]} == set(changed) and other.keys() == trl.keys()
+
+
+def test_learning_rates_of_trl_are_what_the_variants_say(tmp_path):
+    def rates(variant):
+        x = learning_trl.settings(learning_trl.Args(), variant, 0, tmp_path)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=x["learning_rate"])
+        schedule = get_scheduler(x["lr_scheduler_type"], optimizer, x["warmup_steps"], x["max_steps"])
+        values = []
+        for _ in range(x["max_steps"]):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return values
+
+    assert rates("trl") == rates("trl_bf16") == [1e-4] * 60
+    assert rates("trl_linear_decay") == pytest.approx([1e-4 * (60 - i) / 60 for i in range(60)])
+    assert rates("trl_warmup_10") == pytest.approx([1e-4 * min(i / 10, 1) for i in range(60)])
 
 
 def test_table_of_the_comparison_with_trl():

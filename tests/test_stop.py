@@ -71,7 +71,7 @@ def ask_at(owner, name, n):
     forks.at_call(importlib.import_module(owner), name, n, ask)
 
 
-def slow_tokens(seconds=2.0):
+def slow_tokens(seconds=1.0):
     """From now on each token takes so long: a response of 12 lasts longer than a run may take to leave."""
 
     def slow(*arguments, original=hf.processed_logprobs):
@@ -101,7 +101,7 @@ def ask_in_optimizer_step(n):
 def ask_while_saving():
     def act():
         ask()
-        time.sleep(1.0)
+        time.sleep(0.5)
 
     forks.at_call(checkpoint, "_write", 1, act)
 
@@ -136,7 +136,7 @@ def hang(rank, file):
 
 def lag(rank):
     if os.environ["RANK"] == str(rank):
-        forks.at_call(hf, "generate", 1, partial(time.sleep, 2.0))
+        forks.at_call(hf, "generate", 1, partial(time.sleep, 1.5))
 
 
 def ask_while_vllm_generates(n):
