@@ -419,14 +419,17 @@ def test_dapo_refuses(case, dapo, monkeypatch):
     assert not dapo.dir(1).exists()
 
 
-def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo):
-    """12 tokens: 2, so only responses of 11 and 12 tokens pay, a half and a whole."""
-    runs = [dapo(total_training_steps=1, save_freq=0, **x) for x in ({}, dict(overlong_buffer_len=2))]
-    assert {k: v for k, v in runs[0].items() if k.startswith("actor/")} == {
-        k: v for k, v in runs[1].items() if k.startswith("actor/")
-    }
-    free = dapo(total_training_steps=1, save_freq=0, overlong_buffer_len=0)
-    assert free["critic/rewards/min"] == 0 and runs[0]["critic/rewards/min"] == -1
+def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, capsys):
+    """Of 8 tokens that is 1, so that only the last one costs something; and updates are four a step."""
+    settings = dict(max_response_length=8, gen_batch_size=None, ppo_mini_batch_size=None)
+    settings |= dict(filter_groups=False, total_training_steps=1, save_freq=0)
+    runs = [dapo(**settings, **x) for x in ({}, dict(overlong_buffer_len=2), dict(overlong_buffer_len=0))]
+    paid = [x["critic/score/mean"] - x["critic/rewards/mean"] for x in runs]
+    lengths = [len(c.token_ids) for _, group in sampled[0] for c in group]
+    sevens, eights = lengths.count(7) / 16, lengths.count(8) / 16
+    assert sevens > 0 < eights
+    assert paid == pytest.approx([eights, eights + sevens / 2, 0])
+    assert "16 responses and 4 update(s) a step" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

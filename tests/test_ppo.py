@@ -428,7 +428,7 @@ def write_rows(path, questions, truths):
     return str(path)
 
 
-def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path):
+def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path, capsys):
     """The reward is in the prompt: 1 where it asks for ones, 0 where it asks for nines."""
     file = write_rows(tmp_path / "rows.parquet", ["1+1=?", "9+9=?"] * 8, ["1", "0"] * 8)
     (tmp_path / "truth.py").write_text(
@@ -438,14 +438,15 @@ def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path):
         train_files=(file,),
         custom_reward_function=(str(tmp_path / "truth.py"),),
         train_batch_size=16,
-        ppo_mini_batch_size=8,
-        ppo_epochs=4,
+        ppo_mini_batch_size=None,
+        ppo_epochs=2,
         total_training_steps=5,
         critic_warmup=5,
         critic_lr=1e-3,
         save_freq=0,
     )
     lines = ppo.lines(1)
+    assert "16 responses and 8 update(s) a step" in capsys.readouterr().out  # four, twice
     assert all(x["critic/score/mean"] == 0.5 for x in lines)
     assert lines[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)  # a new critic expects nothing
     assert lines[-1]["critic/vf_explained_var"] > 0.9

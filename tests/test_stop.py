@@ -396,6 +396,7 @@ def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():
         child = os.fork()
         if child == 0:
             signal.pause()
+            os._exit(0)
         time.sleep(0.1)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
