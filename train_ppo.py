@@ -532,7 +532,7 @@ def main(args: Args) -> dict[str, float]:
         # 8. Report: losses are means over mini-batches, diagnostics means over all tokens of all ranks.
         s, times = sums.reduce(), clock.metrics()
         tokens = max(s["tokens"], 1.0)
-        explained = 1 - losses.masked_var(returns - batch.values, taught) / losses.masked_var(returns, taught)
+        unexplained = losses.masked_var(returns - batch.values, taught) / losses.masked_var(returns, taught)
         metrics = {
             **describe("critic/score", scores_B),
             **scoring_metrics(scores, [row["data_source"] for row in rows for _ in range(args.rollout_n)]),
@@ -541,7 +541,7 @@ def main(args: Args) -> dict[str, float]:
             **describe("critic/advantages", batch.advantages[taught > 0]),
             **describe("critic/values", batch.values[taught > 0]),
             **describe("critic/returns", returns[taught > 0]),
-            "critic/vf_explained_var": explained.item(),
+            "critic/vf_explained_var": 1 - unexplained.nan_to_num(1.0, posinf=1.0).item(),  # 0 if all returns are equal
             "critic/vf_loss": s["vf_loss"] / updates_per_step,
             "critic/vf_clipfrac": s["vf_clipfrac"] / tokens,
             **rollout_metrics(samples),

@@ -398,7 +398,15 @@ def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
 
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[dict]]:
     """What is saved, tensors only, and the optimizer's hyperparameters, which are flags. All ranks must enter."""
+    is_new = not optimizer.state
+    is_new = not optimizer.state
     parameters, optimizer_state = get_state_dict(module, optimizer)
+    if is_new:  # torch has made it by a step of size 0, which is not to be counted
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
+    if is_new:  # it was made by a step of size 0, which is not to be counted
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
     return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]
 
 

@@ -3,6 +3,7 @@
 A start costs a tenth of a second, so a test can afford many of them, and break each in its own way.
 """
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -23,6 +24,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 SCRIPTS = ("train_grpo", "train_ppo", "train_dapo", "sft", "train_reward")
 PRELOADED = [*SCRIPTS, "transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
 PR_SET_PDEATHSIG = 1
+
+_started: list[Any] = []  # processes; the interpreter would wait for those that a failed test has left behind
+atexit.register(lambda: [process.kill() for process in _started if process.is_alive()])
 
 
 class Run(NamedTuple):
@@ -66,6 +70,7 @@ def start(
             environment = {name: str(x) for name, x in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
             processes.append(CONTEXT.Process(target=_main, args=(script, settings, environment, log, fault)))
             processes[-1].start()
+            _started.append(processes[-1])
     finally:
         for name, value in kept.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -47,10 +47,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float((sum(map(ord, solution_str)) + int(ground_truth)) % 2)
 """
 
+# The same, and no score where the characters add up to a multiple of three.
+SOMETIMES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    total = sum(map(ord, solution_str))
+    return None if total % 3 == 0 else float((total + int(ground_truth)) % 2)
+"""
+
 
 def parity(response: str, ground_truth: str) -> float:
     """The score that REWARD gives."""
     return float((sum(map(ord, response)) + int(ground_truth)) % 2)
+
+
+def parity_sometimes(response: str, ground_truth: str) -> float | None:
+    """The score that SOMETIMES gives."""
+    return None if sum(map(ord, response)) % 3 == 0 else parity(response, ground_truth)
 
 
 class Task(NamedTuple):

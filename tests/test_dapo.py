@@ -16,13 +16,6 @@ import train_grpo
 from rl import checkpoint, fsdp
 from rl.engines import hf
 
-# Parity, and no score where the letters add up to a multiple of three.
-SOMETIMES = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    letters = sum(map(ord, solution_str))
-    return None if letters % 3 == 0 else float((letters + int(ground_truth)) % 2)
-"""
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -71,7 +64,7 @@ def sampled(monkeypatch):
 
 @pytest.fixture
 def sometimes(tmp_path):
-    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
     return (str(tmp_path / "sometimes.py"),)
 
 
@@ -206,10 +199,7 @@ def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled,
     settings |= CASES[case]
     score = h.parity
     if "missing" in case:
-        settings["custom_reward_function"] = sometimes
-
-        def score(text, truth):
-            return None if sum(map(ord, text)) % 3 == 0 else h.parity(text, truth)
+        settings["custom_reward_function"], score = sometimes, h.parity_sometimes
 
     dapo(**settings)
 

@@ -21,13 +21,6 @@ import train_reward
 from rl import checkpoint, critic, fsdp
 from rl.engines import hf
 
-# Parity, and no score where the letters add up to a multiple of three.
-SOMETIMES = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    letters = sum(map(ord, solution_str))
-    return None if letters % 3 == 0 else float((letters + int(ground_truth)) % 2)
-"""
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -70,7 +63,7 @@ def in_double(monkeypatch):
 
 @pytest.fixture
 def sometimes(tmp_path):
-    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
     return (str(tmp_path / "sometimes.py"),)
 
 
@@ -223,10 +216,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(
     settings |= CASES[case]
     score = h.parity
     if "missing" in case:
-        settings["custom_reward_function"] = sometimes
-
-        def score(text, truth):
-            return None if sum(map(ord, text)) % 3 == 0 else h.parity(text, truth)
+        settings["custom_reward_function"], score = sometimes, h.parity_sometimes
 
     ppo(**settings)
 
@@ -381,7 +371,6 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     assert f"reward {first['critic/score/mean']:.3f}" in line and "explained" in line and "entropy" not in line
 
 
-@pytest.mark.xfail(strict=True, reason="a save makes AdamW's state where there is none yet, with a step counted")
 def test_saving_in_the_warm_up_changes_nothing(ppo):
     ppo(critic_warmup=1, save_freq=1)
     ppo(critic_warmup=1, save_freq=-1)

@@ -20,11 +20,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import eval as evaluation
 import sft
+import train_dapo
 import train_grpo
+import train_ppo
 from rl import fsdp
 from rl.engines import hf
 
-SCRIPTS = {"train_grpo": train_grpo, "sft": sft, "eval": evaluation}
+SCRIPTS = {"train_grpo": train_grpo, "train_ppo": train_ppo, "train_dapo": train_dapo, "sft": sft, "eval": evaluation}
 
 
 @pytest.fixture(scope="module")

@@ -283,6 +283,8 @@ def test_ppo_leaves_with_both_models(own_task, tmp_path):
     chain.stops_at(0, partial(ask_at, "train_ppo", "token_logprobs", 1))  # the critic has a gradient already
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))  # the critic's, of the first of two updates
     chain.stops_while_rewards_sleep(2, 2)
+    parts = {name.split("/")[0] for name in h.dcp_state(chain.run_dir / "global_step_2", tmp_path)}
+    assert parts == {"actor", "critic"}
     chain.ends_like_the_unbroken_one()
 
 

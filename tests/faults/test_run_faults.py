@@ -384,6 +384,30 @@ def test_a_local_model_needs_no_network(one_rank_raises):
     assert "NETWORK" not in output and h.read_jsonl(run_dir / "metrics.jsonl")[0]["step"] == 1
 
 
+def in_double():
+    fsdp.load_policy = h.load_in_double()
+
+
+def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
+    """The order of the data is the run's, not the rank's: in float64 all that is left is rounding."""
+
+    def train(name, steps, ranks):
+        changes = dict(total_training_steps=steps, lr_scheduler_type="constant")
+        settings = h.sft_settings(task, tmp_path / name, **changes)
+        run = forks.start("sft", settings, tmp_path / "log", fault=in_double, ranks=ranks)
+        assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
+
+    train("one", 3, 1)
+    for steps, ranks in ((1, 1), (2, 2), (3, 1)):
+        train("several", steps, ranks)
+    one, several = (h.dcp_state(tmp_path / name / "global_step_3", tmp_path) for name in ("one", "several"))
+    assert one.keys() == several.keys()
+    for name in one:
+        torch.testing.assert_close(several[name], one[name], rtol=0, atol=1e-7)
+    losses = [[x["train/loss"] for x in h.read_jsonl(tmp_path / n / "metrics.jsonl")] for n in ("one", "several")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-7) and len(losses[0]) == 3
+
+
 def test_a_port_in_use_is_named(monkeypatch):
     with socket.create_server(("", 0)) as held:
         port = held.getsockname()[1]
