@@ -402,9 +402,11 @@ def test_rollout_importance_weights(grpo, level):
 def test_an_engine_that_is_too_sure_is_corrected_and_reported(grpo, monkeypatch):
     plain = grpo(total_training_steps=1)
 
-    def generate(*args, original=hf.generate, **kwargs):
-        groups = original(*args, **kwargs)
-        return [[c._replace(logprobs=[x + math.log(2) for x in c.logprobs]) for c in group] for group in groups]
+    def generate(*args, on_group, original=hf.generate, **kwargs):
+        def surer(i, group):
+            on_group(i, [c._replace(logprobs=[x + math.log(2) for x in c.logprobs]) for c in group])
+
+        return original(*args, on_group=surer, **kwargs)
 
     monkeypatch.setattr(hf, "generate", generate)
     with pytest.raises(RuntimeError, match=r"log-probs differ by 6\.93e-01 on average"):
