@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo"]
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
-OTHERS = {"--kill-on-bad-exit", "--requeue"}  # of Slurm
+OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
 # Right or wrong by parity, with parts, so that an untrained model earns both and every kind of metric is logged.
@@ -46,7 +46,7 @@ def flags(script: str) -> set[str]:
 def commands(page: Path) -> list[str]:
     """Lines that call a script of the repository; those of benchmarks/ hand flags on to others."""
     lines = [line.strip() for line in page.read_text().splitlines()]
-    return [line for line in lines if re.match(r"(torchrun|python) (?!benchmarks/).*?\w\.py\b", line)]
+    return [line for line in lines if re.match(r"(torchrun|python) (?!.*\bbenchmarks/).*?\w\.py\b", line)]
 
 
 def without_blocks(text: str) -> str:
