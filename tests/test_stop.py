@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from rl import checkpoint, stop
 from rl.engines import hf, vllm
 
 OUT_WITHIN_S = 10
-ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it was asked
+ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it asks itself
 
 # Scores by parity; while there is a file `sleep` beside it, it says `asleep` and takes ten minutes.
 REWARD = (
@@ -56,6 +57,13 @@ def task(tmp_path_factory):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What happens in the process that is asked
+
+
+def note_when_asked(file, fault):
+    """Do `fault`; each `ask` of this process will write the time to the file."""
+    os.environ[ASKED] = str(file)
+    if fault is not None:
+        fault()
 
 
 def ask(number=signal.SIGTERM):
@@ -171,9 +179,8 @@ class Chain:
         assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
 
     def start(self, fault=None, **changes):
-        asked = self.folder / f"asked{len(list(self.folder.glob('asked*')))}"
-        os.environ[ASKED] = str(asked)  # the process that forks was started without it: it travels with the fault
-        fault = partial(_with_asked, str(asked), fault)
+        (self.folder / "asked").unlink(missing_ok=True)
+        fault = partial(note_when_asked, self.folder / "asked", fault)
         return forks.start(self.script, self.settings | changes, self.folder / "log", fault=fault, ranks=self.ranks)
 
     def status(self):
@@ -188,10 +195,11 @@ class Chain:
         codes = run.ends()
         ended = time.monotonic()
         assert codes == [code] * self.ranks, run.log.read_text()[-6000:]
-        files = list(self.folder.glob("asked*"))
-        asked_at = asked_at or max((float(f.read_text()) for f in files), default=None)
-        print(f"{self.script} {step}: {ended - asked_at:.2f} s" if asked_at else "no time")
-        assert asked_at is None or ended - asked_at < OUT_WITHIN_S
+        if (self.folder / "asked").exists():
+            asked_at = float((self.folder / "asked").read_text())
+        if asked_at is not None:  # not by --max-hours
+            print(f"{self.script} left at step {step} in {ended - asked_at:.2f} s")
+            assert ended - asked_at < OUT_WITHIN_S
         steps = checkpoint.list_steps(self.run_dir)
         if code == 0:
             assert self.status() == ("stopped", step)
@@ -238,12 +246,6 @@ def waiting_groups(path):
     return extra | {"surplus": [[(x, score[:-1]) for x, score in group] for group in extra.get("surplus", [])]}
 
 
-def _with_asked(file, fault):
-    os.environ[ASKED] = file
-    if fault is not None:
-        fault()
-
-
 @pytest.fixture
 def own_task(task, tmp_path):
     """The task with a reward file of this test's own."""
@@ -253,27 +255,26 @@ def own_task(task, tmp_path):
 
 def test_grpo_asked_in_every_phase(own_task, tmp_path):
     settings = dict(
-        total_training_steps=6,
+        total_training_steps=5,
         ppo_mini_batch_size=2,  # two updates a step,
-        ppo_max_token_len_per_gpu=130,  # each of three micro-batches
+        ppo_max_token_len_per_gpu=130,  # each of several micro-batches
         val_before_train=True,
         test_freq=1,  # a generation before that of each step
     )
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
     chain.stops_at(0, partial(ask_at, "rl.fsdp", "load_policy", 1))
-    chain.stops_at(0, partial(ask_while_generating, 1))  # evaluation
-    chain.stops_at(0, partial(ask_while_generating, 2))  # in the very first step
+    chain.stops_at(0, partial(ask_while_generating, 2))  # for the very first step
     assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
-    chain.stops_at(1, partial(ask_while_generating, 4))  # the second training step's
-    chain.stops_while_rewards_sleep(2, 4)
+    chain.stops_at(1, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # evaluation; twice at a time is once
+    chain.stops_while_rewards_sleep(2, 4)  # the second training step's
     chain.stops_at(2, partial(ask_at, "train_grpo", "token_logprobs", 1))  # nothing new to save
     chain.stops_at(3, partial(ask_in_optimizer_step, 2))  # too late to leave before the step is complete
     chain.stops_at(4, ask_while_saving, save_freq=1)
-    steps = chain.left_at(chain.start(partial(ask_again_while_leaving, 4)), 4, code=128 + signal.SIGTERM)
-    assert steps == [1, 2, 3, 4] and chain.status() == ("running", 4)  # 5 was being written
-    assert list(chain.run_dir.glob(".tmp-global_step_5-*"))  # swept by the next run
-    chain.stops_at(5, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # twice at a time is once
-    chain.stops_at(5, max_hours=1e-6)
+    chain.stops_at(4, max_hours=1e-6)
+    shutil.rmtree(chain.run_dir / "global_step_4")
+    steps = chain.left_at(chain.start(partial(ask_again_while_leaving, 4)), 3, code=128 + signal.SIGTERM)
+    assert steps == [1, 2, 3] and chain.status() == ("running", 3)  # 4 was being written
+    assert list(chain.run_dir.glob(".tmp-global_step_4-*"))  # swept by the next run
     chain.ends_like_the_unbroken_one(max_hours=1.0)
 
 
@@ -352,34 +353,61 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(task, tmp_path):
     assert run.ends(3) == [128 + signal.SIGINT] * 2
 
 
-def test_torchrun_passes_the_request_on(task, tmp_path):
-    """It ends with an error of its own whatever the ranks do: STATUS.json and the checkpoint tell."""
-    settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=10_000)
-    process = h.start("train_grpo.py", *h.flags(settings), nproc=2)
+# Prints every attempt of Python code (not of torch's sockets) to reach anything but this machine, and lets it fail.
+NO_NETWORK = """
+import socket, sys
+
+def no_network(event, arguments):
+    host = {"socket.connect": lambda: arguments[1][0], "socket.getaddrinfo": lambda: arguments[0]}.get(event, str)()
+    if host and host not in ("localhost", socket.gethostname()) and not str(host).startswith(("127.", "::1", "/")):
+        print("NETWORK", event, host, flush=True)
+        raise OSError("no network")
+
+sys.addaudithook(no_network)
+import train_grpo, tyro
+
+train_grpo.main(tyro.cli(train_grpo.Args))
+"""
+
+
+@pytest.fixture(scope="module")
+def torchrun_asked(task, tmp_path_factory):
+    """Folder, output and seconds of a run of two ranks whose torchrun got a SIGTERM when some steps were done."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "script.py").write_text(NO_NETWORK)
+    settings = h.grpo_settings(task, folder / "run", total_training_steps=10_000)
+    process = h.start(folder / "script.py", *h.flags(settings), nproc=2, HF_HUB_OFFLINE=0)
     try:
-        forks.until((tmp_path / "run" / "metrics.jsonl").exists)
+        forks.until((folder / "run" / "metrics.jsonl").exists, 90)
         process.send_signal(signal.SIGTERM)
         asked_at = time.monotonic()
         output = h.finish(process, timeout=60)
-        assert time.monotonic() - asked_at < OUT_WITHIN_S
+        return folder / "run", output, time.monotonic() - asked_at
     finally:
         process.kill()
-    assert output.count("asked to stop") == 2 and "Received 15 death signal" in output
+
+
+def test_torchrun_passes_the_request_on(torchrun_asked):
+    """It ends with an error of its own whatever the ranks do: STATUS.json and the checkpoint tell."""
+    run_dir, output, seconds = torchrun_asked
+    assert output.count("asked to stop") == 2 and "Received 15 death signal" in output and seconds < OUT_WITHIN_S
     assert "forcefully exiting" not in output  # which is what it says before it kills
-    (step,) = checkpoint.list_steps(tmp_path / "run")
-    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    (step,) = checkpoint.list_steps(run_dir)
+    status = json.loads((run_dir / "STATUS.json").read_text())
     assert (status["state"], status["step"]) == ("stopped", step) and 1 <= step < 10_000
-    assert h.read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == step
-    settings |= {"total_training_steps": step}
-    assert forks.start("train_grpo", settings, tmp_path / "log", ranks=2).ends() == [0, 0]
-    assert f"resumed from {tmp_path / 'run'}/global_step_{step}" in (tmp_path / "log").read_text()
+    assert h.read_jsonl(run_dir / "metrics.jsonl")[-1]["step"] == step
+
+
+def test_a_local_model_needs_no_network(torchrun_asked):
+    run_dir, output, _ = torchrun_asked
+    assert "NETWORK" not in output and len(h.read_jsonl(run_dir / "metrics.jsonl")) >= 1
 
 
 def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     settings = h.grpo_settings(task, tmp_path / "run", engine="vllm", max_response_length=80)
-    fault = partial(_with_asked, str(tmp_path / "asked"), partial(ask_while_vllm_generates, 2))
+    fault = partial(note_when_asked, tmp_path / "asked", partial(ask_while_vllm_generates, 2))
     run = forks.start("train_grpo", settings, tmp_path / "log", fault=fault)
     assert run.ends(90) == [0]
     assert time.monotonic() - float((tmp_path / "asked").read_text()) < OUT_WITHIN_S
