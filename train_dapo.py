@@ -291,13 +291,12 @@ def main(args: Args) -> dict[str, float]:
         seed=args.seed,
     )
     backend.sleep(engine)
-    policy = fsdp.shard(
-        fsdp.load_policy(args.model, d),
-        d,
+    sharding = dict(
         activation_checkpointing=args.activation_checkpointing,
         compile=args.compile and d.device.type == "cuda",
         fsdp_size=args.fsdp_size,
     )
+    policy = fsdp.shard(fsdp.load_policy(args.model, d), d, **sharding)
     judge = None
     if args.reward_model:
         judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)

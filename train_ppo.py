@@ -308,9 +308,7 @@ def main(args: Args) -> dict[str, float]:
     )
     reference = None
     if args.use_kl_loss or args.use_kl_in_reward:
-        reference = fsdp.shard(
-            fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d, fsdp_size=args.fsdp_size
-        )
+        reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d, **sharding)
     judge = None
     if args.reward_model:
         judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)

@@ -78,6 +78,7 @@ class Run:
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
     stager: DefaultStager  # copies to host memory, which it allocates once
+    host: dict[str, torch.Tensor] = field(default_factory=dict)  # what is exported, by module and name, on rank 0
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
@@ -130,7 +131,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     exports: Exports = []
     for i, (name, (module, _)) in enumerate(trained.items()):
         whole = full_tensors(module, run.d.dtype)  # tied weights come once, as safetensors wants them
-        tensors = {key: x.to("cpu", copy=True) for key, x in whole if run.d.is_main}  # others only help to gather
+        tensors = {key: _to_host(run, f"{name}.{key}", x) for key, x in whole if run.d.is_main}  # others help to gather
         exports.append((f"huggingface_{name}" if i else "huggingface", module, tensors))
     text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
     run.pending = step, run.writer.submit(_write_and_tidy, run, step, state, exports, text)
@@ -202,6 +203,13 @@ def _end(run: Run, state: str, step: int) -> None:
             f"the last checkpoint could not be written to {run.root}; free some space, then run the same command again "
             "to continue from the newest one"
         )
+
+
+def _to_host(run: Run, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` in host memory that is kept for the next save: pinned memory is fast, but takes long to get."""
+    if name not in run.host:
+        run.host[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    return run.host[name].copy_(x)
 
 
 def _status(run: Run, state: str, step: int) -> None:
@@ -399,12 +407,8 @@ def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
 def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[dict]]:
     """What is saved, tensors only, and the optimizer's hyperparameters, which are flags. All ranks must enter."""
     is_new = not optimizer.state
-    is_new = not optimizer.state
     parameters, optimizer_state = get_state_dict(module, optimizer)
     if is_new:  # torch has made it by a step of size 0, which is not to be counted
-        for moments in optimizer.state.values():
-            moments["step"].zero_()
-    if is_new:  # it was made by a step of size 0, which is not to be counted
         for moments in optimizer.state.values():
             moments["step"].zero_()
     return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]

@@ -28,7 +28,7 @@ LINES = {  # section -> how many lines only train_grpo.py has there, and how man
         "Args": (12, 19),
         "validate": (3, 11),
         "evaluate": (0, 0),
-        "main": (5, 21),
+        "main": (3, 20),
         "rollouts": (4, 11),
         "phase 4": (1, 1),
         "phase 5": (1, 5),

@@ -274,6 +274,21 @@ def test_generate_is_a_function_of_its_seed(setup, policy):
         assert tokens(other)[prompt] != tokens(first)[prompt]
 
 
+def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, policy):
+    """And vLLM, when asked for slots at every token, as it would by itself, gives the very same ones."""
+    backend, engine = setup
+    push(setup, policy)
+    samples = samples_from(setup, max_tokens=280)
+    assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
+    if backend is vllm:
+        cache = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        fewer = vars(cache).pop("allocate_slots")
+        try:
+            assert samples_from(setup, max_tokens=280) == samples
+        finally:
+            cache.allocate_slots = fewer
+
+
 def test_generate_leaves_the_global_generators_alone(setup, policy):
     push(setup, policy)
     torch.manual_seed(3)

@@ -149,14 +149,14 @@ def lag(rank):
 
 def ask_while_vllm_generates(n):
     """In the n-th generation, of 80 tokens: the engine looks every 16 of them."""
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.core_client import InprocClient
 
-    def slow_step(engine, step=LLMEngine.step):
+    def slow_step(core, step=InprocClient.get_output):
         time.sleep(0.2)
-        return step(engine)
+        return step(core)
 
     def act():
-        LLMEngine.step = slow_step
+        InprocClient.get_output = slow_step
         threading.Timer(0.3, ask).start()
 
     forks.at_call(vllm, "generate", n, act)

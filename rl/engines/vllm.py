@@ -5,10 +5,11 @@ neighbouring ranks form one engine: they exchange their prompts, generate the sa
 its own prompts' share.
 """
 
+import functools
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +59,7 @@ def make_engine(
         torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler needed
     from vllm import LLM
     from vllm.distributed import parallel_state
-    from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    LogprobsProcessor._update_sample_logprobs = _keep_sampled_logprob
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -82,13 +81,22 @@ def make_engine(
         use_tqdm_on_load=False,
         seed=seed,
     )
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    cache.allocate_slots = functools.partial(
+        _allocate_slots, cache, cache.allocate_slots, llm.llm_engine.vllm_config.cache_config.block_size
+    )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
     return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
 
 
-def _keep_sampled_logprob(processor: Any, lists: Any) -> None:
-    """Instead of vLLM's own bookkeeping: it also stores ids, ranks and texts, at a tenth of the speed of generation."""
-    processor.logprobs.logprobs.extend(lists.logprobs[:, 0].tolist())
+def _allocate_slots(cache: Any, original: Callable, block_size: int, request: Any, num_new_tokens: int, **more: Any):
+    """vLLM's `allocate_slots` only where a block of the KV cache begins or ends: within one there is nothing to do.
+
+    vLLM asks for every sequence in every decoding step, in Python, which takes longer than the GPU needs for it.
+    """
+    if num_new_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1:
+        return cache.empty_kv_cache_blocks
+    return original(request, num_new_tokens, **more)
 
 
 def generate(
@@ -115,17 +123,16 @@ def generate(
     if not prompts:
         return []
     params = SamplingParams(
-        n=sampling.n,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,  # the sampled token's only
-        flat_logprobs=True,  # in lists: one dict a token would halve the speed
         detokenize=False,
     )
-    groups: dict[int, list[Completion]] = {}
+    groups = [[Completion([], [], "") for _ in range(sampling.n)] for _ in prompts]
+    waiting = [sampling.n] * len(prompts)  # responses that are not complete
     watched = engine.d.is_main and sys.stderr.isatty()
     with (
         torch.random.fork_rng(devices=[engine.d.device] if engine.d.device.type == "cuda" else []),
@@ -134,22 +141,29 @@ def generate(
         torch.manual_seed(seed)
         numpy_state = np.random.get_state()
         np.random.seed(seed)
-        ids = engine.llm.enqueue([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        first = int(ids[0].partition("-")[0])  # vLLM numbers requests on and on
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(sampling.n)]
+        names = engine.llm.enqueue(requests, params, use_tqdm=False)
+        place = {name: divmod(k, sampling.n) for k, name in enumerate(names)}  # prompt and response
+        # vLLM's objects for outputs, three of them a token, would take longer than the GPU: we read its core ourselves.
+        engine.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         steps = itertools.count()
-        while engine.llm.llm_engine.has_unfinished_requests():
+        while any(waiting):
             if next(steps) % STOP_EVERY == 0 and stop.requested(engine.tp_group):  # ranks of an engine leave together
                 return []
-            for output in engine.llm.llm_engine.step():
-                i = int(output.request_id) - first
-                groups[i] = [
-                    Completion(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason) for c in output.outputs
-                ]
-                bar.update()
-                if on_group is not None and i in mine:
-                    on_group(i - mine.start, groups[i])
+            for output in engine.llm.llm_engine.engine_core.get_output().outputs:
+                i, j = place[output.request_id]
+                groups[i][j].token_ids.extend(output.new_token_ids)
+                groups[i][j].logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                if output.finish_reason is None:
+                    continue
+                groups[i][j] = groups[i][j]._replace(finish_reason=str(output.finish_reason))
+                waiting[i] -= 1
+                if waiting[i] == 0:
+                    bar.update()
+                    if on_group is not None and i in mine:
+                        on_group(i - mine.start, groups[i])
         np.random.set_state(numpy_state)
-    return [groups[i] for i in mine]
+    return groups[mine.start : mine.stop]
 
 
 def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
