@@ -42,7 +42,7 @@ LINES = {  # section -> how many lines only train_grpo.py has there, and how man
         "Args": (21, 17),
         "validate": (6, 11),
         "evaluate": (0, 0),
-        "main": (8, 13),
+        "main": (7, 14),
         "rollouts": (8, 28),
         "phase 4": (0, 2),
         "phase 5": (6, 2),
