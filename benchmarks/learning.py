@@ -93,6 +93,11 @@ RUNS = {
         "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
         "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
     },
+    "losses, four updates a step, lower learning rate": {
+        "ppo_clip_3e-5": f"train_grpo.py {FOUR_UPDATES} --lr 3e-5",
+        "sapo_3e-5": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean --lr 3e-5",
+        "policy_gradient_3e-5": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient --lr 3e-5",
+    },
     "PPO, four updates a step": {
         "ppo": PPO,
         "ppo_share_backbone": f"{PPO} --share-backbone",

@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
@@ -77,8 +77,7 @@ class Run:
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
-    stager: DefaultStager  # copies to host memory, which it allocates once
-    host: dict[str, torch.Tensor] = field(default_factory=dict)  # what is exported, by module and name, on rank 0
+    host: dict[str, torch.Tensor] = field(default_factory=dict)  # memory that every save copies to, by name
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
@@ -94,12 +93,11 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
     running process, if `find` refuses, or if the arguments or the data are not those of the checkpoint.
     """
-    root, cuda = pathlib.Path(files.run_dir(args)), d.device.type == "cuda"
+    root = pathlib.Path(files.run_dir(args))
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
-    staging = StagingOptions(cuda, False, False, cuda)  # pinned, shared, asynchronous, non_blocking
     group = dist.new_group(backend="gloo")
-    run = Run(root, d, copy.deepcopy(tokenizer), args.max_ckpt_to_keep, total_steps, group, DefaultStager(staging))
+    run = Run(root, d, copy.deepcopy(tokenizer), args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
         if d.is_main:
@@ -125,9 +123,9 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     `leave` or `close` after it counts it in `run.failures`, and raises RuntimeError on all ranks at the third in a row.
     """
     _settle(run)
-    state: dict[str, Any] = {}
     now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
-    _together(lambda: state.update(run.stager.stage(now)), run.group)  # host memory may be too small on one rank
+    state: dict[str, Any] = {}
+    _together(lambda: state.update(_to_host(run, "state", now)), run.group)  # memory may be too small on one rank
     exports: Exports = []
     for i, (name, (module, _)) in enumerate(trained.items()):
         whole = full_tensors(module, run.d.dtype)  # tied weights come once, as safetensors wants them
@@ -205,11 +203,17 @@ def _end(run: Run, state: str, step: int) -> None:
         )
 
 
-def _to_host(run: Run, name: str, x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` in host memory that is kept for the next save: pinned memory is fast, but takes long to get."""
+def _to_host(run: Run, name: str, x: Any) -> Any:
+    """A copy on the host of a tensor, or of all in nested dicts. Its memory, pinned if that helps, is kept for the next
+    save: it takes long to get.
+    """
+    if isinstance(x, dict):
+        return {key: _to_host(run, f"{name}.{key}", value) for key, value in x.items()}
+    if isinstance(x, DTensor):
+        return DTensor(_to_host(run, name, x.to_local()), x._spec, requires_grad=False)
     if name not in run.host:
         run.host[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-    return run.host[name].copy_(x)
+    return run.host[name].copy_(x.detach())
 
 
 def _status(run: Run, state: str, step: int) -> None:

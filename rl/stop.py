@@ -6,7 +6,8 @@
         ...  stop.check(d)  ...      # wherever all ranks pass: leave, if any of them was asked to
 
 A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
-worth nothing, and a `check` must follow. A second signal ends the process at once, whatever it is doing.
+worth nothing, and a `check` must follow. A second signal ends the process at once, whatever it is doing. So does one
+before the first `arm`: a start-up loads and compiles for minutes, and has nothing to save.
 """
 
 import os
@@ -77,11 +78,14 @@ def _listen(reading: int) -> None:
         while number := pipe.read(1):
             if number[0] not in SIGNALS:
                 continue
+            if not _leave:
+                os.write(2, b"asked to stop before the first step: there is nothing to save\n")
+                os._exit(128 + number[0])  # what a shell calls death by this signal
             if _asked_at is None:
                 _asked_at = time.monotonic()
                 os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
             elif time.monotonic() - _asked_at > SAME_REQUEST_S:
-                os._exit(128 + number[0])  # what a shell calls death by this signal
+                os._exit(128 + number[0])
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:

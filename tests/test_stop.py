@@ -191,6 +191,14 @@ class Chain:
         """Run until it stops; it must have left everything of that step behind, and nothing else."""
         self.left_at(self.start(fault, **changes), step, code=code)
 
+    def ends_in_start_up(self, fault):
+        """At once, and with nothing saved."""
+        run = self.start(fault)
+        assert run.ends() == [128 + signal.SIGTERM] * self.ranks, run.log.read_text()[-6000:]
+        assert time.monotonic() - float((self.folder / "asked").read_text()) < 2
+        assert "asked to stop before the first step" in run.log.read_text()
+        assert self.status() == ("running", 0) and checkpoint.list_steps(self.run_dir) == []
+
     def left_at(self, run, step, *, asked_at=None, code=0):
         codes = run.ends()
         ended = time.monotonic()
@@ -262,7 +270,7 @@ def test_grpo_asked_in_every_phase(own_task, tmp_path):
         test_freq=1,  # a generation before that of each step
     )
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
-    chain.stops_at(0, partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.fsdp", "load_policy", 1))
     chain.stops_at(0, partial(ask_while_generating, 2))  # for the very first step
     assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
     chain.stops_at(1, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # evaluation; twice at a time is once
@@ -307,7 +315,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
     (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = dict(max_token_len_per_gpu=400, val_files=(str(tmp_path / "val.jsonl"),), test_freq=2)
     chain = Chain("sft", partial(h.sft_settings, task), tmp_path, **settings)
-    chain.stops_at(0, partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.fsdp", "load_policy", 1))
     chain.stops_at(0, partial(ask_at, "sft", "fixed_logprobs", 1))  # evaluation
     chain.stops_at(0, partial(ask_at, "sft", "token_logprobs", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
@@ -422,6 +430,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
 def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():
     before = [signal.getsignal(number) for number in stop.SIGNALS]
     stop.start()
+    stop.arm(lambda: None)
     try:
         child = os.fork()
         if child == 0:
