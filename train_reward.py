@@ -113,7 +113,7 @@ def main(args: Args) -> dict[str, float]:
         if vars(args)[flag] is not None and vars(args)[flag] < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
     check_context(args.model, args.max_length, "--max-length")
-    reward_model.check_reward_model(args.model, new_head=True)
+    reward_model.check_reward_model(args.model, flag="--model", new_head=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train = encode(tokenizer, read_preference_rows(args.train_files), args)
     val = encode(tokenizer, read_preference_rows(args.val_files), args) if args.val_files else []
@@ -126,7 +126,8 @@ def main(args: Args) -> dict[str, float]:
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
     run_dir, resume_from = run.root, run.resume_from
 
-    model = reward_model.load_reward_model(args.model, d, head_seed=args.seed)
+    head = partial(reward_model.random_head, seed=args.seed)
+    model = reward_model.load_reward_model(args.model, d, flag="--model", new_head=head)
     model = fsdp.shard(
         model,
         d,

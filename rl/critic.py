@@ -7,26 +7,21 @@ everywhere until the first update.
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rl.fsdp import Dist, load_pretrained
+from rl.fsdp import Dist
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
+from rl.reward_model import check_reward_model, load_reward_model
 from rl.types import Batch
 
 
-def check_critic(path: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def check_critic(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if `path` is a classifier whose head gives more than one number, or reads tokens otherwise.
 
     `tokenizer` is the policy's: the critic gets its token ids, so both must give a token the same id.
     """
-    config = AutoConfig.from_pretrained(path)
-    name = (config.architectures or ["unnamed"])[0]
-    if name.endswith("ForSequenceClassification") and config.num_labels != 1:
-        raise ValueError(
-            f"--critic-model {path}: its head gives {config.num_labels} labels, a critic's gives 1; choose another "
-            "model, such as --model itself or a reward model"
-        )
-    if tokenizer is not None and AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
+    check_reward_model(path, flag="--critic-model", new_head=True)
+    if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
             "model of the same family"
@@ -37,23 +32,9 @@ def load_critic(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
     """A critic with master weights in `dtype` on the host, ready for `fsdp.shard`.
 
     A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own.
-    Raises: ValueError as `check_critic`, or if the head is not one vector, or if other weights are missing.
+    Raises: ValueError as `reward_model.load_reward_model`.
     """
-    check_critic(path)
-    model, missing = load_pretrained(AutoModelForSequenceClassification, path, d, dtype=dtype, num_labels=1)
-    head = dict(model.named_children()).get("score")
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ValueError(
-            f"--critic-model {path}: a {type(model).__name__} has no linear `score` head, only such are supported"
-        )
-    if missing == {"score.weight"}:
-        nn.init.zeros_(head.weight)
-    elif missing:
-        raise ValueError(
-            f"--critic-model {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a "
-            "whole one"
-        )
-    return model
+    return load_reward_model(path, d, flag="--critic-model", dtype=dtype, new_head=nn.init.zeros_)
 
 
 def add_value_head(policy: nn.Module) -> None:

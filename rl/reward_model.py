@@ -7,7 +7,7 @@ id that is not the padding's, and would stop before the end of such a sequence.)
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,50 +21,60 @@ from rl.scoring import Score
 from rl.types import Batch, Sample, select
 
 
-def check_reward_model(path: str, *, new_head: bool = False) -> None:
-    """Raise ValueError, from the config alone, if `path` is no reward model, or cannot become one.
+def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: bool = False) -> None:
+    """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model, or cannot become one.
 
-    With `new_head` a model without a score head passes as well: it is what --model of a training run may be.
+    With `new_head` a model without a score head passes as well: it is what one that is to be trained may be.
     """
     config = AutoConfig.from_pretrained(path)
     name = (config.architectures or ["unnamed"])[0]
     if name.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
             raise ValueError(
-                f"{_flag(new_head)} {path}: its head gives {config.num_labels} labels, a reward model's gives 1; "
-                "choose another model"
+                f"{flag} {path}: its head gives {config.num_labels} labels, it has to give 1; choose another model"
             )
     elif not new_head:
         raise ValueError(
-            f"{_flag(new_head)} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with "
-            "one label, such as the huggingface/ folder of a checkpoint of train_reward.py"
+            f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
+            "such as the huggingface/ folder of a checkpoint of train_reward.py"
         )
 
 
 def load_reward_model(
-    path: str, d: Dist, *, dtype: torch.dtype = torch.float32, head_seed: int | None = None
+    path: str,
+    d: Dist,
+    *,
+    flag: str = "--reward-model",
+    dtype: torch.dtype = torch.float32,
+    new_head: Callable[[torch.Tensor], object] | None = None,
 ) -> nn.Module:
-    """A reward model with weights in `dtype` on the host, ready for `fsdp.shard`.
+    """A model with a scalar head, its weights in `dtype` on the host, ready for `fsdp.shard`.
 
-    Args: head_seed, for training: a model without a score head gets a new one of normally distributed weights with
-    standard deviation 1 / sqrt(H + 1), drawn from this seed, so that first scores are of order 1 (Stiennon et al. 2020,
-    arXiv 2009.01325). None, for using the model: every weight must come from the files.
+    Args: new_head, for training: what fills the head's weight (1, H) of a model that comes without one. None, for using
+    the model: every weight must come from the files.
     Raises: ValueError as `check_reward_model`, or if the head is not one vector, or if weights are missing.
     """
-    check_reward_model(path, new_head=head_seed is not None)
-    flag = _flag(head_seed is not None)
+    check_reward_model(path, flag=flag, new_head=new_head is not None)
     model, missing = load_pretrained(AutoModelForSequenceClassification, path, d, dtype=dtype, num_labels=1)
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
-    if missing == {"score.weight"} and head_seed is not None:
-        generator = torch.Generator().manual_seed(head_seed)
-        nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5, generator=generator)
+    if missing == {"score.weight"} and new_head is not None:
+        new_head(head.weight)
     elif missing:
         raise ValueError(
             f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
         )
     return model
+
+
+def random_head(weight: torch.Tensor, *, seed: int) -> None:
+    """Fill the weight (1, H) of a head from a normal distribution with standard deviation 1 / sqrt(H + 1).
+
+    First scores are then of order 1 (Stiennon et al. 2020, arXiv 2009.01325).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(weight, std=(weight.shape[1] + 1) ** -0.5, generator=generator)
 
 
 def add_scores(
@@ -105,10 +115,6 @@ def add_scores(
             score = score._replace(value=score.value + coef * x, components=components)
         result.append(score)
     return result
-
-
-def _flag(trains: bool) -> str:
-    return "--model" if trains else "--reward-model"
 
 
 def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:

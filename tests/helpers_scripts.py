@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from rl import critic, fsdp
+from rl import fsdp, reward_model
 from rl.engines import hf
 from rl.rollout import fold
 from rl.scoring import Scorer
@@ -295,8 +295,8 @@ def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
-def load_critic_in_double(load: Callable = critic.load_pretrained) -> Callable:
-    """What `load_in_double` is for the policy, for `critic.load_pretrained`."""
+def load_critic_in_double(load: Callable = reward_model.load_pretrained) -> Callable:
+    """What `load_in_double` is for the policy, for `reward_model.load_pretrained`."""
     return lambda auto_class, path, d, *, dtype, **config: load(auto_class, path, d, dtype=torch.float64, **config)
 
 
@@ -365,7 +365,7 @@ if __name__ == "__main__":
         if entry.get("comparable"):
             hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
             Qwen2RMSNorm.forward = norm_in_double
-            critic.load_pretrained = load_critic_in_double()
+            reward_model.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])
         os.environ |= {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}

@@ -479,7 +479,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
         policy = fsdp.load_policy(task.model, d)
         torch.manual_seed(0)
         policy.value_head = torch.nn.Linear(policy.config.hidden_size, 1, bias=False)
-        modules = policy, reward_model.load_reward_model(task.model, d, head_seed=0)
+        modules = policy, reward_model.load_reward_model(task.model, d, new_head=torch.nn.init.normal_)
         trained = {}
         for name, module in zip(("actor", "critic"), modules, strict=True):
             module = fsdp.shard(module, d)

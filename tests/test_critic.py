@@ -302,14 +302,14 @@ def refused(judge, tmp_path):
 
 def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
     for name, words in (
-        ("two_labels", "its head gives 2 labels, a critic's gives 1; choose another model"),
+        ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),
         ("incomplete", "its files lack 13 of its weights, model.layers.1.input_layernorm.weight among"),
         ("bert", "a BertForSequenceClassification has no linear `score` head"),
     ):
         with pytest.raises(ValueError, match=f"--critic-model .*{name}: {words}"):
             critic.load_critic(str(refused[name]), ALONE)
     with pytest.raises(ValueError, match="--critic-model .*two_labels: its head gives 2 labels"):
-        critic.check_critic(str(refused["two_labels"]))
+        critic.check_critic(str(refused["two_labels"]), AutoTokenizer.from_pretrained(tiny_model))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     for folder in (tiny_model, judge):
         critic.check_critic(folder, tokenizer)

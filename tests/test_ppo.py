@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 import train_grpo
 import train_ppo
 import train_reward
-from rl import checkpoint, critic, fsdp
+from rl import checkpoint, fsdp, reward_model
 from rl.engines import hf
 
 
@@ -58,7 +58,7 @@ def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
-    monkeypatch.setattr(critic, "load_pretrained", h.load_critic_in_double())
+    monkeypatch.setattr(reward_model, "load_pretrained", h.load_critic_in_double())
 
 
 @pytest.fixture

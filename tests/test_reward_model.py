@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
@@ -58,8 +59,10 @@ def load_plain(folder, dtype=torch.float64):
     return model
 
 
-def load_packed(folder, dtype=torch.float64, **options):
-    model = reward_model.load_reward_model(str(folder), Dist(0, 1, CPU, dtype), dtype=dtype, **options)
+def load_packed(folder, dtype=torch.float64, head_seed=None):
+    """With `head_seed` as train_reward.py does it."""
+    new = {} if head_seed is None else dict(flag="--model", new_head=partial(reward_model.random_head, seed=head_seed))
+    model = reward_model.load_reward_model(str(folder), Dist(0, 1, CPU, dtype), dtype=dtype, **new)
     return logprobs.add_packed_forward(model)
 
 
@@ -295,7 +298,7 @@ def refused(judge, tmp_path):
 def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
     cases = [
         (tiny_model, None, "--reward-model .*: a Qwen2ForCausalLM, which has no score head; .*train_reward.py"),
-        (refused["two_labels"], None, "--reward-model .*two_labels: its head gives 2 labels, a reward model's gives 1"),
+        (refused["two_labels"], None, "--reward-model .*two_labels: its head gives 2 labels, it has to give 1"),
         (refused["two_labels"], 0, "--model .*two_labels: its head gives 2 labels"),
         (refused["headless"], None, "--reward-model .*headless: its files lack 1 of its weights, score.weight among"),
         (refused["incomplete"], 0, "--model .*incomplete: its files lack 12 of its weights, model.layers.1.input_l"),
@@ -305,8 +308,8 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
         with pytest.raises(ValueError, match=words):
             load_packed(folder, head_seed=head_seed)
     for folder, new_head in ((tiny_model, False), (refused["two_labels"], False), (refused["two_labels"], True)):
-        with pytest.raises(ValueError, match="--model" if new_head else "--reward-model"):
-            reward_model.check_reward_model(str(folder), new_head=new_head)
+        with pytest.raises(ValueError, match="--somehow"):
+            reward_model.check_reward_model(str(folder), flag="--somehow", new_head=new_head)
     reward_model.check_reward_model(tiny_model, new_head=True)
 
 
