@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny model, a process group of one in this process, and a launcher of several ranks."""
+"""Shared fixtures: a tiny model, a process group of one in this process, a launcher of several ranks, and more."""
 
 import os
 import subprocess
@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import helpers_scripts as h
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
+from rl import fsdp, reward_model
 from rl.fsdp import Dist, init_distributed, shutdown_distributed
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +49,37 @@ def world() -> Iterator[Dist]:
     shutdown_distributed()
     for name in RANK_VARIABLES:  # else processes started later would take themselves for this rank
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums in one order everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def runs_here(one_thread) -> Iterator[None]:
+    """For tests that call the main of scripts: one thread, and no process group left behind."""
+    yield
+    h.leave_distributed()
+
+
+@pytest.fixture
+def in_double(monkeypatch) -> None:
+    """Scripts train in float64, so that what is equal up to rounding stays so through Adam."""
+    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(reward_model, "load_pretrained", h.load_critic_in_double())
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
+
+
+@pytest.fixture
+def sometimes(tmp_path) -> tuple[str]:
+    """A value of --custom-reward-function."""
+    (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
+    return (str(tmp_path / "sometimes.py"),)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
@@ -200,6 +201,26 @@ def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
     process = start(__file__, file, nproc=nproc)
     output = finish(process)
     return process.returncode, output
+
+
+class Runs:
+    """runs(**changes) runs a script in this process and returns its metrics; runs.dir(i) is the folder of the i-th."""
+
+    def __init__(self, script: ModuleType, settings: Callable[..., dict[str, Any]], root: Path):
+        self.script, self.settings, self.root, self.count = script, settings, root, 0
+
+    def __call__(self, **changes: Any) -> dict[str, float]:
+        self.count += 1
+        return self.script.main(self.script.Args(**self.settings(self.dir(self.count), **changes)))
+
+    def dir(self, i: int) -> Path:
+        return self.root / f"run{i}"
+
+    def weights(self, i: int, step: int, model: str = "huggingface") -> dict[str, torch.Tensor]:
+        return weights(self.dir(i) / f"global_step_{step}", model)
+
+    def lines(self, i: int) -> list[dict]:
+        return read_jsonl(self.dir(i) / "metrics.jsonl")
 
 
 def leave_distributed() -> None:

@@ -24,6 +24,8 @@ import train_reward
 from rl import checkpoint, checkpoint_files, fsdp, reward_model
 from rl.types import Batch
 
+pytestmark = pytest.mark.usefixtures("runs_here")
+
 SCRIPTS = (train_grpo, train_ppo, train_dapo, sft, train_reward)
 STEPS = 5
 # Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
@@ -44,16 +46,6 @@ BUSY = dict(
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
 
 
 @pytest.fixture(scope="module")

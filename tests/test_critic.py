@@ -23,19 +23,12 @@ from rl import critic, fsdp, logprobs
 from rl.fsdp import Dist
 from rl.types import select
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORKER = Path(__file__).parent / "workers" / "values.py"
 CPU = torch.device("cpu")
 ALONE = Dist(0, 1, CPU, torch.float64)
 TEMPERATURE = worker.TEMPERATURE
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,20 @@
 import math
 import signal
 import statistics
+from functools import partial
 
 import helpers_scripts as h
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
 import train_grpo
-from rl import checkpoint, fsdp
+from rl import checkpoint
 from rl.engines import hf
+
+pytestmark = pytest.mark.usefixtures("runs_here")
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +24,9 @@ def task(tmp_path_factory):
     return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
-
-
 @pytest.fixture
 def dapo(task, tmp_path):
-    """dapo(**changes) runs train_dapo.py in this process and returns its metrics; dapo.dir(i) is the i-th folder."""
-
-    def run(**changes):
-        run.count += 1
-        return train_dapo.main(train_dapo.Args(**h.dapo_settings(task, run.dir(run.count), **changes)))
-
-    run.count = 0
-    run.dir = lambda i: tmp_path / f"run{i}"
-    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
-    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
-    return run
-
-
-@pytest.fixture
-def in_double(monkeypatch):
-    """Train in float64, so that what is equal up to rounding stays so through Adam."""
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
+    return h.Runs(train_dapo, partial(h.dapo_settings, task), tmp_path)
 
 
 @pytest.fixture
@@ -60,12 +35,6 @@ def sampled(monkeypatch):
     rounds = []
     monkeypatch.setattr(hf, "generate", h.record_generate(rounds))
     return rounds
-
-
-@pytest.fixture
-def sometimes(tmp_path):
-    (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
-    return (str(tmp_path / "sometimes.py"),)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

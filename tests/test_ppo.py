@@ -5,6 +5,7 @@ import math
 import shutil
 import signal
 import statistics
+from functools import partial
 
 import helpers_scripts as h
 import pyarrow as pa
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
 import train_ppo
 import train_reward
-from rl import checkpoint, fsdp, reward_model
+from rl import checkpoint, fsdp
 from rl.engines import hf
+
+pytestmark = pytest.mark.usefixtures("runs_here")
 
 
 @pytest.fixture(scope="module")
@@ -27,44 +29,9 @@ def task(tmp_path_factory):
     return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
-
-
 @pytest.fixture
 def ppo(task, tmp_path):
-    """ppo(**changes) runs train_ppo.py in this process and returns its metrics; ppo.dir(i) is the i-th folder."""
-
-    def run(**changes):
-        run.count += 1
-        return train_ppo.main(train_ppo.Args(**h.ppo_settings(task, run.dir(run.count), **changes)))
-
-    run.count = 0
-    run.dir = lambda i: tmp_path / f"run{i}"
-    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
-    run.critic = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}", "huggingface_critic")
-    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
-    return run
-
-
-@pytest.fixture
-def in_double(monkeypatch):
-    """Train in float64, so that what is equal up to rounding stays so through Adam."""
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
-    monkeypatch.setattr(reward_model, "load_pretrained", h.load_critic_in_double())
-
-
-@pytest.fixture
-def sometimes(tmp_path):
-    (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
-    return (str(tmp_path / "sometimes.py"),)
+    return h.Runs(train_ppo, partial(h.ppo_settings, task), tmp_path)
 
 
 def new_critic(task):
@@ -241,7 +208,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(
         head, expected = state["actor/model/value_head.weight"], actor.pop("score.weight")
         assert (head - expected).abs().max() < 1e-5 < head.abs().max()
     else:
-        assert h.distance(ppo.critic(1, 2), judge) < 1e-5
+        assert h.distance(ppo.weights(1, 2, "huggingface_critic"), judge) < 1e-5
     assert h.distance(ppo.weights(1, 2), actor) < 1e-5 < 1e-3 < h.distance(ppo.weights(1, 2), h.original(task))
 
 
@@ -270,7 +237,7 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
         last = other / "global_step_2"
         assert h.distance(h.weights(last), ppo.weights(one, 2)) < 1e-6
         if one == 1:
-            assert h.distance(h.weights(last, "huggingface_critic"), ppo.critic(1, 2)) < 1e-6
+            assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 2, "huggingface_critic")) < 1e-6
         state, reference = (h.dcp_state(x / "global_step_2", tmp_path) for x in (other, ppo.dir(one)))
         moments = {name: x for name, x in reference.items() if name.endswith("/exp_avg")}
         assert (
@@ -279,7 +246,7 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
             < max(x.abs().max() for x in moments.values())
         )
     assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-3
-    assert h.distance(ppo.critic(1, 2), dict(new_critic(task).named_parameters())) > 1e-3
+    assert h.distance(ppo.weights(1, 2, "huggingface_critic"), dict(new_critic(task).named_parameters())) > 1e-3
 
 
 BUSY = dict(
@@ -357,8 +324,10 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     ppo(critic_warmup=1, save_freq=1)
     ppo(total_training_steps=1)
     h.assert_same(ppo.weights(1, 1), h.original(task))
-    h.assert_same(ppo.critic(1, 1), ppo.critic(2, 1))  # as beside an actor that learns
-    assert h.distance(ppo.critic(1, 1), dict(new_critic(task).named_parameters())) > 1e-2
+    h.assert_same(
+        ppo.weights(1, 1, "huggingface_critic"), ppo.weights(2, 1, "huggingface_critic")
+    )  # as beside an actor that learns
+    assert h.distance(ppo.weights(1, 1, "huggingface_critic"), dict(new_critic(task).named_parameters())) > 1e-2
     assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-4
     first, second = ppo.lines(1)
     of_the_actor = second.keys() - first.keys()
@@ -487,7 +456,7 @@ def test_responses_without_a_score_teach_neither_actor_nor_critic(ppo, task, tmp
     never = dict(custom_reward_function=(str(tmp_path / "never.py"),), ppo_mini_batch_size=8)
     metrics = ppo(**never, total_training_steps=1)
     h.assert_same(ppo.weights(1, 1), h.original(task))
-    h.assert_same(ppo.critic(1, 1), {**new_critic(task).state_dict()})
+    h.assert_same(ppo.weights(1, 1, "huggingface_critic"), {**new_critic(task).state_dict()})
     assert metrics["reward/none_frac"] == 1 and metrics["critic/grad_norm"] == metrics["actor/grad_norm"] == 0
     with pytest.raises(
         RuntimeError, match=r"step 3: three updates in a row were useless.* over 0 tokens that have a re"
@@ -506,7 +475,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_both(ppo, task, monke
     metrics = ppo(total_training_steps=1, ppo_mini_batch_size=8)
     assert norms == ["FSDPQwen2ForCausalLM", "FSDPQwen2ForSequenceClassification"]
     h.assert_same(ppo.weights(1, 1), h.original(task))
-    h.assert_same(ppo.critic(1, 1), {**new_critic(task).state_dict()})
+    h.assert_same(ppo.weights(1, 1, "huggingface_critic"), {**new_critic(task).state_dict()})
     assert metrics["actor/skipped_updates"] == 1
 
 

@@ -26,18 +26,11 @@ from rl.data import encode_conversation, prompts_for_step, read_preference_rows
 from rl.fsdp import Dist
 from rl.types import Sample, select
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORKER = Path(__file__).parent / "workers" / "scores.py"
 CPU = torch.device("cpu")
 PAD, EOS = 0, 2  # the tiny model's pad id is one of its two EOS ids
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ from rewards import gsm8k
 from rl import fsdp
 from rl.engines import hf
 
+pytestmark = pytest.mark.usefixtures("runs_here")
+
 PREAMBLE = """
 import os
 import subprocess
@@ -43,30 +45,14 @@ def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
-
-
 @pytest.fixture
 def grpo(task, tmp_path):
-    """grpo(**changes) runs train_grpo.py in this process and returns its metrics; grpo.dir(i) is the i-th folder."""
-
-    def run(**changes):
-        run.count += 1
-        settings = h.grpo_settings(task, run.dir(run.count), **{"total_training_steps": 1} | changes)
-        return train_grpo.main(train_grpo.Args(**settings))
-
-    run.count = 0
-    run.dir = lambda i: tmp_path / f"run{i}"
-    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
-    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
-    return run
+    """Runs of one step, unless a test says otherwise."""
+    return h.Runs(
+        train_grpo,
+        lambda folder, **changes: h.grpo_settings(task, folder, **{"total_training_steps": 1} | changes),
+        tmp_path,
+    )
 
 
 @pytest.fixture
@@ -90,18 +76,6 @@ def sources(task, tmp_path):
             row["data_source"] = "odd" if i % 2 else "even"
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     return dict(train_files=(str(tmp_path / "train.parquet"),), val_files=(str(tmp_path / "test.parquet"),))
-
-
-def distance(left, right):
-    """Largest difference between two sets of weights."""
-    assert left.keys() == right.keys()
-    return max((left[name] - right[name]).abs().max().item() for name in left)
-
-
-def original(task):
-    """The weights that the task starts from."""
-    model = AutoModelForCausalLM.from_pretrained(task.model)
-    return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +117,7 @@ def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(
         assert broken[f"reward/{name}"] == pytest.approx(1 / 3 if name == share else 0), name
     for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "critic/score/min"):
         assert broken[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-    assert expected["actor/grad_norm"] > 0 and distance(grpo.weights(1, 1), grpo.weights(2, 1)) < 1e-7
+    assert expected["actor/grad_norm"] > 0 and h.distance(grpo.weights(1, 1), grpo.weights(2, 1)) < 1e-7
     if share == "timeout_frac":
         assert broken["reward/seconds_max"] == pytest.approx(4 * 0.2, rel=0.5) and broken["reward/seconds_p95"] > 0.7
 
@@ -202,7 +176,7 @@ def test_without_any_score_nothing_changes_and_the_third_update_stops_the_run(gr
     assert metrics["actor/grad_norm"] == metrics["actor/loss"] == 0.0
     assert [x["critic/score/mean"] for x in grpo.lines(1)] == [None, None]
     assert [x["critic/rewards/mean"] for x in grpo.lines(1)] == [None, None]
-    h.assert_same(grpo.weights(1, 2), original(task))  # no weight decay either
+    h.assert_same(grpo.weights(1, 2), h.original(task))  # no weight decay either
     with pytest.raises(RuntimeError, match=r"^step 3: three updates in a row were useless.* over 0 tokens that have a"):
         grpo(**settings, total_training_steps=4)
     assert len(grpo.lines(2)) == 2
@@ -215,7 +189,7 @@ def test_single_responses_without_a_score_leave_their_group(grpo, reward, task):
     assert 0 < metrics["reward/none_frac"] < 1 and metrics["reward/none_frac"] * 16 % 1 == 0
     assert metrics["critic/score/mean"] == metrics["critic/score/min"] == 1.0
     assert metrics["reward/zero_std_frac"] == 1.0 and metrics["actor/grad_norm"] == 0.0  # the scored ones are equal
-    assert distance(grpo.weights(1, 1), original(task)) == 0.0
+    assert h.distance(grpo.weights(1, 1), h.original(task)) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,7 +352,7 @@ def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(grpo, t
     plain = grpo(**settings)
     grpo(use_kl_in_reward=True, kl_coef=0.0, **settings)
     h.assert_same(grpo.weights(2, 2), grpo.weights(3, 2))
-    assert distance(grpo.weights(1, 2), grpo.weights(2, 2)) > 1e-4  # advantages are of the rewards, not of the scores
+    assert h.distance(grpo.weights(1, 2), grpo.weights(2, 2)) > 1e-4  # advantages are of the rewards, not of the scores
     assert "actor/reward_kl_penalty" not in plain and plain["critic/rewards/mean"] == plain["critic/score/mean"]
 
 

@@ -6,6 +6,7 @@ Reward functions here are source text, run by real worker processes. Takes about
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl.scoring import Score, Scorer, parse_functions, stop_if_failing
+from rl.scoring import Score, Scorer, decode_responses, parse_functions, stop_if_failing
 from rl.types import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +161,16 @@ def test_nothing_submitted_nothing_collected(pool, write):
     assert scorer.collect([]) == [] == scorer.collect([])
     scorer.submit(row(3), [])
     assert scorer.collect([]) == []
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_responses_become_text_as_transformers_decodes_them(tokenizer, clean_up, monkeypatch):
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", clean_up)
+    numbers = random.Random(0)
+    responses = [numbers.choices(range(len(tokenizer)), k=n) for n in (1, 0, 40, 3)]  # some of them special tokens
+    texts = decode_responses(tokenizer, responses)
+    assert texts == [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    assert texts[1] == "" and 0 < len(texts[2]) < 40
 
 
 def test_a_row_may_be_submitted_once_between_two_collects(pool, write, tokenizer):

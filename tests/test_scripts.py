@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import statistics
+from functools import partial
 
 import helpers_scripts as h
 import pyarrow as pa
@@ -16,7 +17,6 @@ import pytest
 import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import eval as evaluation
 import sft
@@ -26,6 +26,8 @@ import train_ppo
 from rl import fsdp
 from rl.engines import hf
 
+pytestmark = pytest.mark.usefixtures("runs_here")
+
 SCRIPTS = {"train_grpo": train_grpo, "train_ppo": train_ppo, "train_dapo": train_dapo, "sft": sft, "eval": evaluation}
 
 
@@ -34,43 +36,9 @@ def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums in one order everywhere, and no process group left behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
-
-
 @pytest.fixture
 def grpo(task, tmp_path):
-    """grpo(**changes) runs train_grpo.py in this process and returns its metrics; grpo.dir(i) is the i-th folder."""
-
-    def run(**changes):
-        run.count += 1
-        settings = h.grpo_settings(task, run.dir(run.count), **changes)
-        return train_grpo.main(train_grpo.Args(**settings))
-
-    run.count = 0
-    run.dir = lambda i: tmp_path / f"run{i}"
-    run.weights = lambda i, step: h.weights(run.dir(i) / f"global_step_{step}")
-    run.lines = lambda i: h.read_jsonl(run.dir(i) / "metrics.jsonl")
-    return run
-
-
-@pytest.fixture
-def in_double(monkeypatch):
-    """Train in float64, so that what is equal up to rounding stays so through Adam."""
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
-
-
-def distance(left, right):
-    """Largest difference between two sets of weights."""
-    assert left.keys() == right.keys()
-    return max((left[name] - right[name]).abs().max().item() for name in left)
+    return h.Runs(train_grpo, partial(h.grpo_settings, task), tmp_path)
 
 
 def greedy(folder, file, count):
@@ -294,7 +262,7 @@ def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypa
     torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
 
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.1
-    assert distance(grpo.weights(1, 1), dict(model.named_parameters())) < 2e-6
+    assert h.distance(grpo.weights(1, 1), dict(model.named_parameters())) < 2e-6
     assert metrics["perf/total_num_tokens"] == num_tokens + 16 * 30
 
 
@@ -327,7 +295,7 @@ def test_off_policy_every_surrogate_goes_its_own_way(grpo):
     assert clipping == {"ppo_clip", "gspo", "cispo", "gmpo"}
     final = [grpo.weights(i, 1) for i in range(1, 7)]
     for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
-        assert distance(left, right) > 1e-4, f"{a} and {b} do the same"
+        assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"
 
 
 def test_aggregation_modes_weigh_the_same_terms_differently(grpo):
@@ -377,7 +345,7 @@ def test_kl_estimators(grpo):
         grpo(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=50.0, ppo_epochs=2, total_training_steps=1)
         weighted[kind] = grpo.weights(grpo.count, 1)
     h.assert_same(weighted["k3+"], weighted["k2"])  # "+": the gradient of k2
-    assert distance(weighted["k3"], weighted["k2"]) > 1e-6
+    assert h.distance(weighted["k3"], weighted["k2"]) > 1e-6
 
 
 def test_entropy_bonus(grpo):
@@ -425,8 +393,8 @@ def test_gradients_are_clipped_to_their_global_norm(grpo, task):
     free = grpo(total_training_steps=1, weight_decay=0.0)
     clipped = grpo(total_training_steps=1, weight_decay=0.0, grad_clip=1e-10)
     assert clipped["actor/grad_norm"] == free["actor/grad_norm"] > 0.1  # reported as it was
-    assert distance(grpo.weights(1, 1), original(task)) == pytest.approx(1e-3, rel=0.01)
-    assert 0 < distance(grpo.weights(2, 1), original(task)) < 1e-5
+    assert h.distance(grpo.weights(1, 1), h.original(task)) == pytest.approx(1e-3, rel=0.01)
+    assert 0 < h.distance(grpo.weights(2, 1), h.original(task)) < 1e-5
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(grpo, task, monkeypatch):
@@ -440,7 +408,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
     monkeypatch.setattr(fsdp, "clip_grad_norm", clip)
     bad |= {0}
     metrics = grpo(total_training_steps=1, weight_decay=0.0)
-    assert metrics["actor/skipped_updates"] == 1 and distance(grpo.weights(1, 1), original(task)) == 0
+    assert metrics["actor/skipped_updates"] == 1 and h.distance(grpo.weights(1, 1), h.original(task)) == 0
     bad |= {2, 3, 5, 6, 8}  # of updates 1 to 8: never three in a row
     grpo(total_training_steps=4, ppo_epochs=2)
     assert [x["actor/skipped_updates"] for x in grpo.lines(2)] == [1, 1, 2, 1]
@@ -460,7 +428,7 @@ def test_old_logprobs_are_computed_only_where_they_differ(grpo):
     for changes in (dict(ppo_epochs=2), dict(ppo_mini_batch_size=2), dict(ppo_mini_batch_size=3, ppo_epochs=2)):
         off = grpo(total_training_steps=1, **changes)
         assert off["timing_s/old_log_prob"] > 0 and off["actor/ppo_kl"] != 0
-        assert distance(grpo.weights(1, 1), grpo.weights(grpo.count, 1)) > 1e-4
+        assert h.distance(grpo.weights(1, 1), grpo.weights(grpo.count, 1)) > 1e-4
     # A first epoch is on policy: two epochs with a learning rate of 0 report the loss and the norm of one.
     still = grpo(total_training_steps=1, ppo_epochs=2, lr=0.0)
     assert still["actor/grad_norm"] == pytest.approx(on["actor/grad_norm"], rel=1e-5)
@@ -487,10 +455,10 @@ def test_denominators_belong_to_the_mini_batch(grpo):
 def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
     settings = dict(ppo_epochs=2, ppo_mini_batch_size=3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
     expected = grpo(**settings)
-    assert distance(grpo.weights(1, 2), original(task)) > 1e-3
+    assert h.distance(grpo.weights(1, 2), h.original(task)) > 1e-3
     for changes in (dict(activation_checkpointing="none"), dict(ppo_max_token_len_per_gpu=44)):
         metrics = grpo(**settings, **changes)
-        assert distance(grpo.weights(1, 2), grpo.weights(grpo.count, 2)) < 1e-6
+        assert h.distance(grpo.weights(1, 2), grpo.weights(grpo.count, 2)) < 1e-6
         for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
 
@@ -498,7 +466,7 @@ def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
 def test_the_learning_rate_follows_its_schedule(grpo, task):
     grpo(total_training_steps=4, lr_warmup_steps=2, weight_decay=0.0, save_freq=1)
     assert [x["actor/lr"] for x in grpo.lines(1)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
-    assert distance(grpo.weights(1, 1), original(task)) == pytest.approx(0.5e-3, rel=0.01)  # Adam's first step
+    assert h.distance(grpo.weights(1, 1), h.original(task)) == pytest.approx(0.5e-3, rel=0.01)  # Adam's first step
     grpo(total_training_steps=4, lr_scheduler_type="cosine")
     expected = [1e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
     assert [x["actor/lr"] for x in grpo.lines(2)] == pytest.approx(expected)
@@ -523,13 +491,7 @@ def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, mo
         assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
         assert one["actor/grad_norm"] > 0.1 and one["actor/ppo_kl"] != 0
     final = [h.weights(tmp_path / name / "global_step_2") for name in ("one", "two")]
-    assert distance(*final) < 1e-6 < distance(final[0], original(task))
-
-
-def original(task):
-    """The weights that the task starts from."""
-    model = AutoModelForCausalLM.from_pretrained(task.model)
-    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+    assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -730,7 +692,7 @@ def test_sft_is_what_plain_transformers_computes(task, tmp_path, in_double):
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [x["train/loss"] for x in lines] == pytest.approx(losses, rel=1e-9)
     assert [x["train/grad_norm"] for x in lines] == pytest.approx(norms, rel=1e-6)
-    assert distance(h.weights(tmp_path / "run" / "global_step_4"), dict(model.named_parameters())) < 1e-6
+    assert h.distance(h.weights(tmp_path / "run" / "global_step_4"), dict(model.named_parameters())) < 1e-6
 
 
 def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_double):
@@ -744,7 +706,7 @@ def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_doub
             expected = metrics
         assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
         final = [h.weights(tmp_path / folder / "global_step_4") for folder in ("base", name)]
-        assert distance(*final) < 1e-6 < distance(final[0], original(task))
+        assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
 
 
 def test_sft_drops_overlong_rows_when_told_to(task, tmp_path, capsys):

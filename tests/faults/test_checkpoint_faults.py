@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 import sft
 from rl import checkpoint, checkpoint_files, fsdp
 
+pytestmark = pytest.mark.usefixtures("runs_here")
+
 HERE = Path(__file__).parent
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
 KILLED = {  # script -> settings of a short run of it; one more script is one more line
@@ -37,15 +39,6 @@ COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 r
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
 
 
 @pytest.fixture(scope="module")

@@ -26,19 +26,12 @@ from rl.rollout import sample_groups, verify_engine
 from rl.scoring import Scorer
 from rl.types import Sampling
 
+pytestmark = pytest.mark.usefixtures("runs_here")
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    h.leave_distributed()
 
 
 def same_checkpoint(one, two, scratch):
