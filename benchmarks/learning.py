@@ -74,6 +74,16 @@ SETTINGS = {
 FOUR_UPDATES = "--ppo-mini-batch-size 8"
 PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --critic-lr 1e-3"
 DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
+LOSSES = {
+    "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
+    "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
+    "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
+    "cispo": f"train_grpo.py {FOUR_UPDATES} --loss-mode cispo --clip-ratio-low 1",
+    "sapo": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean",
+    "gmpo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
+    "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
+    "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
+}
 RUNS = {
     "advantage estimators, one update a step": {
         "grpo": "train_grpo.py",
@@ -83,21 +93,8 @@ RUNS = {
         "gpg": "train_grpo.py --adv-estimator gpg --loss-mode policy_gradient",
         "reinforce_plus_plus_baseline": "train_grpo.py --adv-estimator reinforce_plus_plus_baseline",
     },
-    "losses, four updates a step": {
-        "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
-        "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
-        "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
-        "cispo": f"train_grpo.py {FOUR_UPDATES} --loss-mode cispo --clip-ratio-low 1",
-        "sapo": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean",
-        "gmpo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
-        "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
-        "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
-    },
-    "losses, four updates a step, lower learning rate": {
-        "ppo_clip_3e-5": f"train_grpo.py {FOUR_UPDATES} --lr 3e-5",
-        "sapo_3e-5": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean --lr 3e-5",
-        "policy_gradient_3e-5": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient --lr 3e-5",
-    },
+    "losses, four updates a step": LOSSES,
+    "the same with learning rate 3e-5": {f"{name}_3e-5": f"{flags} --lr 3e-5" for name, flags in LOSSES.items()},
     "PPO, four updates a step": {
         "ppo": PPO,
         "ppo_share_backbone": f"{PPO} --share-backbone",

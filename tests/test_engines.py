@@ -322,6 +322,22 @@ def test_generate_samples_in_proportion_to_probability(setup, policy):
     assert abs(counts[frequent].sum() / 600 - expected[frequent].sum()) < 0.08
 
 
+def test_responses_that_vllm_drops_are_an_error(setup, policy):
+    backend, engine = setup
+    if backend is hf:
+        return  # no one else holds its requests
+    push(setup, policy)
+    core = engine.llm.llm_engine.engine_core
+
+    def drop_the_others(i, completions):
+        core.abort_requests(list(core.engine_core.scheduler.requests))
+
+    with pytest.raises(RuntimeError, match="vLLM has dropped [1-9] of 10 responses"):
+        options = Sampling(2, TEMPERATURE, max_tokens=12)
+        backend.generate(engine, PROMPTS, options, seed=0, on_group=drop_the_others)
+    assert [len(group) for group in generate(setup, n=2)] == [2] * len(PROMPTS)  # the engine goes on
+
+
 def test_generate_of_no_prompts_is_empty(setup):
     assert generate(setup, []) == []
 
