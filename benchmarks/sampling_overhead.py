@@ -23,7 +23,7 @@ from rl import fsdp  # noqa: E402
 from rl.engines import vllm  # noqa: E402
 from rl.types import Sampling  # noqa: E402
 
-PROMPTS, GROUP, TOKENS, ROUNDS = 64, 8, 100, 3
+PROMPTS, GROUP, TOKENS, ROUNDS = 64, 8, 100, 2
 
 
 def microseconds_a_token(sample: Callable[[int], Any], parts: dict[str, tuple[Any, str]]) -> dict[str, float]:

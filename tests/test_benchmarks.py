@@ -21,7 +21,7 @@ import train_ppo
 from benchmarks import compare_trl, learning, learning_trl, step_time
 from data import arithmetic
 from rl.rollout import stop_token_ids
-from tests.helpers_scripts import read_jsonl, run
+from tests.helpers_scripts import ROOT, read_jsonl, run
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -361,3 +361,16 @@ def test_data_with_larger_totals(tmp_path):
     assert max(claimed) == 12 and min(claimed) == 0  # guesses and mistakes stay in range as well
     with pytest.raises(ValueError, match="--max-total 8 must be within 9 and 99"):
         arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=8))
+
+
+# --- sampling_overhead.py
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_sampling_overhead_measures_both_ways_to_sample():
+    output = run(ROOT / "benchmarks" / "sampling_overhead.py")
+    rows = dict(re.findall(r"^(rl/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
+    assert rows.keys() == {"rl/engines/vllm.py", "vLLM's generate"}
+    for row in rows.values():
+        everything, schedule, update = map(float, row.split())
+        assert 0 < schedule + update < everything
