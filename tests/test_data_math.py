@@ -17,6 +17,7 @@ from rewards.math_reward import compute_score
 from rl.data import read_rows
 
 MATH500 = Path(__file__).parent.parent.parent / "shared/data/math/math500.jsonl"
+needs_math500 = pytest.mark.skipif(not MATH500.exists(), reason="needs the MATH-500 file")
 TRAIN_SIZES = dict(zip(math_dataset.SUBJECTS, (1744, 771, 870, 1295, 869, 1205, 746), strict=True))
 TITLES = dict(
     zip(
@@ -146,6 +147,7 @@ def test_layouts(tmp_path):
         math_dataset.read_split(tmp_path / "a", "test")
 
 
+@needs_math500
 def test_math500(tmp_path, capsys):
     args = math_dataset.Args(split="math500", source=str(MATH500), output_dir=tmp_path)
     assert math_dataset.main(args) == {"math500": 500}
@@ -198,6 +200,7 @@ def test_bad_math_sources(tmp_path):
     assert not (tmp_path / "out").exists()  # nothing is written unless all is well
 
 
+@needs_math500
 def test_downloads_from_the_hub(tmp_path, monkeypatch, published):
     asked = []
 
@@ -215,6 +218,7 @@ def test_downloads_from_the_hub(tmp_path, monkeypatch, published):
     assert asked == [("EleutherAI/hendrycks_math", kwargs), ("HuggingFaceH4/MATH-500", kwargs)]
 
 
+@needs_math500
 def test_math_runs_as_a_script_from_anywhere(tmp_path):
     command = [sys.executable, Path(math_dataset.__file__).resolve(), "--split", "math500", "--source", MATH500]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
