@@ -229,7 +229,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         seed=args.seed,
         load_weights=True,
     )
-    del engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.allocate_slots  # back to vLLM's own
+    del vllm.kv_cache_manager(engine.llm).allocate_slots  # back to vLLM's own
     from vllm import SamplingParams  # only after make_engine has set vLLM's environment
 
     sampling = SamplingParams(

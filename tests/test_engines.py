@@ -281,7 +281,7 @@ def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, po
     samples = samples_from(setup, max_tokens=280)
     assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
     if backend is vllm:
-        cache = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        cache = vllm.kv_cache_manager(engine.llm)
         fewer = vars(cache).pop("allocate_slots")
         try:
             assert samples_from(setup, max_tokens=280) == samples

@@ -198,9 +198,8 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(
     assert (second["reward/none_frac"] > 0) == ("missing" in case)
     assert second.get("actor/reward_kl_penalty", 1.0) > 1e-3
     if "adaptive" in case:
-        missing = (
-            8 * reports[0]["reward/none_frac"]
-        )  # no KL yet: the smallest step down, for each response with a score
+        missing = 8 * reports[0]["reward/none_frac"]
+        # There is no KL yet: the coefficient takes its smallest step down for each response with a score.
         expected = 0.3 * (1 - 0.2 * (8 - missing) / 16)
         assert missing > 0 and second["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
     if args.share_backbone:
@@ -324,10 +323,9 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     ppo(critic_warmup=1, save_freq=1)
     ppo(total_training_steps=1)
     h.assert_same(ppo.weights(1, 1), h.original(task))
-    h.assert_same(
-        ppo.weights(1, 1, "huggingface_critic"), ppo.weights(2, 1, "huggingface_critic")
-    )  # as beside an actor that learns
-    assert h.distance(ppo.weights(1, 1, "huggingface_critic"), dict(new_critic(task).named_parameters())) > 1e-2
+    critic = ppo.weights(1, 1, "huggingface_critic")
+    h.assert_same(critic, ppo.weights(2, 1, "huggingface_critic"))  # as beside an actor that learns
+    assert h.distance(critic, dict(new_critic(task).named_parameters())) > 1e-2
     assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-4
     first, second = ppo.lines(1)
     of_the_actor = second.keys() - first.keys()

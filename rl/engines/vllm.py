@@ -81,12 +81,15 @@ def make_engine(
         use_tqdm_on_load=False,
         seed=seed,
     )
-    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    cache.allocate_slots = functools.partial(
-        _allocate_slots, cache, cache.allocate_slots, llm.llm_engine.vllm_config.cache_config.block_size
-    )
+    cache, block_size = kv_cache_manager(llm), llm.llm_engine.vllm_config.cache_config.block_size
+    cache.allocate_slots = functools.partial(_allocate_slots, cache, cache.allocate_slots, block_size)
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
     return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
+
+
+def kv_cache_manager(llm: Any) -> Any:
+    """vLLM's manager of the KV cache. `del` its attribute `allocate_slots`, and it works as vLLM made it."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
 
 
 def _allocate_slots(cache: Any, original: Callable, block_size: int, request: Any, num_new_tokens: int, **more: Any):
