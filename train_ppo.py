@@ -368,6 +368,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 2. Rollouts: push the policy into the engine, sample G responses per prompt, prove that both sides agree.
         if args.critic_offload:
+            checkpoint.wait_until_copied(run)
             fsdp.offload(critic, critic_optimizer)
         backend.wake(engine)
         backend.update_weights(engine, fsdp.full_tensors(policy, d.dtype))

@@ -7,16 +7,17 @@
     extra.json          what the loop carries besides, such as a KL coefficient
     MANIFEST.json       size and sha256 of every other file; written last
 
-`save` copies the state to the host; a thread writes the copy while training goes on. A checkpoint is written to a
-temporary folder, forced to disk and renamed: what has the final name was complete, and the manifest tells whether it
-still is. Order of data and sampling seeds are functions of the step. What is loaded is tensors and JSON, never code.
-docs/reliability.md lists what can go wrong.
+A thread copies the state to the host and writes the copy while training goes on; only the next optimizer step waits
+for the copy. A checkpoint is written to a temporary folder, forced to disk and renamed: what has the final name was
+complete, and the manifest tells whether it still is. Order of data and sampling seeds are functions of the step. What
+is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
 """
 
 import copy
 import json
 import pathlib
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
@@ -84,6 +86,8 @@ class Run:
     record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
     lock: IO[str] | None = None  # held open on rank 0
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
+    copied: threading.Event | None = None  # set when the tensors of the newest save have been read
+    hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copied`
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
@@ -115,24 +119,42 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
 
 
 def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
-    """Begin to write `global_step_<step>` as everything is now, and return as soon as it may change. All ranks enter.
+    """Begin to write `global_step_<step>` as everything is now. All ranks must enter.
 
-    Waits for the save before. Modules must be on the device they were sharded on. `extra` is JSON of the loop that does
-    not follow from the step, {} if None. Older checkpoints beyond the number to keep are deleted afterwards. After a
-    failure, such as a full disk, nothing is left of the new checkpoint and older ones are as they were. The `save`,
-    `leave` or `close` after it counts it in `run.failures`, and raises RuntimeError on all ranks at the third in a row.
+    Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
+    changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules must be on the
+    device they were sharded on. `extra` is JSON of the loop that does not follow from the step, {} if None.
+
+    Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
+    left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in
+    `run.failures`, and raises RuntimeError on all ranks at the third in a row.
     """
     _settle(run)
     now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
-    state: dict[str, Any] = {}
-    _together(lambda: state.update(_to_host(run, "state", now)), run.group)  # memory may be too small on one rank
     exports: Exports = []
     for i, (name, (module, _)) in enumerate(trained.items()):
         whole = full_tensors(module, run.d.dtype)  # tied weights come once, as safetensors wants them
         tensors = {key: _to_host(run, f"{name}.{key}", x) for key, x in whole if run.d.is_main}  # others help to gather
         exports.append((f"huggingface_{name}" if i else "huggingface", module, tensors))
+    stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    copied = run.copied = threading.Event()
+
+    def wait(*_: Any) -> None:
+        copied.wait()
+
+    for hook in run.hooks:
+        hook.remove()
+    run.hooks = [optimizer.register_step_pre_hook(wait) for _, optimizer in trained.values()]
     text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
-    run.pending = step, run.writer.submit(_write_and_tidy, run, step, state, exports, text)
+    run.pending = step, run.writer.submit(_write_and_tidy, run, step, now, stream, exports, text)
+
+
+def wait_until_copied(run: Run) -> None:
+    """Return when the tensors of the newest save may be changed, or moved, or their memory used for something else."""
+    if run.copied:
+        run.copied.wait()
 
 
 def leave(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
@@ -204,8 +226,9 @@ def _end(run: Run, state: str, step: int) -> None:
 
 
 def _to_host(run: Run, name: str, x: Any) -> Any:
-    """A copy on the host of a tensor, or of all in nested dicts. Its memory, pinned if that helps, is kept for the next
-    save: it takes long to get.
+    """A copy on the host of a tensor, or of all in nested dicts; on CUDA it is complete when the current stream is.
+
+    Its memory, pinned if that helps, is kept for the next save: it takes long to get.
     """
     if isinstance(x, dict):
         return {key: _to_host(run, f"{name}.{key}", value) for key, value in x.items()}
@@ -213,7 +236,7 @@ def _to_host(run: Run, name: str, x: Any) -> Any:
         return DTensor(_to_host(run, name, x.to_local()), x._spec, requires_grad=False)
     if name not in run.host:
         run.host[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-    return run.host[name].copy_(x.detach())
+    return run.host[name].copy_(x.detach(), non_blocking=True)
 
 
 def _status(run: Run, state: str, step: int) -> None:
@@ -224,11 +247,26 @@ def _status(run: Run, state: str, step: int) -> None:
             print(f"{run.root / 'STATUS.json'} could not be written: {error}", flush=True)
 
 
-def _write_and_tidy(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: str) -> None:
+def _write_and_tidy(
+    run: Run, step: int, now: dict[str, Any], stream: torch.cuda.Stream | None, exports: Exports, extra: str
+) -> None:
     """What the writing threads of all ranks do for one save. Raises Failed on all of them, with nothing left of it."""
-    if run.d.device.type == "cuda":
-        torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+    state: dict[str, Any] = {}
+
+    def copy_state() -> None:
+        try:
+            if stream:
+                torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+            with torch.cuda.stream(stream):
+                state.update(_to_host(run, "state", now))
+            if stream:
+                stream.synchronize()
+        finally:
+            now.clear()
+            run.copied.set()
+
     try:
+        _together(copy_state, run.group)  # memory may be too small on one rank
         _write(run, step, state, exports, extra)
     except Failed as error:
         if run.d.is_main:

@@ -463,6 +463,58 @@ def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, 
     assert first.data_ptr() == second.data_ptr() != policy.model.norm.weight.to_local().data_ptr()
 
 
+def test_the_next_optimizer_step_waits_until_all_is_copied(task, policy_of, monkeypatch, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    checkpoint.wait_until_copied(run)  # nothing was saved
+    step_by(optimizer, 0.1)
+    expected, go_on, to_host = state_of(trained), threading.Event(), checkpoint._to_host
+
+    def slow_copy(run, name, x):
+        assert not name.startswith("state") or go_on.wait(60)
+        return to_host(run, name, x)
+
+    monkeypatch.setattr(checkpoint, "_to_host", slow_copy)
+    for step, change in ((1, lambda: step_by(optimizer, -0.2)), (2, lambda: checkpoint.wait_until_copied(run))):
+        go_on.clear()
+        before = state_of(trained)
+        checkpoint.save(run, step, trained)
+        changing = threading.Thread(target=change)
+        changing.start()
+        changing.join(0.3)
+        assert changing.is_alive()
+        h.assert_same(state_of(trained), before)
+        go_on.set()
+        changing.join(60)
+        assert not changing.is_alive()
+    assert not any(torch.equal(x, expected[name]) for name, x in state_of(trained).items())
+    step_by(optimizer, -0.2)  # of two saves, and two hooks, one is left
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    checkpoint.close(run)
+    h.assert_same(h.dcp_state(tmp_path / "global_step_1", tmp_path), expected)
+
+
+def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of, monkeypatch, tmp_path, capsys):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    to_host = checkpoint._to_host
+
+    def no_memory(run, name, x):
+        if name == "state":
+            raise RuntimeError("cannot allocate memory")
+        return to_host(run, name, x)
+
+    monkeypatch.setattr(checkpoint, "_to_host", no_memory)
+    checkpoint.save(run, 1, trained)
+    step_by(optimizer, 0.1)
+    checkpoint._settle(run)
+    assert run.failures == 1 and checkpoint.list_steps(tmp_path) == []
+    assert "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: RuntimeError: cannot allo" in capsys.readouterr().out
+    monkeypatch.undo()
+    h.assert_same(h.dcp_state(save_and_wait(run, 2, trained), tmp_path), state_of(trained))
+    checkpoint.close(run)
+
+
 def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
     """A policy with a value head, which transformers would not know what to do with, and a critic."""
 

@@ -29,7 +29,7 @@ LINES = {  # section -> how many lines only train_grpo.py has there, and how man
         "validate": (3, 11),
         "evaluate": (0, 0),
         "main": (3, 20),
-        "rollouts": (4, 11),
+        "rollouts": (4, 12),
         "phase 4": (1, 1),
         "phase 5": (1, 5),
         "phase 7": (15, 33),

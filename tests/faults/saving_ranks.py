@@ -33,6 +33,7 @@ def main(model: str, train_file: str, root: str) -> None:
                 parameter.fill_(step)
         checkpoint.save(run, step, trained)
         failures.append(run.failures)
+        checkpoint.wait_until_copied(run)
         for parameter in policy.parameters():
             parameter.data.fill_(-1.0)  # of no step: what is saved must be of the moment of the call
         for i in range(20):
