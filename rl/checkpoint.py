@@ -18,6 +18,7 @@ import json
 import pathlib
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,16 +40,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
 from rl.checkpoint_files import list_steps
-from rl.fsdp import Dist, full_tensors
+from rl.fsdp import Dist
 from rl.tracking import redact, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
+Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its weights' names
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
-Exports = list[tuple[str, nn.Module, dict[str, torch.Tensor]]]  # folder, module, its whole tensors on rank 0
 
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
+STAGING = 2**28  # bytes that are copied from the device at a time
 
 # Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
 # compared by content, and the number of steps where the learning rate depends on it. Any other flag must stay.
@@ -63,6 +65,9 @@ FREE_TO_CHANGE = set(
     critic_offload max_num_gen_batches
     """.split()
 )
+
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what dcp.load says if one rank alone reads
 
 
 class Failed(ValueError):
@@ -80,6 +85,7 @@ class Run:
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
     host: dict[str, torch.Tensor] = field(default_factory=dict)  # memory that every save copies to, by name
+    staging: torch.Tensor | None = None  # pinned bytes through which a copy from the device goes
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
@@ -130,12 +136,13 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     `run.failures`, and raises RuntimeError on all ranks at the third in a row.
     """
     _settle(run)
+    # Names are taken here: while FSDP computes, a module holds other parameters than its own. Tied ones come once, as
+    # safetensors wants them, and without the head that `critic.add_value_head` gave a policy.
+    exports = {
+        name: (module, [key for key, _ in module.named_parameters() if not key.startswith("value_head.")])
+        for name, (module, _) in trained.items()
+    }
     now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
-    exports: Exports = []
-    for i, (name, (module, _)) in enumerate(trained.items()):
-        whole = full_tensors(module, run.d.dtype)  # tied weights come once, as safetensors wants them
-        tensors = {key: _to_host(run, f"{name}.{key}", x) for key, x in whole if run.d.is_main}  # others help to gather
-        exports.append((f"huggingface_{name}" if i else "huggingface", module, tensors))
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
@@ -148,7 +155,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
         hook.remove()
     run.hooks = [optimizer.register_step_pre_hook(wait) for _, optimizer in trained.values()]
     text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
-    run.pending = step, run.writer.submit(_write_and_tidy, run, step, now, stream, exports, text)
+    run.pending = step, run.writer.submit(_write_and_tidy, run, step, exports, now, stream, text)
 
 
 def wait_until_copied(run: Run) -> None:
@@ -226,17 +233,30 @@ def _end(run: Run, state: str, step: int) -> None:
 
 
 def _to_host(run: Run, name: str, x: Any) -> Any:
-    """A copy on the host of a tensor, or of all in nested dicts; on CUDA it is complete when the current stream is.
+    """A copy on the host of a tensor, or of all in nested dicts.
 
-    Its memory, pinned if that helps, is kept for the next save: it takes long to get.
+    Its memory is kept for the next save. It is not pinned, which takes the driver ten seconds for 20 GB and holds up
+    what the main thread does on the device: only a small buffer is, and everything goes through that.
     """
     if isinstance(x, dict):
         return {key: _to_host(run, f"{name}.{key}", value) for key, value in x.items()}
     if isinstance(x, DTensor):
         return DTensor(_to_host(run, name, x.to_local()), x._spec, requires_grad=False)
+    x = x.detach()
     if name not in run.host:
-        run.host[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-    return run.host[name].copy_(x.detach(), non_blocking=True)
+        run.host[name] = torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format)
+    if not x.is_cuda:
+        return run.host[name].copy_(x)
+    if run.staging is None:
+        run.staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=True)
+    staging = run.staging.view(x.dtype)
+    for source, target in zip(
+        x.flatten().split(len(staging)), run.host[name].flatten().split(len(staging)), strict=True
+    ):
+        staged = staging[: len(source)].copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        target.copy_(staged)
+    return run.host[name]
 
 
 def _status(run: Run, state: str, step: int) -> None:
@@ -248,7 +268,7 @@ def _status(run: Run, state: str, step: int) -> None:
 
 
 def _write_and_tidy(
-    run: Run, step: int, now: dict[str, Any], stream: torch.cuda.Stream | None, exports: Exports, extra: str
+    run: Run, step: int, exports: Exports, now: dict[str, Any], stream: torch.cuda.Stream | None, extra: str
 ) -> None:
     """What the writing threads of all ranks do for one save. Raises Failed on all of them, with nothing left of it."""
     state: dict[str, Any] = {}
@@ -259,15 +279,13 @@ def _write_and_tidy(
                 torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
             with torch.cuda.stream(stream):
                 state.update(_to_host(run, "state", now))
-            if stream:
-                stream.synchronize()
         finally:
             now.clear()
             run.copied.set()
 
     try:
         _together(copy_state, run.group)  # memory may be too small on one rank
-        _write(run, step, state, exports, extra)
+        _write(run, step, exports, state, extra)
     except Failed as error:
         if run.d.is_main:
             files.sweep(run.root)
@@ -281,7 +299,7 @@ def _write_and_tidy(
         _status(run, "running", step)
 
 
-def _write(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: str) -> None:
+def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: str) -> None:
     """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
     d, group = run.d, run.group
     temporary = _gather(files.spare(run.root, "tmp", step), group)[0]
@@ -290,8 +308,11 @@ def _write(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: 
         if d.is_main:
             tensors = [x for part in state.values() for x in part["model"].values()]
             tensors += [x for part in state.values() for xs in part["optimizer"]["state"].values() for x in xs.values()]
-            tensors += [x for _, _, exported in exports for x in exported.values()]
-            needed = FREE_SPACE * (sum(x.numel() * x.element_size() for x in tensors) + len(extra))
+            exported = [state[name]["model"][key] for name, (_, keys) in exports.items() for key in keys]
+            size = (
+                sum(x.numel() * x.element_size() for x in tensors) + sum(x.numel() for x in exported) * d.dtype.itemsize
+            )
+            needed = FREE_SPACE * (size + len(extra))
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
                 raise OSError(f"{needed / 1e9:.3f} GB are needed in {run.root}, {free / 1e9:.3f} GB are free")
@@ -300,7 +321,10 @@ def _write(run: Run, step: int, state: dict[str, Any], exports: Exports, extra: 
     def write() -> None:
         dcp.save(state, checkpoint_id=temporary / "state", process_group=group)
         if d.is_main:
-            for folder, module, tensors in exports:
+            for i, (name, (module, keys)) in enumerate(exports.items()):
+                own = state[name]["model"]
+                tensors = {key: _read(temporary / "state", f"{name}.model.{key}", own[key]).to(d.dtype) for key in keys}
+                folder = f"huggingface_{name}" if i else "huggingface"
                 export_hf(temporary / folder, module, tensors, run.tokenizer, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
@@ -454,6 +478,13 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
         for moments in optimizer.state.values():
             moments["step"].zero_()
     return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]
+
+
+def _read(path: pathlib.Path, name: str, like: torch.Tensor) -> torch.Tensor:
+    """One whole tensor of a DCP folder, with the shape and dtype of `like`."""
+    found = {name: torch.empty(like.shape, dtype=like.dtype)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found[name]
 
 
 def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:

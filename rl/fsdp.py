@@ -216,9 +216,7 @@ def full_tensors(
         if name.startswith("value_head.") and not value_head:
             continue
         local = parameter.detach().to(dtype or parameter.dtype)
-        whole = local.full_tensor() if isinstance(local, DTensor) else local
-        padded = whole.untyped_storage().nbytes() > whole.nbytes  # shards of unequal size: a view, which no file takes
-        yield name, whole.clone() if padded else whole
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

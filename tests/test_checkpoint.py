@@ -406,11 +406,11 @@ class SlowDisk:
     def __init__(self, write=checkpoint._write):
         self.write, self.go_on, self.states, self.steps = write, threading.Event(), [], []
 
-    def __call__(self, run, step, state, *rest):
+    def __call__(self, run, step, exports, state, *rest):
         assert self.go_on.wait(60)
         self.states.append(state)
         self.steps.append(step)
-        self.write(run, step, state, *rest)
+        self.write(run, step, exports, state, *rest)
 
 
 @pytest.fixture
