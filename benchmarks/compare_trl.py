@@ -222,6 +222,7 @@ def run(command: list[str], log: Path, timeout: float) -> str | None:
     """Run a Python command with its output in `log`; returns None, or what went wrong. Ends what it started."""
     print(f"{log.stem}: python {' '.join(command)}", flush=True)
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
+    environment["MASTER_PORT"] = str(step_time.free_port())  # TRL's is always the same: one run a machine
     with open(log, "w") as out:
         process = subprocess.Popen(
             [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
