@@ -322,8 +322,8 @@ def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: 
         dcp.save(state, checkpoint_id=temporary / "state", process_group=group)
         if d.is_main:
             for i, (name, (module, keys)) in enumerate(exports.items()):
-                own = state[name]["model"]
-                tensors = {key: _read(temporary / "state", f"{name}.model.{key}", own[key]).to(d.dtype) for key in keys}
+                own = {key: state[name]["model"][key] for key in keys}
+                tensors = _read_weights(temporary / "state", name, own, d.dtype)
                 folder = f"huggingface_{name}" if i else "huggingface"
                 export_hf(temporary / folder, module, tensors, run.tokenizer, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
@@ -480,11 +480,20 @@ def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[
     return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]
 
 
-def _read(path: pathlib.Path, name: str, like: torch.Tensor) -> torch.Tensor:
-    """One whole tensor of a DCP folder, with the shape and dtype of `like`."""
-    found = {name: torch.empty(like.shape, dtype=like.dtype)}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found[name]
+def _read_weights(
+    path: pathlib.Path, name: str, like: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Whole weights of the module `name` from a DCP folder, cast to `dtype`. `like` has their names, shapes and dtypes.
+
+    64 at a time: all in float32 may be too many for the host, and for each time the folder's index is unpickled, which
+    keeps the main thread from running.
+    """
+    weights, keys = {}, list(like)
+    for i in range(0, len(keys), 64):
+        part = {f"{name}.model.{key}": torch.empty(like[key].shape, dtype=like[key].dtype) for key in keys[i : i + 64]}
+        dcp.load(part, checkpoint_id=path, no_dist=True)
+        weights |= {key: part[f"{name}.model.{key}"].to(dtype) for key in keys[i : i + 64]}
+    return weights
 
 
 def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:

@@ -178,10 +178,13 @@ def write_status(root: pathlib.Path, **status: Any) -> None:
 
 def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
     """Size and sha256 of a file, forced to disk first if asked."""
-    with open(file, "rb") as f:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**24))  # hashlib.file_digest reads too little at a time:
+    with open(file, "rb", buffering=0) as f:  # a thread that does so waits for Python's lock most of its life
         if sync:
             os.fsync(f.fileno())
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+        while n := f.readinto(buffer):
+            digest.update(buffer[:n])
+        return {"size": os.fstat(f.fileno()).st_size, "sha256": digest.hexdigest()}
 
 
 def hash_of(value: Any) -> str:

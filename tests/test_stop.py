@@ -428,6 +428,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
 
 
 def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():
+    stop.end()  # if a run that failed in this process has left it on
     before = [signal.getsignal(number) for number in stop.SIGNALS]
     stop.start()
     stop.arm(lambda: None)
