@@ -7,6 +7,7 @@ share `run_on_responses`, or `run_packed` if they read other positions.
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,7 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     )
     position = torch.arange(T, device=batch.input_ids.device)
     scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
-    scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
+    scored[0, 1:3] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
     outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
     grids = (torch.zeros(b, T, dtype=x.dtype, device=x.device).masked_scatter(scored, x) for x in outputs)
@@ -159,7 +160,8 @@ def response_logprobs(
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     weight = model.get_output_embeddings().weight
     logps, entropies = [], []
-    for h, y in zip(hidden.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
+    chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
+    for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
         logp, entropy = model.head_chunk(weight, h, y, temperature, entropy_grad)  # one chunk of logits at a time
         logps.append(logp)
         entropies.append(entropy)
