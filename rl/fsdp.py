@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch._inductor
 import torch.distributed as dist
 import transformers
 from torch import nn
@@ -26,6 +27,12 @@ from rl.logprobs import add_packed_forward, add_response_logprobs
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
+
+# torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
+# middle of a run. Only versions of torch that have the fusion know the option.
+COMPILE_OPTIONS = {
+    name: True for name in ("triton.mix_order_reduction_non_strict_mode",) if name in torch._inductor.list_options()
+}
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def shard(
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
         if compile:
-            unit.forward = torch.compile(unit.forward, dynamic=True)
+            unit.forward = torch.compile(unit.forward, dynamic=True, options=COMPILE_OPTIONS)
     for module in [*units, model]:
         module.to(d.device)
         if d.world_size > 1:

@@ -80,7 +80,7 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     )
     position = torch.arange(T, device=batch.input_ids.device)
     scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
-    scored[0, 1:3] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
+    scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
     outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
     grids = (torch.zeros(b, T, dtype=x.dtype, device=x.device).masked_scatter(scored, x) for x in outputs)

@@ -73,13 +73,13 @@ class Batch:
 def select(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
     """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
-    No rows give one empty row: three tokens and a zero mask. It weighs nothing; a rank that has run out of work uses it
-    to take part in the collectives of the forward and backward pass, with two predictions: one would be compiled anew.
+    No rows give one empty row: two tokens and a zero mask. It weighs nothing; a rank that has run out of work uses it
+    to take part in the collectives of the forward and backward pass.
     """
     index = torch.as_tensor(rows if len(rows) else [0], dtype=torch.long)
-    width = int(batch.lengths[index].max()) if len(rows) else 3
+    width = int(batch.lengths[index].max()) if len(rows) else 2
     tensors = {f.name: value for f in fields(batch) if (value := vars(batch)[f.name]) is not None}
     cut = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in tensors.items()}
     if not len(rows):
-        cut = {name: torch.zeros_like(x) for name, x in cut.items()} | {"lengths": torch.tensor([3])}
+        cut = {name: torch.zeros_like(x) for name, x in cut.items()} | {"lengths": torch.tensor([2])}
     return Batch(**{name: x.to(device) for name, x in cut.items()})

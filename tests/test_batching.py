@@ -72,9 +72,9 @@ def test_select_takes_rows_in_order_and_cuts_to_the_longest():
 def test_select_of_no_rows_is_one_row_that_weighs_nothing():
     full = collate([sample([11], [12]), sample([5, 6], [7, 8, 9])], pad_id=EOS)
     empty = select(replace(full, old_logp=full.rollout_logp), [])
-    assert empty.input_ids.shape == (1, 3) and empty.lengths.tolist() == [3]
+    assert empty.input_ids.shape == (1, 2) and empty.lengths.tolist() == [2]
     for name in ("response_mask", "rollout_logp", "old_logp"):
-        assert getattr(empty, name).tolist() == [[0, 0, 0]], name
+        assert getattr(empty, name).tolist() == [[0, 0]], name
 
 
 def test_select_works_with_a_range_and_a_device():

@@ -4,7 +4,6 @@ The default backend traces forward and backward and runs the graphs as they are.
 generates code: minutes on a CPU.
 """
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -39,7 +38,10 @@ def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 
 def main(path: str, out: str, backend: str = "aot_eager") -> None:
-    torch.compile = functools.partial(torch.compile, backend=backend)
+    original = torch.compile
+    torch.compile = lambda *args, options=None, **kwargs: original(
+        *args, **kwargs, backend=backend
+    )  # they are inductor's
     d = fsdp.init_distributed()
     values, gradients, graphs = run(fsdp.shard(fsdp.load_policy(path, d), d))
     assert graphs == [0, 0, 0, 0], graphs
