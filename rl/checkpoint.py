@@ -66,7 +66,6 @@ FREE_TO_CHANGE = set(
     """.split()
 )
 
-
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what dcp.load says if one rank alone reads
 
 
@@ -250,9 +249,8 @@ def _to_host(run: Run, name: str, x: Any) -> Any:
     if run.staging is None:
         run.staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=True)
     staging = run.staging.view(x.dtype)
-    for source, target in zip(
-        x.flatten().split(len(staging)), run.host[name].flatten().split(len(staging)), strict=True
-    ):
+    parts = (tensor.flatten().split(len(staging)) for tensor in (x, run.host[name]))
+    for source, target in zip(*parts, strict=True):
         staged = staging[: len(source)].copy_(source, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         target.copy_(staged)
@@ -308,11 +306,9 @@ def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: 
         if d.is_main:
             tensors = [x for part in state.values() for x in part["model"].values()]
             tensors += [x for part in state.values() for xs in part["optimizer"]["state"].values() for x in xs.values()]
+            size = sum(x.numel() * x.element_size() for x in tensors) + len(extra)
             exported = [state[name]["model"][key] for name, (_, keys) in exports.items() for key in keys]
-            size = (
-                sum(x.numel() * x.element_size() for x in tensors) + sum(x.numel() for x in exported) * d.dtype.itemsize
-            )
-            needed = FREE_SPACE * (size + len(extra))
+            needed = FREE_SPACE * (size + sum(x.numel() * d.dtype.itemsize for x in exported))
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
                 raise OSError(f"{needed / 1e9:.3f} GB are needed in {run.root}, {free / 1e9:.3f} GB are free")

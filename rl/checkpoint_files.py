@@ -178,8 +178,9 @@ def write_status(root: pathlib.Path, **status: Any) -> None:
 
 def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
     """Size and sha256 of a file, forced to disk first if asked."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**24))  # hashlib.file_digest reads too little at a time:
-    with open(file, "rb", buffering=0) as f:  # a thread that does so waits for Python's lock most of its life
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(2**24))  # large: beside a busy main thread, every read waits for Python's lock
+    with open(file, "rb", buffering=0) as f:
         if sync:
             os.fsync(f.fileno())
         while n := f.readinto(buffer):

@@ -38,10 +38,12 @@ def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 
 def main(path: str, out: str, backend: str = "aot_eager") -> None:
-    original = torch.compile
-    torch.compile = lambda *args, options=None, **kwargs: original(
-        *args, **kwargs, backend=backend
-    )  # they are inductor's
+    torch_compile = torch.compile
+
+    def compile_with_backend(*args, options=None, **kwargs):  # options are for inductor, and about speed
+        return torch_compile(*args, backend=backend, **kwargs)
+
+    torch.compile = compile_with_backend
     d = fsdp.init_distributed()
     values, gradients, graphs = run(fsdp.shard(fsdp.load_policy(path, d), d))
     assert graphs == [0, 0, 0, 0], graphs
