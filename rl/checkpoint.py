@@ -17,10 +17,9 @@ import copy
 import json
 import pathlib
 import shutil
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
@@ -40,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
 from rl.checkpoint_files import list_steps
-from rl.fsdp import Dist
+from rl.fsdp import Dist, known_parameters
 from rl.tracking import redact, secrets
 from rl.types import Batch
 
@@ -91,8 +90,8 @@ class Run:
     record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
     lock: IO[str] | None = None  # held open on rank 0
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
-    copied: threading.Event | None = None  # set when the tensors of the newest save have been read
-    hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copied`
+    copying: Future | None = None  # the newest save's copy on the host
+    hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copying`
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
@@ -135,32 +134,28 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     `run.failures`, and raises RuntimeError on all ranks at the third in a row.
     """
     _settle(run)
-    # Names are taken here: while FSDP computes, a module holds other parameters than its own. Tied ones come once, as
-    # safetensors wants them, and without the head that `critic.add_value_head` gave a policy.
-    exports = {
-        name: (module, [key for key, _ in module.named_parameters() if not key.startswith("value_head.")])
-        for name, (module, _) in trained.items()
-    }
+    # Names are taken here: while FSDP computes, a module holds other parameters than its own.
+    exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
     now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
-    copied = run.copied = threading.Event()
+    text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
+    copying = run.copying = run.writer.submit(_copy, run, now, stream)
 
-    def wait(*_: Any) -> None:
-        copied.wait()
+    def wait_for_copy(*_: Any) -> None:
+        wait([copying])
 
     for hook in run.hooks:
         hook.remove()
-    run.hooks = [optimizer.register_step_pre_hook(wait) for _, optimizer in trained.values()]
-    text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
-    run.pending = step, run.writer.submit(_write_and_tidy, run, step, exports, now, stream, text)
+    run.hooks = [optimizer.register_step_pre_hook(wait_for_copy) for _, optimizer in trained.values()]
+    run.pending = step, run.writer.submit(_write_and_tidy, run, step, exports, copying, text)
 
 
 def wait_until_copied(run: Run) -> None:
     """Return when the tensors of the newest save may be changed, or moved, or their memory used for something else."""
-    if run.copied:
-        run.copied.wait()
+    if run.copying:
+        wait([run.copying])
 
 
 def leave(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
@@ -265,24 +260,19 @@ def _status(run: Run, state: str, step: int) -> None:
             print(f"{run.root / 'STATUS.json'} could not be written: {error}", flush=True)
 
 
-def _write_and_tidy(
-    run: Run, step: int, exports: Exports, now: dict[str, Any], stream: torch.cuda.Stream | None, extra: str
-) -> None:
-    """What the writing threads of all ranks do for one save. Raises Failed on all of them, with nothing left of it."""
+def _copy(run: Run, now: dict[str, Any], stream: torch.cuda.Stream | None) -> dict[str, Any]:
+    """What the writing thread does first for a save: `_to_host` on a stream of its own."""
+    if stream:
+        torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+    with torch.cuda.stream(stream):
+        return _to_host(run, "state", now)
+
+
+def _write_and_tidy(run: Run, step: int, exports: Exports, copying: Future, extra: str) -> None:
+    """What the writing threads of all ranks do next. Raises Failed on all of them, with nothing left of the save."""
     state: dict[str, Any] = {}
-
-    def copy_state() -> None:
-        try:
-            if stream:
-                torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
-            with torch.cuda.stream(stream):
-                state.update(_to_host(run, "state", now))
-        finally:
-            now.clear()
-            run.copied.set()
-
     try:
-        _together(copy_state, run.group)  # memory may be too small on one rank
+        _together(lambda: state.update(copying.result()), run.group)  # memory may be too small on one rank
         _write(run, step, exports, state, extra)
     except Failed as error:
         if run.d.is_main:

@@ -30,9 +30,8 @@ PR_SET_PDEATHSIG = 1
 
 # torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
 # middle of a run. Only versions of torch that have the fusion know the option.
-COMPILE_OPTIONS = {
-    name: True for name in ("triton.mix_order_reduction_non_strict_mode",) if name in torch._inductor.list_options()
-}
+UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
+COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
 
 
 @dataclass(frozen=True)
@@ -211,17 +210,19 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
                 state[name] = x.to(device)
 
 
+def known_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The named parameters that engines and transformers know, tied ones once: not `critic.add_value_head`'s head."""
+    return ((name, x) for name, x in model.named_parameters() if not name.startswith("value_head."))
+
+
 def full_tensors(
     model: nn.Module, dtype: torch.dtype | None = None, *, value_head: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) for every parameter, tied ones once, cast to `dtype` before gathering.
+    """Yield (name, whole tensor) for all `known_parameters`, cast to `dtype` before gathering. All ranks must iterate.
 
-    Left out, unless `value_head`, is the head that `critic.add_value_head` gave a policy: no engine knows it, nor does
-    transformers. All ranks must iterate.
+    value_head: yield the head of `critic.add_value_head` too.
     """
-    for name, parameter in model.named_parameters():
-        if name.startswith("value_head.") and not value_head:
-            continue
+    for name, parameter in model.named_parameters() if value_head else known_parameters(model):
         local = parameter.detach().to(dtype or parameter.dtype)
         yield name, local.full_tensor() if isinstance(local, DTensor) else local
 
