@@ -33,7 +33,7 @@ class Packing(NamedTuple):
     borders: torch.Tensor  # (b + 1,) int32, of the tokens each sequence has to itself; they end it
     key_borders: torch.Tensor  # (b + 1,) int32, in key_index, of all its tokens
     key_index: torch.Tensor  # (N',) int64, position in the packed row of every token of every sequence
-    max_length: int  # of a sequence
+    offset: torch.Tensor  # (L,) int64, 0 ... L - 1, L tokens being the longest sequence
 
 
 def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
@@ -41,10 +41,9 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
 
     Shared tokens ask in every sequence here, and one answer is used.
     """
-    _refuse_short_window(sliding_window, packing.max_length)
+    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
-    borders, key_borders = packing.borders.long(), packing.key_borders.long()
-    offset = torch.arange(packing.max_length, device=query.device)  # (L,)
+    borders, key_borders, offset = packing.borders.long(), packing.key_borders.long(), packing.offset
     valid = offset < key_borders.diff()[:, None]  # (b, L)
     index = packing.key_index[(key_borders[:-1, None] + offset).where(valid, 0)]  # (b, L) positions in the packed row
     q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # (b, heads, L, D)
@@ -59,19 +58,19 @@ def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
     only).
     """
-    _refuse_short_window(sliding_window, packing.max_length)
+    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
-    lengths = (packing.borders, packing.key_borders, packing.max_length, packing.max_length)
+    lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
     return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), scale=scaling, **GROUPED_HEADS)[None], None
 
 
 def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with flash-attn."""
-    _refuse_short_window(sliding_window, packing.max_length)
+    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
-    lengths = (packing.borders, packing.key_borders, packing.max_length, packing.max_length)
+    lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
     return flash_attn_varlen_func(q, k, v, *lengths, causal=True, softmax_scale=scaling)[None], None
 
 

@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch._dynamo
 import torch._inductor
 import torch.distributed as dist
 import transformers
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,21 +167,39 @@ def shard(
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
         if compile:
-            unit.forward = torch.compile(unit.forward, dynamic=True, options=COMPILE_OPTIONS)
+            unit.forward = _compile_for_all_lengths(unit.forward)
     for module in [*units, model]:
         module.to(d.device)
         if d.world_size > 1:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if not isinstance(tensor, DTensor):
                     dist.broadcast(tensor.data, src=0)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if size > 1 else False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and d.world_size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.train()
     keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
     return add_packed_forward(model, compile=compile, keep_logits=keep_logits)
+
+
+def _compile_for_all_lengths(forward: Callable) -> Callable:
+    """A layer's forward compiled once for any number of tokens.
+
+    What varies is marked: in every tensor the dimension of the tokens or sequences, which is the second or the only one.
+    `dynamic=True` would take the width of a head for variable too, and the rotary embedding several times as long.
+    """
+    compiled = torch.compile(forward, options=COMPILE_OPTIONS)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, min(1, x.ndim - 1))
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -106,11 +106,13 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
     place = place.gather(0, owner)  # of all tokens
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
-    packing = Packing(borders, key_borders, place[real], int(batch.lengths.max()))
+    packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
     out = model.packed_forward(head, ids, positions, packing, place[wanted], *args)
-    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
-        model.reshard()  # FSDP2 keeps the root's gathered weights for a backward pass, which will not come
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the gathered weights of some for a backward pass, which will not come
     return out
 
 

@@ -377,8 +377,9 @@ def test_packed_attention_refuses_what_it_does_not_compute(attention, option):
     """Gemma 2 caps its attention scores, gpt-oss adds sinks: keyword arguments that must not be dropped in silence."""
     query = torch.zeros(1, 2, 4, 16)
     borders = torch.tensor([0, 4], dtype=torch.int32)
+    packing = Packing(borders, borders, torch.arange(4), torch.arange(4))
     with pytest.raises(ValueError, match=next(iter(option))):
-        attention(None, query, query, query, None, packing=Packing(borders, borders, torch.arange(4), 4), **option)
+        attention(None, query, query, query, None, packing=packing, **option)
 
 
 # --- compiled ---
@@ -390,3 +391,5 @@ def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, torchrun, tm
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["values"] < 1e-5 and results["gradients"] < 1e-5
     assert results["graph_breaks"] == 0 and results["graphs"] == [2, 2, 2, 2]
+    # Lengths 8 and 12 with a prompt of 3: 17 tokens, 20 keys, 2 + 1 borders, the longest 12, 14 of responses; no width.
+    assert results["variable"] == [[3, 12, 17, 20], [14]]

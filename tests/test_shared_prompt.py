@@ -97,7 +97,7 @@ def test_the_packed_row_by_hand(exact):
     assert packing.borders.tolist() == [0, 4, 5, 6, 6, 8]  # the fourth row has nothing of its own
     assert packing.key_borders.tolist() == [0, 4, 7, 11, 13, 15]
     assert packing.key_index.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 4, 5, 0, 1, 6, 7]
-    assert packing.max_length == 4 and packing.borders.dtype == packing.key_borders.dtype == torch.int32
+    assert packing.offset.tolist() == [0, 1, 2, 3] and packing.borders.dtype == packing.key_borders.dtype == torch.int32
 
 
 def test_the_prompt_of_a_group_is_computed_once(exact):
@@ -173,7 +173,7 @@ def attention_case(dtype=torch.float64):
         torch.tensor([0, *owned]).cumsum(0).int(),
         torch.tensor([0, *lengths]).cumsum(0).int(),
         torch.tensor(sum(places, [])),
-        max(lengths),
+        torch.arange(max(lengths)),
     )
     answers = torch.zeros(1, 14, 4, 8, dtype=dtype)
     for place, own in zip(places, owned, strict=True):
@@ -216,7 +216,7 @@ def test_attention_by_hand(monkeypatch, implementation):
 def test_gradients_of_copies_are_added_in_float32():
     """256 + 7 x 1 = 263 is 264 in bfloat16, which has steps of 2 there; added one by one they would stay at 256."""
     key = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
-    packing = Packing(torch.tensor([0]), torch.tensor([0]), torch.tensor([1] * 8), 8)
+    packing = Packing(torch.tensor([0]), torch.tensor([0]), torch.tensor([1] * 8), torch.arange(8))
     expanded = attention._expand(key, packing)
     assert expanded.shape == (8, 1, 1) and expanded.dtype == torch.bfloat16
     expanded.backward(torch.tensor([256.0] + [1.0] * 7, dtype=torch.bfloat16).view(8, 1, 1))

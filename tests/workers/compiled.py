@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
 from rl import fsdp
@@ -38,10 +39,14 @@ def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 
 def main(path: str, out: str, backend: str = "aot_eager") -> None:
-    torch_compile = torch.compile
+    torch_compile, variable = torch.compile, []
+
+    def recording_backend(graph, inputs):
+        variable.append(sorted({x.node.hint for x in inputs if isinstance(x, torch.SymInt)}))
+        return lookup_backend(backend)(graph, inputs)
 
     def compile_with_backend(*args, options=None, **kwargs):  # options are for inductor, and about speed
-        return torch_compile(*args, backend=backend, **kwargs)
+        return torch_compile(*args, backend=recording_backend, **kwargs)
 
     torch.compile = compile_with_backend
     d = fsdp.init_distributed()
@@ -53,6 +58,7 @@ def main(path: str, out: str, backend: str = "aot_eager") -> None:
         "values": (compiled_values - values).abs().max().item(),
         "gradients": ((compiled_gradients - gradients).norm() / gradients.norm()).item(),
         "graphs": graphs,
+        "variable": variable,  # for each graph, the sizes in the first batch of what may have other sizes in the next
         "graph_breaks": sum(counters["graph_break"].values()),
     }
     Path(out).write_text(json.dumps(results))
