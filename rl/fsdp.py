@@ -188,7 +188,7 @@ def shard(
 def _compile_for_all_lengths(forward: Callable) -> Callable:
     """A layer's forward compiled once for any number of tokens.
 
-    What varies is marked: in every tensor the dimension of the tokens or sequences, which is the second or the only one.
+    What varies is marked: in every tensor the dimension of tokens or sequences, which is the second or the only one.
     `dynamic=True` would take the width of a head for variable too, and the rotary embedding several times as long.
     """
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)
