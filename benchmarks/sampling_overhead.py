@@ -82,7 +82,8 @@ def main() -> dict[str, dict[str, float]]:
             return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
         rows = {"rl/engines/vllm.py": microseconds_a_token(ours, parts)}
-        del vllm.kv_cache_manager(engine.llm).allocate_slots  # back to vLLM's own
+        for owner, name in engine.shortcuts:
+            delattr(owner, name)  # back to vLLM's own
         rows["vLLM's generate"] = microseconds_a_token(plain, parts)
         vllm.close(engine)
     print(f"\n{'CPU microseconds a token':26}{'all':>8}{'schedule':>10}{'update':>8}")

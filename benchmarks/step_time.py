@@ -229,7 +229,8 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         seed=args.seed,
         load_weights=True,
     )
-    del vllm.kv_cache_manager(engine.llm).allocate_slots  # back to vLLM's own
+    for owner, name in engine.shortcuts:
+        delattr(owner, name)  # back to vLLM's own
     from vllm import SamplingParams  # only after make_engine has set vLLM's environment
 
     sampling = SamplingParams(

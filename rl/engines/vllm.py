@@ -5,11 +5,10 @@ neighbouring ranks form one engine: they exchange their prompts, generate the sa
 its own prompts' share.
 """
 
-import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ class Engine(NamedTuple):
     d: Dist
     tp_group: dist.ProcessGroup | None  # CPU group of the ranks that form this engine; None for a group of one
     can_sleep: bool
+    shortcuts: list[tuple[Any, str]]  # methods of vLLM that were replaced, see `_take_shortcuts`
 
 
 def make_engine(
@@ -81,25 +81,47 @@ def make_engine(
         use_tqdm_on_load=False,
         seed=seed,
     )
-    cache, block_size = kv_cache_manager(llm), llm.llm_engine.vllm_config.cache_config.block_size
-    cache.allocate_slots = functools.partial(_allocate_slots, cache, cache.allocate_slots, block_size)
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
-    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu)
+    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, _take_shortcuts(llm))
 
 
-def kv_cache_manager(llm: Any) -> Any:
-    """vLLM's manager of the KV cache. `del` its attribute `allocate_slots`, and it works as vLLM made it."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+def _take_shortcuts(llm: Any) -> list[tuple[Any, str]]:
+    """Replace what vLLM does in Python for every sequence in every decoding step: it takes longer than the GPU's work.
 
-
-def _allocate_slots(cache: Any, original: Callable, block_size: int, request: Any, num_new_tokens: int, **more: Any):
-    """vLLM's `allocate_slots` only where a block of the KV cache begins or ends: within one there is nothing to do.
-
-    vLLM asks for every sequence in every decoding step, in Python, which takes longer than the GPU needs for it.
+    Returns (object, name of its method) pairs. `delattr` gives vLLM's own methods back, after which `generate` of this
+    module must not be called.
     """
-    if num_new_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1:
-        return cache.empty_kv_cache_blocks
-    return original(request, num_new_tokens, **more)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    cache, block_size = scheduler.kv_cache_manager, llm.llm_engine.vllm_config.cache_config.block_size
+    allocate_slots, cache_blocks = cache.allocate_slots, cache.cache_blocks
+    update_from_output = scheduler.update_from_output
+
+    def allocate_where_a_block_begins(request: Any, num_new_tokens: int, **more: Any) -> Any:
+        if num_new_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1:
+            return cache.empty_kv_cache_blocks
+        return allocate_slots(request, num_new_tokens, **more)
+
+    def cache_where_a_block_ends(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:
+            cache_blocks(request, num_computed_tokens)
+
+    def update_with_plain_logprobs(scheduled: Any, output: Any) -> Any:
+        if output.logprobs is not None:  # (sequences, 1): of the sampled tokens
+            output.logprobs = _Logprobs(output.logprobs.logprobs[:, 0].tolist())
+        return update_from_output(scheduled, output)
+
+    cache.allocate_slots, cache.cache_blocks = allocate_where_a_block_begins, cache_where_a_block_ends
+    scheduler.update_from_output = update_with_plain_logprobs
+    return [(cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output")]
+
+
+class _Logprobs(NamedTuple):
+    """In place of vLLM's LogprobsLists, which makes three arrays for every token; here `new_logprobs` is the number."""
+
+    of_sampled: list[float]
+
+    def slice_request(self, sequence: int, num_tokens: int) -> float:
+        return self.of_sampled[sequence]
 
 
 def generate(
@@ -159,13 +181,15 @@ def generate(
                 raise RuntimeError(f"vLLM has dropped {sum(waiting)} of {len(names)} responses")
             for output in outputs:
                 i, j = place[output.request_id]
-                reason = None if output.finish_reason is None else str(output.finish_reason)
-                if reason not in (None, "stop", "length"):
-                    raise RuntimeError(f"vLLM gave up on a response to prompt {i}: {reason}")
-                groups[i][j].token_ids.extend(output.new_token_ids)
-                groups[i][j].logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
-                if reason is None:
+                if output.new_token_ids:
+                    [token_id] = output.new_token_ids
+                    groups[i][j].token_ids.append(token_id)
+                    groups[i][j].logprobs.append(output.new_logprobs)
+                if output.finish_reason is None:
                     continue
+                reason = str(output.finish_reason)
+                if reason not in ("stop", "length"):
+                    raise RuntimeError(f"vLLM gave up on a response to prompt {i}: {reason}")
                 groups[i][j] = groups[i][j]._replace(finish_reason=reason)
                 waiting[i] -= 1
                 if waiting[i] == 0:
