@@ -5,6 +5,7 @@ import json
 import math
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -287,6 +288,26 @@ def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, po
         finally:
             for owner, name, shortcut in shortcuts:
                 setattr(owner, name, shortcut)
+
+
+def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):
+    """The cache holds little more than one long sequence: others are thrown out, computed again and carried on."""
+    backend, engine = setup
+    if backend is not vllm:
+        pytest.skip("only vLLM has a cache that can be full")
+    push(setup, policy)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pool, block_size = scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.vllm_config.cache_config.block_size
+    one_sequence = math.ceil(320 / block_size)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - one_sequence - 1)
+    try:
+        with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
+            samples = samples_from(setup, max_tokens=280)
+    finally:
+        pool.free_blocks(taken)
+    assert preempt.called and len(samples) == 2 * len(PROMPTS)
+    assert all(len(s.response_ids) == 280 or s.finish_reason == "stop" for s in samples)
+    assert trainer_gap(policy, samples) < 1e-4
 
 
 def test_generate_leaves_the_global_generators_alone(setup, policy):
