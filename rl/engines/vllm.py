@@ -121,6 +121,7 @@ class _Logprobs(NamedTuple):
     of_sampled: list[float]
 
     def slice_request(self, sequence: int, num_tokens: int) -> float:
+        """The log-prob of the one token that a sequence has got in this step."""
         return self.of_sampled[sequence]
 
 
