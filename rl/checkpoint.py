@@ -17,6 +17,7 @@ import copy
 import json
 import pathlib
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,9 +48,10 @@ T = TypeVar("T")
 Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its weights' names
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
 
+SWITCH_INTERVAL = 0.0005  # seconds after which a thread must hand on Python's lock; the default is 0.005
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
-STAGING = 2**28  # bytes that are copied from the device at a time
+STAGING = 2**24  # bytes copied from the device at a time: what a decoding step brings to the host waits for one part
 
 # Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
 # compared by content, and the number of steps where the learning rate depends on it. Any other flag must stay.
@@ -101,6 +103,7 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
     running process, if `find` refuses, or if the arguments or the data are not those of the checkpoint.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL)  # or the main thread, which gives the lock away often, waits for the writer
     root = pathlib.Path(files.run_dir(args))
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
@@ -309,7 +312,10 @@ def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: 
         if d.is_main:
             for i, (name, (module, keys)) in enumerate(exports.items()):
                 own = {key: state[name]["model"][key] for key in keys}
-                tensors = _read_weights(temporary / "state", name, own, d.dtype)
+                if d.world_size == 1:
+                    tensors = {key: x.to_local().to(d.dtype) for key, x in own.items()}
+                else:
+                    tensors = _read_weights(temporary / "state", name, own, d.dtype)
                 folder = f"huggingface_{name}" if i else "huggingface"
                 export_hf(temporary / folder, module, tensors, run.tokenizer, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
@@ -471,8 +477,8 @@ def _read_weights(
 ) -> dict[str, torch.Tensor]:
     """Whole weights of the module `name` from a DCP folder, cast to `dtype`. `like` has their names, shapes and dtypes.
 
-    64 at a time: all in float32 may be too many for the host, and for each time the folder's index is unpickled, which
-    keeps the main thread from running.
+    For several ranks, each of which has only its own shards on the host. 64 at a time: all in float32 may be too many
+    for the host, and for each time the folder's index is unpickled, which keeps the main thread from running.
     """
     weights, keys = {}, list(like)
     for i in range(0, len(keys), 64):
