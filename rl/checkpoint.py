@@ -48,7 +48,8 @@ T = TypeVar("T")
 Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its weights' names
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
 
-SWITCH_INTERVAL = 0.0005  # seconds after which a thread must hand on Python's lock; the default is 0.005
+NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
+SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
 STAGING = 2**24  # bytes copied from the device at a time: what a decoding step brings to the host waits for one part
@@ -103,7 +104,6 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
     running process, if `find` refuses, or if the arguments or the data are not those of the checkpoint.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL)  # or the main thread, which gives the lock away often, waits for the writer
     root = pathlib.Path(files.run_dir(args))
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
@@ -265,6 +265,7 @@ def _status(run: Run, state: str, step: int) -> None:
 
 def _copy(run: Run, now: dict[str, Any], stream: torch.cuda.Stream | None) -> dict[str, Any]:
     """What the writing thread does first for a save: `_to_host` on a stream of its own."""
+    sys.setswitchinterval(SAVING_INTERVAL)
     if stream:
         torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
     with torch.cuda.stream(stream):
@@ -282,6 +283,8 @@ def _write_and_tidy(run: Run, step: int, exports: Exports, copying: Future, extr
             files.sweep(run.root)
             print(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures + 1} in a row): {error}", flush=True)
         raise
+    finally:
+        sys.setswitchinterval(NORMAL_INTERVAL)
     if run.d.is_main:
         try:
             files.delete_older(run.root, step, run.keep)

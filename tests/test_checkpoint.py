@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
 import threading
 
 import helpers_scripts as h
@@ -509,9 +510,22 @@ def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of
     step_by(optimizer, 0.1)
     checkpoint._settle(run)
     assert run.failures == 1 and checkpoint.list_steps(tmp_path) == []
+    assert sys.getswitchinterval() == pytest.approx(0.005)
     assert "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: RuntimeError: cannot allo" in capsys.readouterr().out
     monkeypatch.undo()
     h.assert_same(h.dcp_state(save_and_wait(run, 2, trained), tmp_path), state_of(trained))
+    checkpoint.close(run)
+
+
+def test_while_a_save_is_written_threads_hand_on_pythons_lock_sooner(task, policy_of, slow_disk, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run = open_run(task, tmp_path, d)
+    checkpoint.save(run, 1, {"actor": (policy, optimizer)})
+    checkpoint.wait_until_copied(run)
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    slow_disk.go_on.set()
+    checkpoint._settle(run)
+    assert sys.getswitchinterval() == pytest.approx(0.005)
     checkpoint.close(run)
 
 

@@ -142,9 +142,10 @@ def problems():
 
 def judge(problems, code_of):
     """{task id: verdict}; two at a time, since the work is in the sandboxes."""
+    codes = [code_of(p) for p in problems]  # some parse Python, which Python 3.11 must not do in two threads at once
     with ThreadPoolExecutor(2) as pool:
         verdicts = pool.map(
-            lambda p: run_tests(code_of(p), p["test_list"], setup=p["test_setup_code"], timeout_s=5), problems
+            lambda p, code: run_tests(code, p["test_list"], setup=p["test_setup_code"], timeout_s=5), problems, codes
         )
         return {p["task_id"]: verdict for p, verdict in zip(problems, verdicts, strict=True)}
 
