@@ -145,13 +145,9 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
         stream.wait_stream(torch.cuda.current_stream())
     text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
     copying = run.copying = run.writer.submit(_copy, run, now, stream)
-
-    def wait_for_copy(*_: Any) -> None:
-        wait([copying])
-
     for hook in run.hooks:
         hook.remove()
-    run.hooks = [optimizer.register_step_pre_hook(wait_for_copy) for _, optimizer in trained.values()]
+    run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
     run.pending = step, run.writer.submit(_write_and_tidy, run, step, exports, copying, text)
 
 

@@ -182,16 +182,17 @@ def generate(
                 raise RuntimeError(f"vLLM has dropped {sum(waiting)} of {len(names)} responses")
             for output in outputs:
                 i, j = place[output.request_id]
+                completion = groups[i][j]
                 if output.new_token_ids:
                     [token_id] = output.new_token_ids
-                    groups[i][j].token_ids.append(token_id)
-                    groups[i][j].logprobs.append(output.new_logprobs)
+                    completion.token_ids.append(token_id)
+                    completion.logprobs.append(output.new_logprobs)
                 if output.finish_reason is None:
                     continue
                 reason = str(output.finish_reason)
                 if reason not in ("stop", "length"):
                     raise RuntimeError(f"vLLM gave up on a response to prompt {i}: {reason}")
-                groups[i][j] = groups[i][j]._replace(finish_reason=reason)
+                groups[i][j] = completion._replace(finish_reason=reason)
                 waiting[i] -= 1
                 if waiting[i] == 0:
                     bar.update()
