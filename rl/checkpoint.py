@@ -20,8 +20,9 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 from typing import IO, Any, TypeVar
 
 import torch
@@ -93,8 +94,8 @@ class Run:
     record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
     lock: IO[str] | None = None  # held open on rank 0
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
-    copying: Future | None = None  # the newest save's copy on the host
-    hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copying`
+    copied: Event | None = None  # set when the newest save is on the host
+    hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copied`
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
@@ -139,22 +140,22 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     _settle(run)
     # Names are taken here: while FSDP computes, a module holds other parameters than its own.
     exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
-    now = {name: _tensors(*pair)[0] for name, pair in trained.items()}
+    state = {name: _tensors(*pair)[0] for name, pair in trained.items()}
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
-    copying = run.copying = run.writer.submit(_copy, run, now, stream)
+    run.copied = Event()
     for hook in run.hooks:
         hook.remove()
     run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
-    run.pending = step, run.writer.submit(_write_and_tidy, run, step, exports, copying, text)
+    run.pending = step, run.writer.submit(_save, run, step, exports, state, stream, text)
 
 
 def wait_until_copied(run: Run) -> None:
     """Return when the tensors of the newest save may be changed, or moved, or their memory used for something else."""
-    if run.copying:
-        wait([run.copying])
+    if run.copied:
+        run.copied.wait()
 
 
 def leave(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
@@ -259,20 +260,16 @@ def _status(run: Run, state: str, step: int) -> None:
             print(f"{run.root / 'STATUS.json'} could not be written: {error}", flush=True)
 
 
-def _copy(run: Run, now: dict[str, Any], stream: torch.cuda.Stream | None) -> dict[str, Any]:
-    """What the writing thread does first for a save: `_to_host` on a stream of its own."""
+def _save(
+    run: Run, step: int, exports: Exports, state: dict[str, Any], stream: torch.cuda.Stream | None, extra: str
+) -> None:
+    """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it.
+
+    `state` is replaced by its copy on the host, so that what is on the device can be freed there.
+    """
     sys.setswitchinterval(SAVING_INTERVAL)
-    if stream:
-        torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
-    with torch.cuda.stream(stream):
-        return _to_host(run, "state", now)
-
-
-def _write_and_tidy(run: Run, step: int, exports: Exports, copying: Future, extra: str) -> None:
-    """What the writing threads of all ranks do next. Raises Failed on all of them, with nothing left of the save."""
-    state: dict[str, Any] = {}
     try:
-        _together(lambda: state.update(copying.result()), run.group)  # memory may be too small on one rank
+        _together(lambda: state.update(_copy(run, state, stream)), run.group)  # memory may be too small on one rank
         _write(run, step, exports, state, extra)
     except Failed as error:
         if run.d.is_main:
@@ -287,6 +284,17 @@ def _write_and_tidy(run: Run, step: int, exports: Exports, copying: Future, extr
         except OSError as error:  # no reason to lose the run
             print(f"older checkpoints in {run.root} could not be removed: {error}", flush=True)
         _status(run, "running", step)
+
+
+def _copy(run: Run, state: dict[str, Any], stream: torch.cuda.Stream | None) -> dict[str, Any]:
+    """`_to_host` on a stream of its own; sets `run.copied` when it is done, or has failed."""
+    try:
+        if stream:
+            torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+        with torch.cuda.stream(stream):
+            return _to_host(run, "state", state)
+    finally:
+        run.copied.set()
 
 
 def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: str) -> None:
