@@ -18,6 +18,7 @@ import json
 import pathlib
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,7 +83,7 @@ class Run:
 
     root: pathlib.Path
     d: Dist
-    tokenizer: PreTrainedTokenizerBase  # a copy for the writing thread: fast tokenizers are not safe to share
+    tokenizer_files: dict[str, bytes]  # contents by name: made once, as a large tokenizer holds Python's lock for 0.2 s
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
@@ -109,7 +110,7 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
     group = dist.new_group(backend="gloo")
-    run = Run(root, d, copy.deepcopy(tokenizer), args.max_ckpt_to_keep, total_steps, group)
+    run = Run(root, d, _files_of(tokenizer), args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
         if d.is_main:
@@ -324,7 +325,7 @@ def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: 
                 else:
                     tensors = _read_weights(temporary / "state", name, own, d.dtype)
                 folder = f"huggingface_{name}" if i else "huggingface"
-                export_hf(temporary / folder, module, tensors, run.tokenizer, d.dtype)
+                export_hf(temporary / folder, module, tensors, run.tokenizer_files, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             (temporary / "extra.json").write_text(extra)
@@ -406,7 +407,7 @@ def export_hf(
     path: pathlib.Path,
     module: nn.Module,
     tensors: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_files: dict[str, bytes],
     dtype: torch.dtype,
 ) -> None:
     """Write what transformers and vLLM load: safetensors in `dtype`, config, generation config, tokenizer."""
@@ -418,7 +419,9 @@ def export_hf(
     if module.can_generate():
         module.generation_config.save_pretrained(path)
     save_torch_state_dict(tensors, path, metadata={"format": "pt"})
-    tokenizer.save_pretrained(path)
+    for name, content in tokenizer_files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -515,6 +518,14 @@ def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:
     if problems:
         shown = "\n".join(sorted(problems)[:10])
         raise ValueError(f"{metadata_file.parent} is of another model: {len(problems)} tensors differ\n{shown}")
+
+
+def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """What `save_pretrained` writes, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder
+        return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
 
 
 def _step_of(path: pathlib.Path) -> int:

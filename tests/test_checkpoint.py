@@ -73,10 +73,10 @@ def policy_of():
     return make
 
 
-def open_run(task, root, d, **changes):
+def open_run(task, root, d, tokenizer=None, **changes):
     """The run folder `root`, as train_grpo.py opens it for ten steps on the task's prompts."""
     args = train_grpo.Args(model=task.model, train_files=(task.train,), default_local_dir=str(root), **changes)
-    return checkpoint.open_run(args, AutoTokenizer.from_pretrained(task.model), 10, d)
+    return checkpoint.open_run(args, tokenizer or AutoTokenizer.from_pretrained(task.model), 10, d)
 
 
 def save_and_wait(run, step, trained, **extra):
@@ -270,6 +270,19 @@ def test_the_tokenizer_survives_the_round_trip(task, unbroken):
     assert after(text)["input_ids"] == before(text)["input_ids"]
     assert after.decode(after(text)["input_ids"]) == text
     assert (after.eos_token, after.pad_token) == (before.eos_token, before.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_all_files_of_a_tokenizer_are_exported(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "short": "{{ messages[0]['content'] }}"}
+    run = open_run(task, tmp_path / "run", d, tokenizer=tokenizer)
+    saved = save_and_wait(run, 1, {"actor": (policy, optimizer)}) / "huggingface"
+    tokenizer.save_pretrained(tmp_path / "expected")
+    expected = [p for p in (tmp_path / "expected").rglob("*") if p.is_file()]
+    assert len(expected) == 4  # one of them in a folder
+    for path in expected:
+        assert (saved / path.relative_to(tmp_path / "expected")).read_bytes() == path.read_bytes()
 
 
 def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
