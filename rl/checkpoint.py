@@ -54,7 +54,7 @@ NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must h
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
-STAGING = 2**24  # bytes copied from the device at a time: what a decoding step brings to the host waits for one part
+STAGING = 2**26  # bytes copied from the device at a time: what a decoding step brings to the host waits for one part
 
 # Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
 # compared by content, and the number of steps where the learning rate depends on it. Any other flag must stay.
@@ -87,7 +87,8 @@ class Run:
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
-    host: dict[str, torch.Tensor] = field(default_factory=dict)  # memory that every save copies to, by name
+    host: dict[str, Any] = field(default_factory=dict)  # what was saved last, on the host: the next save reuses it
+    targets: list[torch.Tensor] = field(default_factory=list)  # the `_pieces` of `host`
     staging: torch.Tensor | None = None  # pinned bytes through which a copy from the device goes
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
@@ -132,7 +133,8 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
 
     Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
     changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules must be on the
-    device they were sharded on. `extra` is JSON of the loop that does not follow from the step, {} if None.
+    device they were sharded on, and the same at every save of a run. `extra` is JSON of the loop that does not follow
+    from the step, {} if None.
 
     Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
     left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in
@@ -142,6 +144,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     # Names are taken here: while FSDP computes, a module holds other parameters than its own.
     exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
     state = {name: _tensors(*pair)[0] for name, pair in trained.items()}
+    sources = _pieces(state)
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
@@ -150,7 +153,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     for hook in run.hooks:
         hook.remove()
     run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
-    run.pending = step, run.writer.submit(_save, run, step, exports, state, stream, text)
+    run.pending = step, run.writer.submit(_save, run, step, exports, state, sources, stream, text)
 
 
 def wait_until_copied(run: Run) -> None:
@@ -227,32 +230,6 @@ def _end(run: Run, state: str, step: int) -> None:
         )
 
 
-def _to_host(run: Run, name: str, x: Any) -> Any:
-    """A copy on the host of a tensor, or of all in nested dicts.
-
-    Its memory is kept for the next save. It is not pinned, which takes the driver ten seconds for 20 GB and holds up
-    what the main thread does on the device: only a small buffer is, and everything goes through that.
-    """
-    if isinstance(x, dict):
-        return {key: _to_host(run, f"{name}.{key}", value) for key, value in x.items()}
-    if isinstance(x, DTensor):
-        return DTensor(_to_host(run, name, x.to_local()), x._spec, requires_grad=False)
-    x = x.detach()
-    if name not in run.host:
-        run.host[name] = torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format)
-    if not x.is_cuda:
-        return run.host[name].copy_(x)
-    if run.staging is None:
-        run.staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=True)
-    staging = run.staging.view(x.dtype)
-    parts = (tensor.flatten().split(len(staging)) for tensor in (x, run.host[name]))
-    for source, target in zip(*parts, strict=True):
-        staged = staging[: len(source)].copy_(source, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        target.copy_(staged)
-    return run.host[name]
-
-
 def _status(run: Run, state: str, step: int) -> None:
     if run.d.is_main:
         try:
@@ -262,16 +239,19 @@ def _status(run: Run, state: str, step: int) -> None:
 
 
 def _save(
-    run: Run, step: int, exports: Exports, state: dict[str, Any], stream: torch.cuda.Stream | None, extra: str
+    run: Run,
+    step: int,
+    exports: Exports,
+    state: dict[str, Any],
+    sources: list[torch.Tensor],
+    stream: torch.cuda.Stream | None,
+    extra: str,
 ) -> None:
-    """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it.
-
-    `state` is replaced by its copy on the host, so that what is on the device can be freed there.
-    """
+    """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it."""
     sys.setswitchinterval(SAVING_INTERVAL)
     try:
-        _together(lambda: state.update(_copy(run, state, stream)), run.group)  # memory may be too small on one rank
-        _write(run, step, exports, state, extra)
+        _together(lambda: _copy(run, state, sources, stream), run.group)  # memory may be too small on one rank
+        _write(run, step, exports, run.host, extra)
     except Failed as error:
         if run.d.is_main:
             files.sweep(run.root)
@@ -287,15 +267,61 @@ def _save(
         _status(run, "running", step)
 
 
-def _copy(run: Run, state: dict[str, Any], stream: torch.cuda.Stream | None) -> dict[str, Any]:
-    """`_to_host` on a stream of its own; sets `run.copied` when it is done, or has failed."""
+def _copy(run: Run, state: dict[str, Any], sources: list[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+    """Copy `sources`, the `_pieces` of `state`, into `run.host`, on a stream of its own.
+
+    The memory is not pinned, which takes the driver ten seconds for 20 GB and holds up what the main thread does on the
+    device: only a small buffer is, and everything goes through that. At every call of torch this thread lets the main
+    thread have Python's lock and waits for it afterwards, so there are few: views of the tensors are made elsewhere.
+    """
     try:
         if stream:
             torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+        if not run.host:
+            run.staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=stream is not None)
+            host = _host_twin(state)
+            run.targets, run.host = _pieces(host), host
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        used = 0
         with torch.cuda.stream(stream):
-            return _to_host(run, "state", state)
+            for source, target in zip(sources, run.targets, strict=True):
+                if used + len(source) > STAGING:
+                    _empty(staged, stream)
+                    used = 0
+                part = run.staging[used : used + len(source)]
+                staged.append((part.copy_(source, non_blocking=True), target))
+                used += len(source)
+            _empty(staged, stream)
     finally:
+        state.clear()  # the main thread may now free what it holds on the device
+        sources.clear()
         run.copied.set()
+
+
+def _empty(staged: list[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream | None) -> None:
+    """Copy what is in the pinned buffer to where it belongs."""
+    if stream:
+        stream.synchronize()
+    for part, target in staged:
+        target.copy_(part)
+    staged.clear()
+
+
+def _pieces(state: Any) -> list[torch.Tensor]:
+    """The bytes of all tensors, of each what this rank holds, in pieces of STAGING at most: views, if contiguous."""
+    if isinstance(state, dict):
+        return [piece for value in state.values() for piece in _pieces(value)]
+    local = state.to_local() if isinstance(state, DTensor) else state
+    return list(local.detach().flatten().view(torch.uint8).split(STAGING))
+
+
+def _host_twin(x: Any) -> Any:
+    """Memory on the host for a tensor, or for all in nested dicts."""
+    if isinstance(x, dict):
+        return {key: _host_twin(value) for key, value in x.items()}
+    if isinstance(x, DTensor):
+        return DTensor(_host_twin(x.to_local()), x._spec, requires_grad=False)
+    return torch.empty_like(x.detach(), device="cpu", memory_format=torch.contiguous_format)
 
 
 def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: str) -> None:

@@ -179,7 +179,7 @@ def write_status(root: pathlib.Path, **status: Any) -> None:
 def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
     """Size and sha256 of a file, forced to disk first if asked."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(2**24))  # large: beside a busy main thread, every read waits for Python's lock
+    buffer = memoryview(bytearray(2**26))  # large: beside a busy main thread, every read waits for Python's lock
     with open(file, "rb", buffering=0) as f:
         if sync:
             os.fsync(f.fileno())

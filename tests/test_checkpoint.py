@@ -482,13 +482,13 @@ def test_the_next_optimizer_step_waits_until_all_is_copied(task, policy_of, monk
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
     checkpoint.wait_until_copied(run)  # nothing was saved
     step_by(optimizer, 0.1)
-    expected, go_on, to_host = state_of(trained), threading.Event(), checkpoint._to_host
+    expected, go_on, copy = state_of(trained), threading.Event(), checkpoint._copy
 
-    def slow_copy(run, name, x):
-        assert not name.startswith("state") or go_on.wait(60)
-        return to_host(run, name, x)
+    def slow_copy(*args):
+        assert go_on.wait(60)
+        copy(*args)
 
-    monkeypatch.setattr(checkpoint, "_to_host", slow_copy)
+    monkeypatch.setattr(checkpoint, "_copy", slow_copy)
     for step, change in ((1, lambda: step_by(optimizer, -0.2)), (2, lambda: checkpoint.wait_until_copied(run))):
         go_on.clear()
         before = state_of(trained)
@@ -511,14 +511,11 @@ def test_the_next_optimizer_step_waits_until_all_is_copied(task, policy_of, monk
 def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of, monkeypatch, tmp_path, capsys):
     policy, optimizer, d = policy_of(task.model)
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
-    to_host = checkpoint._to_host
 
-    def no_memory(run, name, x):
-        if name == "state":
-            raise RuntimeError("cannot allocate memory")
-        return to_host(run, name, x)
+    def no_memory(state):
+        raise RuntimeError("cannot allocate memory")
 
-    monkeypatch.setattr(checkpoint, "_to_host", no_memory)
+    monkeypatch.setattr(checkpoint, "_host_twin", no_memory)
     checkpoint.save(run, 1, trained)
     step_by(optimizer, 0.1)
     checkpoint._settle(run)
@@ -528,6 +525,28 @@ def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of
     monkeypatch.undo()
     h.assert_same(h.dcp_state(save_and_wait(run, 2, trained), tmp_path), state_of(trained))
     checkpoint.close(run)
+
+
+def test_a_copy_goes_through_a_small_buffer_and_lets_go_of_what_it_copied(task, policy_of, monkeypatch, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    given, copy = [], checkpoint._copy
+
+    def noting_copy(run, state, sources, stream):
+        given.append((state, sources, [len(source) for source in sources]))
+        copy(run, state, sources, stream)
+
+    monkeypatch.setattr(checkpoint, "_copy", noting_copy)
+    monkeypatch.setattr(checkpoint, "STAGING", 1001)  # no multiple of any tensor's item
+    for step in (1, 2):
+        step_by(optimizer, 0.1 * step)
+        h.assert_same(h.dcp_state(save_and_wait(run, step, trained), tmp_path), state_of(trained))
+    checkpoint.close(run)
+    size = sum(x.numel() * x.element_size() for x in state_of(trained).values())
+    for state, sources, lengths in given:
+        assert state == {} and sources == []  # a tensor that the main thread gives up is not kept by the save
+        assert max(lengths) == 1001 == len(run.staging)
+        assert sum(lengths) == size
 
 
 def test_while_a_save_is_written_threads_hand_on_pythons_lock_sooner(task, policy_of, slow_disk, tmp_path):
