@@ -179,13 +179,14 @@ def write_status(root: pathlib.Path, **status: Any) -> None:
 def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:
     """Size and sha256 of a file, forced to disk first if asked."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(2**26))  # large: beside a busy main thread, every read waits for Python's lock
     with open(file, "rb", buffering=0) as f:
         if sync:
             os.fsync(f.fileno())
+        size = os.fstat(f.fileno()).st_size
+        buffer = memoryview(bytearray(min(size, 2**26)))  # large: beside a busy main thread, a read waits for its lock
         while n := f.readinto(buffer):
             digest.update(buffer[:n])
-        return {"size": os.fstat(f.fileno()).st_size, "sha256": digest.hexdigest()}
+        return {"size": size, "sha256": digest.hexdigest()}
 
 
 def hash_of(value: Any) -> str:
