@@ -19,6 +19,8 @@ from rl.fsdp import Dist, init_distributed, shutdown_distributed
 ROOT = Path(__file__).parent.parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
