@@ -83,7 +83,6 @@ class Run:
 
     root: pathlib.Path
     d: Dist
-    tokenizer_files: dict[str, bytes]  # contents by name: made once, as a large tokenizer holds Python's lock for 0.2 s
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
@@ -94,6 +93,7 @@ class Run:
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
     record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
+    tokenizer_files: dict[str, bytes] | None = None  # on rank 0; made once: that holds Python's lock for up to 0.2 s
     lock: IO[str] | None = None  # held open on rank 0
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
     copied: Event | None = None  # set when the newest save is on the host
@@ -111,13 +111,14 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
     group = dist.new_group(backend="gloo")
-    run = Run(root, d, _files_of(tokenizer), args.max_ckpt_to_keep, total_steps, group)
+    run = Run(root, d, args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
         if d.is_main:
             run.lock = files.lock(root)
             files.sweep(root)
             run.record = _describe(args, tokenizer, total_steps)
+            run.tokenizer_files = _files_of(tokenizer)
 
     _together(claim)
     run.resume_from = find(args.resume_mode, root, d)
@@ -310,7 +311,7 @@ def _empty(staged: list[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.S
 def _pieces(state: Any) -> list[torch.Tensor]:
     """The bytes of all tensors, of each what this rank holds, in pieces of STAGING at most: views, if contiguous."""
     if isinstance(state, dict):
-        return [piece for value in state.values() for piece in _pieces(value)]
+        return [piece for x in state.values() for piece in _pieces(x)]
     local = state.to_local() if isinstance(state, DTensor) else state
     return list(local.detach().flatten().view(torch.uint8).split(STAGING))
 
