@@ -183,7 +183,7 @@ def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | 
         if sync:
             os.fsync(f.fileno())
         size = os.fstat(f.fileno()).st_size
-        buffer = memoryview(bytearray(min(size, 2**26)))  # large: beside a busy main thread, a read waits for its lock
+        buffer = memoryview(bytearray(min(size, 2**26)))  # large: every read waits for Python's lock
         while n := f.readinto(buffer):
             digest.update(buffer[:n])
         return {"size": size, "sha256": digest.hexdigest()}
