@@ -1,6 +1,6 @@
 """Save and resume. A run owns the folder it writes to; in it, `global_step_N/` holds
 
-    state/              parameters (fp32) and optimizer state, torch DCP: loads at any world size
+    state/              parameters (fp32) and moments, one safetensors file a rank: loads at any world size
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
     huggingface_NAME/   the same of every other module that is trained, such as a critic
     trainer_state.json  step, arguments, hashes of data and tokenizer, versions
@@ -15,11 +15,11 @@ is loaded is tensors and JSON, never code. docs/reliability.md lists what can go
 
 import copy
 import json
+import math
 import pathlib
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,33 +28,29 @@ from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
+from rl import checkpoint_tensors as tensors
 from rl.checkpoint_files import list_steps
+from rl.checkpoint_tensors import Trained
 from rl.fsdp import Dist, known_parameters
 from rl.tracking import redact, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
 Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its weights' names
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
 
 NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
-STAGING = 2**26  # bytes copied from the device at a time: what a decoding step brings to the host waits for one part
 
 # Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
 # compared by content, and the number of steps where the learning rate depends on it. Any other flag must stay.
@@ -70,8 +66,6 @@ FREE_TO_CHANGE = set(
     """.split()
 )
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what dcp.load says if one rank alone reads
-
 
 class Failed(ValueError):
     """Something failed on one rank or more. Every rank raises it, with the same text."""
@@ -86,9 +80,8 @@ class Run:
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
-    host: dict[str, Any] = field(default_factory=dict)  # what was saved last, on the host: the next save reuses it
-    targets: list[torch.Tensor] = field(default_factory=list)  # the `_pieces` of `host`
-    staging: torch.Tensor | None = None  # pinned bytes through which a copy from the device goes
+    host: tensors.Host | None = None  # what was saved last; the next save reuses the memory
+    weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # on rank 0, as exported: memory to reuse
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
@@ -142,10 +135,10 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     `run.failures`, and raises RuntimeError on all ranks at the third in a row.
     """
     _settle(run)
-    # Names are taken here: while FSDP computes, a module holds other parameters than its own.
+    # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
     exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
-    state = {name: _tensors(*pair)[0] for name, pair in trained.items()}
-    sources = _pieces(state)
+    own, places = tensors.own_tensors(trained)
+    sources = tensors.pieces(own)
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
@@ -154,7 +147,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     for hook in run.hooks:
         hook.remove()
     run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
-    run.pending = step, run.writer.submit(_save, run, step, exports, state, sources, stream, text)
+    run.pending = step, run.writer.submit(_save, run, step, exports, own, sources, places, stream, text)
 
 
 def wait_until_copied(run: Run) -> None:
@@ -192,9 +185,9 @@ def save_batch(run: Run, step: int, batch: Batch) -> pathlib.Path:
     """
     path = run.root / f"bad_batch_step_{step}.safetensors"
     if run.d.is_main:
-        tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
+        on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
         try:
-            save_file(tensors, path)
+            save_file(on_host, path)
         except (OSError, SafetensorError) as error:
             print(f"{path} could not be written: {error}", flush=True)
     return path
@@ -243,16 +236,17 @@ def _save(
     run: Run,
     step: int,
     exports: Exports,
-    state: dict[str, Any],
+    own: dict[str, torch.Tensor],
     sources: list[torch.Tensor],
+    places: dict[str, tensors.Place],
     stream: torch.cuda.Stream | None,
     extra: str,
 ) -> None:
     """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it."""
     sys.setswitchinterval(SAVING_INTERVAL)
     try:
-        _together(lambda: _copy(run, state, sources, stream), run.group)  # memory may be too small on one rank
-        _write(run, step, exports, run.host, extra)
+        _together(lambda: _copy(run, own, sources, stream), run.group)  # memory may be too small on one rank
+        _write(run, step, exports, places, extra)
     except Failed as error:
         if run.d.is_main:
             files.sweep(run.root)
@@ -268,91 +262,50 @@ def _save(
         _status(run, "running", step)
 
 
-def _copy(run: Run, state: dict[str, Any], sources: list[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-    """Copy `sources`, the `_pieces` of `state`, into `run.host`, on a stream of its own.
-
-    The memory is not pinned, which takes the driver ten seconds for 20 GB and holds up what the main thread does on the
-    device: only a small buffer is, and everything goes through that. At every call of torch this thread lets the main
-    thread have Python's lock and waits for it afterwards, so there are few: views of the tensors are made elsewhere.
-    """
+def _copy(
+    run: Run, own: dict[str, torch.Tensor], sources: list[torch.Tensor], stream: torch.cuda.Stream | None
+) -> None:
+    """Copy `own`, by its `sources`, to `run.host`, and let go of it."""
     try:
         if stream:
             torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
-        if not run.host:
-            run.staging = torch.empty(STAGING, dtype=torch.uint8, pin_memory=stream is not None)
-            host = _host_twin(state)
-            run.targets, run.host = _pieces(host), host
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        used = 0
-        with torch.cuda.stream(stream):
-            for source, target in zip(sources, run.targets, strict=True):
-                if used + len(source) > STAGING:
-                    _empty(staged, stream)
-                    used = 0
-                part = run.staging[used : used + len(source)]
-                staged.append((part.copy_(source, non_blocking=True), target))
-                used += len(source)
-            _empty(staged, stream)
+        if run.host is None or run.host.tensors.keys() != own.keys():  # moments come with the first optimizer step
+            run.host = None
+            run.host = tensors.make_host(own)
+        tensors.copy(sources, run.host, stream)
     finally:
-        state.clear()  # the main thread may now free what it holds on the device
+        own.clear()  # the main thread may now free what it holds on the device
         sources.clear()
         run.copied.set()
 
 
-def _empty(staged: list[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream | None) -> None:
-    """Copy what is in the pinned buffer to where it belongs."""
-    if stream:
-        stream.synchronize()
-    for part, target in staged:
-        target.copy_(part)
-    staged.clear()
-
-
-def _pieces(state: Any) -> list[torch.Tensor]:
-    """The bytes of all tensors, of each what this rank holds, in pieces of STAGING at most: views, if contiguous."""
-    if isinstance(state, dict):
-        return [piece for x in state.values() for piece in _pieces(x)]
-    local = state.to_local() if isinstance(state, DTensor) else state
-    return list(local.detach().flatten().view(torch.uint8).split(STAGING))
-
-
-def _host_twin(x: Any) -> Any:
-    """Memory on the host for a tensor, or for all in nested dicts."""
-    if isinstance(x, dict):
-        return {key: _host_twin(value) for key, value in x.items()}
-    if isinstance(x, DTensor):
-        return DTensor(_host_twin(x.to_local()), x._spec, requires_grad=False)
-    return torch.empty_like(x.detach(), device="cpu", memory_format=torch.contiguous_format)
-
-
-def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: str) -> None:
+def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Place], extra: str) -> None:
     """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
-    d, group = run.d, run.group
+    d, group, host = run.d, run.group, run.host.tensors
     temporary = _gather(files.spare(run.root, "tmp", step), group)[0]
 
     def prepare() -> None:
         if d.is_main:
-            tensors = [x for part in state.values() for x in part["model"].values()]
-            tensors += [x for part in state.values() for xs in part["optimizer"]["state"].values() for x in xs.values()]
-            size = sum(x.numel() * x.element_size() for x in tensors) + len(extra)
-            exported = [state[name]["model"][key] for name, (_, keys) in exports.items() for key in keys]
-            needed = FREE_SPACE * (size + sum(x.numel() * d.dtype.itemsize for x in exported))
+            size = {name: math.prod(place.shape) for name, place in places.items()}
+            needed = sum(n * host[name].element_size() for name, n in size.items()) + len(extra)
+            needed += sum(
+                size[f"{name}/model/{key}"] * d.dtype.itemsize for name, (_, xs) in exports.items() for key in xs
+            )
+            needed *= FREE_SPACE
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
                 raise OSError(f"{needed / 1e9:.3f} GB are needed in {run.root}, {free / 1e9:.3f} GB are free")
-            temporary.mkdir()
+            (temporary / "state").mkdir(parents=True)
 
     def write() -> None:
-        dcp.save(state, checkpoint_id=temporary / "state", process_group=group)
+        tensors.write(temporary / "state", d.rank, host, places)
+
+    def export() -> None:
         if d.is_main:
             for i, (name, (module, keys)) in enumerate(exports.items()):
-                own = {key: state[name]["model"][key] for key in keys}
-                if d.world_size == 1:
-                    tensors = {key: x.to_local().to(d.dtype) for key, x in own.items()}
-                else:
-                    tensors = _read_weights(temporary / "state", name, own, d.dtype)
+                weights = _whole_weights(run, name, keys, places, temporary / "state")
                 folder = f"huggingface_{name}" if i else "huggingface"
-                export_hf(temporary / folder, module, tensors, run.tokenizer_files, d.dtype)
+                export_hf(temporary / folder, module, weights, run.tokenizer_files, d.dtype)
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             (temporary / "extra.json").write_text(extra)
@@ -369,10 +322,32 @@ def _write(run: Run, step: int, exports: Exports, state: dict[str, Any], extra: 
 
     _together(prepare, group)
     _together(write, group)
+    _together(export, group)
     names = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()) if d.is_main else []
     names = _gather(names, group)[0]
     parts = _together(force_to_disk, group)
     _together(commit, group)
+
+
+def _whole_weights(
+    run: Run, name: str, keys: list[str], places: dict[str, tensors.Place], written: pathlib.Path
+) -> dict[str, torch.Tensor]:
+    """The weights of the module `name` in the compute dtype, in memory that the next save overwrites.
+
+    One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
+    """
+    paths = {key: f"{name}/model/{key}" for key in keys}
+    if name not in run.weights:
+        run.weights[name] = {key: torch.empty(places[paths[key]].shape, dtype=run.d.dtype) for key in keys}
+    weights = run.weights[name]
+    if run.d.world_size == 1:
+        torch._foreach_copy_(list(weights.values()), [run.host.tensors[paths[key]] for key in weights])
+        return weights
+    saved = tensors.read(written, set(paths.values()))
+    for key, whole in weights.items():
+        for start, rows in saved[paths[key]].parts:
+            whole[start : start + len(rows)] = rows
+    return weights
 
 
 def load(path: pathlib.Path, trained: Trained) -> int:
@@ -380,13 +355,7 @@ def load(path: pathlib.Path, trained: Trained) -> int:
 
     Raises ValueError if it holds anything but the tensors of these modules and optimizers.
     """
-    parts = {name: _tensors(*pair) for name, pair in trained.items()}
-    state = {name: tensors for name, (tensors, _) in parts.items()}
-    _check_tensors(path / "state" / ".metadata", state)
-    dcp.load(state, checkpoint_id=path / "state")
-    for name, (module, optimizer) in trained.items():
-        optimizer_state = {"state": state[name]["optimizer"]["state"], "param_groups": parts[name][1]}
-        set_state_dict(module, optimizer, model_state_dict=state[name]["model"], optim_state_dict=optimizer_state)
+    tensors.load(tensors.read(path / "state"), trained)
     return _step_of(path)
 
 
@@ -433,7 +402,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
 def export_hf(
     path: pathlib.Path,
     module: nn.Module,
-    tensors: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
     tokenizer_files: dict[str, bytes],
     dtype: torch.dtype,
 ) -> None:
@@ -445,7 +414,7 @@ def export_hf(
     config.save_pretrained(path)
     if module.can_generate():
         module.generation_config.save_pretrained(path)
-    save_torch_state_dict(tensors, path, metadata={"format": "pt"})
+    save_torch_state_dict(weights, path, metadata={"format": "pt"})
     for name, content in tokenizer_files.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
@@ -469,8 +438,6 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
         result = work()
     except ValueError as e:
         error = str(e)
-    except CheckpointException as e:  # of DCP, on all ranks: it knows which one failed
-        error = "; ".join(f"rank {rank}: {type(x).__name__}: {x}" for rank, (x, _) in e.failures.items())
     except (OSError, RuntimeError, SafetensorError) as e:  # a full disk is any of these
         error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
     outcomes = _gather((result, error), group)
@@ -497,54 +464,6 @@ def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Contents
-
-
-def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[dict]]:
-    """What is saved, tensors only, and the optimizer's hyperparameters, which are flags. All ranks must enter."""
-    is_new = not optimizer.state
-    parameters, optimizer_state = get_state_dict(module, optimizer)
-    if is_new:  # torch has made it by a step of size 0, which is not to be counted
-        for moments in optimizer.state.values():
-            moments["step"].zero_()
-    return {"model": parameters, "optimizer": {"state": optimizer_state["state"]}}, optimizer_state["param_groups"]
-
-
-def _read_weights(
-    path: pathlib.Path, name: str, like: dict[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Whole weights of the module `name` from a DCP folder, cast to `dtype`. `like` has their names, shapes and dtypes.
-
-    For several ranks, each of which has only its own shards on the host. 64 at a time: all in float32 may be too many
-    for the host, and for each time the folder's index is unpickled, which keeps the main thread from running.
-    """
-    weights, keys = {}, list(like)
-    for i in range(0, len(keys), 64):
-        part = {f"{name}.model.{key}": torch.empty(like[key].shape, dtype=like[key].dtype) for key in keys[i : i + 64]}
-        dcp.load(part, checkpoint_id=path, no_dist=True)
-        weights |= {key: part[f"{name}.model.{key}"].to(dtype) for key in keys[i : i + 64]}
-    return weights
-
-
-def _check_tensors(metadata_file: pathlib.Path, state: dict[str, Any]) -> None:
-    """Refuse a DCP checkpoint that could run code when loaded, or whose tensors are not exactly those of `state`.
-
-    DCP unpickles .metadata and every entry that is not a tensor, and passes over names nobody asks for.
-    """
-    saved = files.read_metadata(metadata_file).state_dict_metadata
-    expected = {}
-    for part, tensors in state.items():
-        expected |= {f"{part}.model.{name}": x for name, x in tensors["model"].items()}
-        for name, values in tensors["optimizer"]["state"].items():
-            expected |= {f"{part}.optimizer.state.{name}.{key}": x for key, x in values.items()}
-    problems = [f"{name} is missing" for name in expected.keys() - saved.keys()]
-    problems += [f"{name} is not part of the model or the optimizer" for name in saved.keys() - expected.keys()]
-    for name in expected.keys() & saved.keys():
-        there = (tuple(saved[name].size), saved[name].properties.dtype)
-        if there != (here := (tuple(expected[name].shape), expected[name].dtype)):
-            problems.append(f"{name} is {there[0]} {there[1]}, the model wants {here[0]} {here[1]}")
-    if problems:
-        shown = "\n".join(sorted(problems)[:10])
-        raise ValueError(f"{metadata_file.parent} is of another model: {len(problems)} tensors differ\n{shown}")
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

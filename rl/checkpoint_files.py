@@ -8,29 +8,12 @@ import hashlib
 import json
 import os
 import pathlib
-import pickle
 import re
 import secrets
 import shutil
 import socket
 import time
 from typing import IO, Any
-
-import torch
-
-# All that torch puts into the pickle that describes a DCP checkpoint of tensors, besides dtypes. BytesStorageMetadata
-# is not among them: it stands for an entry that is a pickle itself.
-METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties ChunkStorageMetadata "
-        "_MEM_FORMAT_ENCODING".split()
-    ),
-}
 
 
 def run_dir(args: Any) -> str:
@@ -148,27 +131,6 @@ def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
     return ""
 
 
-def read_metadata(file: pathlib.Path) -> Any:
-    """The pickle that describes a DCP checkpoint: torch.distributed.checkpoint.metadata.Metadata, of tensors alone.
-
-    Raises ValueError if it names anything that no checkpoint of ours does, such as code to run, or cannot be read.
-    """
-    try:
-        with open(file, "rb") as f:
-            return _MetadataUnpickler(f).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not loaded: {error}") from error
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """The class or function that a pickle names, if it is on the list."""
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in METADATA_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
-        return super().find_class(module, name)
-
-
 def write_status(root: pathlib.Path, **status: Any) -> None:
     """Replace STATUS.json, which tells people and schedulers how a run stands; no program of ours reads it."""
     temporary = root / "STATUS.json.tmp"
@@ -183,7 +145,7 @@ def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | 
         if sync:
             os.fsync(f.fileno())
         size = os.fstat(f.fileno()).st_size
-        buffer = memoryview(bytearray(min(size, 2**26)))  # large: every read waits for Python's lock
+        buffer = memoryview(bytearray(min(size, 2**28)))  # large: every read waits for Python's lock
         while n := f.readinto(buffer):
             digest.update(buffer[:n])
         return {"size": size, "sha256": digest.hexdigest()}

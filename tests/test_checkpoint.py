@@ -22,7 +22,7 @@ import train_dapo
 import train_grpo
 import train_ppo
 import train_reward
-from rl import checkpoint, checkpoint_files, fsdp, reward_model
+from rl import checkpoint, checkpoint_files, checkpoint_tensors, fsdp, reward_model
 from rl.types import Batch
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -90,9 +90,7 @@ def save_and_wait(run, step, trained, **extra):
 def assert_same_run(run_dir, unbroken, last, scratch):
     """Weights, optimizer and metrics of two runs: equal to the last bit, each line of metrics.jsonl there once."""
     h.assert_same(h.weights(run_dir / f"global_step_{last}"), h.weights(unbroken / f"global_step_{last}"))
-    h.assert_same(
-        h.dcp_state(run_dir / f"global_step_{last}", scratch), h.dcp_state(unbroken / f"global_step_{last}", scratch)
-    )
+    h.assert_same(h.saved_state(run_dir / f"global_step_{last}"), h.saved_state(unbroken / f"global_step_{last}"))
     lines, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (run_dir, unbroken))
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     assert lines == expected
@@ -182,7 +180,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     output = h.finish(process)
     assert process.returncode == -signal.SIGKILL, output
     [left] = broken.glob(".tmp-global_step_3-*")
-    assert (left / "state" / ".metadata").is_file()  # half of it was there
+    assert (left / "state" / "rank_0.safetensors").is_file()  # half of it was there
     assert checkpoint.list_steps(broken) == [1, 2]
     assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")][:5] == [0, 1, 2, 2, 3]
 
@@ -229,10 +227,10 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     trained = {"actor": (policy, optimizer)}
     assert checkpoint.load(broken / "global_step_3", trained) == 3
     again = save_and_wait(open_run(task, tmp_path / "again", d), 3, trained)
-    h.assert_same(h.dcp_state(again, tmp_path), h.dcp_state(broken / "global_step_3", tmp_path))
+    h.assert_same(h.saved_state(again), h.saved_state(broken / "global_step_3"))
     h.assert_same(h.weights(again), h.weights(broken / "global_step_3"))
-    state = h.dcp_state(again, tmp_path)
-    assert state["actor/optimizer/state/model.norm.weight/step"] == 9  # three updates a step
+    state = h.saved_state(again)
+    assert state["actor/optimizer/model.norm.weight/step"] == 9  # three updates a step
     train_grpo.main(train_grpo.Args(**entries[1]["settings"] | {"total_training_steps": 4}))
     assert checkpoint.list_steps(broken) == [1, 2, 3, 4]
 
@@ -247,10 +245,10 @@ def test_transformers_loads_exactly_the_trained_weights(task, unbroken, tmp_path
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     trained = {
         name.removeprefix("actor/model/"): tensor
-        for name, tensor in h.dcp_state(unbroken / "global_step_5", tmp_path).items()
+        for name, tensor in h.saved_state(unbroken / "global_step_5").items()
         if name.startswith("actor/model/")
     }
-    h.assert_same(dict(model.state_dict()), trained)
+    h.assert_same(dict(model.named_parameters()), trained)  # tied weights once
     original = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
     assert all(not torch.equal(tensor, original[name]) for name, tensor in trained.items())
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -298,7 +296,7 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     exported = h.weights(saved)
     h.assert_same(exported, {name: tensor.bfloat16() for name, tensor in master.items()})
     assert not torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
-    state = h.dcp_state(saved, tmp_path)
+    state = h.saved_state(saved)
     fp32 = {n.removeprefix("actor/model/"): x for n, x in state.items() if n.startswith("actor/model/")}
     h.assert_same(fp32, master)
     model = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
@@ -418,13 +416,13 @@ class SlowDisk:
     """A `_write` that waits for `go_on`, and remembers what it was given."""
 
     def __init__(self, write=checkpoint._write):
-        self.write, self.go_on, self.states, self.steps = write, threading.Event(), [], []
+        self.write, self.go_on, self.copies, self.steps = write, threading.Event(), [], []
 
-    def __call__(self, run, step, exports, state, *rest):
+    def __call__(self, run, step, *rest):
         assert self.go_on.wait(60)
-        self.states.append(state)
+        self.copies.append(run.host.tensors)
         self.steps.append(step)
-        self.write(run, step, exports, state, *rest)
+        self.write(run, step, *rest)
 
 
 @pytest.fixture
@@ -443,15 +441,14 @@ def step_by(optimizer, size):
 
 
 def state_of(trained):
-    """What `h.dcp_state` should find: a copy of all parameters and moments."""
+    """What `h.saved_state` should find: a copy of all parameters and moments."""
     result = {}
     for name, (module, optimizer) in trained.items():
-        for key, parameter in module.state_dict().items():
-            result[f"{name}/model/{key}"] = parameter.full_tensor().clone()
         for key, parameter in module.named_parameters():
+            result[f"{name}/model/{key}"] = parameter.full_tensor().clone()
             for kind, x in optimizer.state[parameter].items():
                 whole = x.full_tensor() if isinstance(x, DTensor) else x
-                result[f"{name}/optimizer/state/{key}/{kind}"] = whole.clone()
+                result[f"{name}/optimizer/{key}/{kind}"] = whole.clone()
     return result
 
 
@@ -470,10 +467,10 @@ def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, 
     assert checkpoint.list_steps(tmp_path)[0] == 1
     checkpoint.close(run)
     for step, (state, weights) in {1: expected, 2: (changed, dict(fsdp.full_tensors(policy)))}.items():
-        h.assert_same(h.dcp_state(tmp_path / f"global_step_{step}", tmp_path), state)
+        h.assert_same(h.saved_state(tmp_path / f"global_step_{step}"), state)
         h.assert_same(h.weights(tmp_path / f"global_step_{step}"), weights)
     # The second copy was made in the memory of the first.
-    first, second = (x["actor"]["model"]["model.norm.weight"].to_local() for x in slow_disk.states)
+    first, second = (x["actor/model/model.norm.weight"] for x in slow_disk.copies)
     assert first.data_ptr() == second.data_ptr() != policy.model.norm.weight.to_local().data_ptr()
 
 
@@ -505,17 +502,17 @@ def test_the_next_optimizer_step_waits_until_all_is_copied(task, policy_of, monk
     step_by(optimizer, -0.2)  # of two saves, and two hooks, one is left
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     checkpoint.close(run)
-    h.assert_same(h.dcp_state(tmp_path / "global_step_1", tmp_path), expected)
+    h.assert_same(h.saved_state(tmp_path / "global_step_1"), expected)
 
 
 def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of, monkeypatch, tmp_path, capsys):
     policy, optimizer, d = policy_of(task.model)
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
 
-    def no_memory(state):
+    def no_memory(like):
         raise RuntimeError("cannot allocate memory")
 
-    monkeypatch.setattr(checkpoint, "_host_twin", no_memory)
+    monkeypatch.setattr(checkpoint_tensors, "make_host", no_memory)
     checkpoint.save(run, 1, trained)
     step_by(optimizer, 0.1)
     checkpoint._settle(run)
@@ -523,7 +520,7 @@ def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of
     assert sys.getswitchinterval() == pytest.approx(0.005)
     assert "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: RuntimeError: cannot allo" in capsys.readouterr().out
     monkeypatch.undo()
-    h.assert_same(h.dcp_state(save_and_wait(run, 2, trained), tmp_path), state_of(trained))
+    h.assert_same(h.saved_state(save_and_wait(run, 2, trained)), state_of(trained))
     checkpoint.close(run)
 
 
@@ -532,20 +529,20 @@ def test_a_copy_goes_through_a_small_buffer_and_lets_go_of_what_it_copied(task, 
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
     given, copy = [], checkpoint._copy
 
-    def noting_copy(run, state, sources, stream):
-        given.append((state, sources, [len(source) for source in sources]))
-        copy(run, state, sources, stream)
+    def noting_copy(run, own, sources, stream):
+        given.append((own, sources, [len(source) for source in sources]))
+        copy(run, own, sources, stream)
 
     monkeypatch.setattr(checkpoint, "_copy", noting_copy)
-    monkeypatch.setattr(checkpoint, "STAGING", 1001)  # no multiple of any tensor's item
+    monkeypatch.setattr(checkpoint_tensors, "STAGING", 1001)  # no multiple of any tensor's item
     for step in (1, 2):
         step_by(optimizer, 0.1 * step)
-        h.assert_same(h.dcp_state(save_and_wait(run, step, trained), tmp_path), state_of(trained))
+        h.assert_same(h.saved_state(save_and_wait(run, step, trained)), state_of(trained))
     checkpoint.close(run)
     size = sum(x.numel() * x.element_size() for x in state_of(trained).values())
-    for state, sources, lengths in given:
-        assert state == {} and sources == []  # a tensor that the main thread gives up is not kept by the save
-        assert max(lengths) == 1001 == len(run.staging)
+    for own, sources, lengths in given:
+        assert own == {} and sources == []  # a tensor that the main thread gives up is not kept by the save
+        assert max(lengths) == 1001 == len(run.host.staging)
         assert sum(lengths) == size
 
 
@@ -583,7 +580,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
     assert {"actor/model/value_head.weight", "critic/model/score.weight"} < expected.keys()
     saved = save_and_wait(open_run(task, tmp_path / "run", d), 3, trained)
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"state", "huggingface", "huggingface_critic"}
-    h.assert_same(h.dcp_state(saved, tmp_path), expected)
+    h.assert_same(h.saved_state(saved), expected)
 
     fresh, _ = make()
     assert not torch.equal(
@@ -603,7 +600,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
         h.assert_same(parameters, {n: x for n, x in fsdp.full_tensors(fresh[name][0]) if n in parameters})
     assert AutoTokenizer.from_pretrained(saved / "huggingface_critic").eos_token == "<|im_end|>"
 
-    with pytest.raises(ValueError, match=r"critic\.model\.model\.embed_tokens\.weight is not part of the model"):
+    with pytest.raises(ValueError, match=r"critic/model/model\.embed_tokens\.weight is not part of the model"):
         checkpoint.load(saved, {"actor": fresh["actor"]})
 
 

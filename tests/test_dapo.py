@@ -243,7 +243,7 @@ def assert_same_end(left, right, step, scratch):
     """Weights, optimizer, metrics and the groups that wait, to the last bit."""
     ends = [folder / f"global_step_{step}" for folder in (left, right)]
     h.assert_same(*map(h.weights, ends))
-    h.assert_same(*(h.dcp_state(end, scratch) for end in ends))
+    h.assert_same(*(h.saved_state(end) for end in ends))
     states = [without_seconds(checkpoint.extra(end)) for end in ends]
     assert states[0] == states[1] and states[0]["surplus"] and states[0]["drawn"] > 0
     lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (left, right)]

@@ -117,7 +117,7 @@ def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, tmp_path
     h.assert_same(final, h.weights(one_node / name / "global_step_2"))
     start = AutoModelForCausalLM.from_pretrained(task.model).state_dict()
     assert all((final[key] - start[key]).abs().max() > 1e-4 for key in final)
-    states = [h.dcp_state(folder / name / "global_step_2", tmp_path) for folder in (one_node, two_nodes)]
+    states = [h.saved_state(folder / name / "global_step_2") for folder in (one_node, two_nodes)]
     h.assert_same(*states)
 
 

@@ -203,7 +203,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(
         expected = 0.3 * (1 - 0.2 * (8 - missing) / 16)
         assert missing > 0 and second["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
     if args.share_backbone:
-        state = h.dcp_state(ppo.dir(1) / "global_step_2", tmp_path)
+        state = h.saved_state(ppo.dir(1) / "global_step_2")
         head, expected = state["actor/model/value_head.weight"], actor.pop("score.weight")
         assert (head - expected).abs().max() < 1e-5 < head.abs().max()
     else:
@@ -237,7 +237,7 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
         assert h.distance(h.weights(last), ppo.weights(one, 2)) < 1e-6
         if one == 1:
             assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 2, "huggingface_critic")) < 1e-6
-        state, reference = (h.dcp_state(x / "global_step_2", tmp_path) for x in (other, ppo.dir(one)))
+        state, reference = (h.saved_state(x / "global_step_2") for x in (other, ppo.dir(one)))
         moments = {name: x for name, x in reference.items() if name.endswith("/exp_avg")}
         assert (
             h.distance({name: state[name] for name in moments}, moments)
@@ -267,7 +267,7 @@ def assert_same_end(left, right, step, scratch):
     """Weights of actor and critic, both optimizers and all metrics, to the last bit."""
     for folder in ("huggingface", "huggingface_critic"):
         h.assert_same(*(h.weights(x / f"global_step_{step}", folder) for x in (left, right)))
-    states = [h.dcp_state(x / f"global_step_{step}", scratch) for x in (left, right)]
+    states = [h.saved_state(x / f"global_step_{step}") for x in (left, right)]
     assert {"/".join(name.split("/")[:2]) for name in states[0]} == {
         f"{name}/{part}" for name in ("actor", "critic") for part in ("model", "optimizer")
     }
@@ -357,14 +357,14 @@ def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, tmp_
     names = h.original(task).keys()
     assert pushed == [names] * 3 and ppo.weights(1, 2).keys() == names
     assert {p.name for p in (ppo.dir(1) / "global_step_2").iterdir() if p.is_dir()} == {"state", "huggingface"}
-    state = h.dcp_state(ppo.dir(1) / "global_step_2", tmp_path)
+    state = h.saved_state(ppo.dir(1) / "global_step_2")
     assert state["actor/model/value_head.weight"].abs().max() > 1e-4
-    assert state["actor/optimizer/state/value_head.weight/step"] == 8
+    assert state["actor/optimizer/value_head.weight/step"] == 8
     # And it comes back: the second step again, from the first one's checkpoint.
     shutil.copytree(ppo.dir(1), ppo.dir(2))
     shutil.rmtree(ppo.dir(2) / "global_step_2")
     ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
-    h.assert_same(h.dcp_state(ppo.dir(2) / "global_step_2", tmp_path), state)
+    h.assert_same(h.saved_state(ppo.dir(2) / "global_step_2"), state)
     metrics = ppo.lines(1)[1]
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + 0.1 * metrics["critic/vf_loss"], rel=1e-5)
 

@@ -533,7 +533,7 @@ def test_a_resumed_run_continues_bit_by_bit(run, tmp_path):
     run("broken", save_freq=2)
     shutil.rmtree(tmp_path / "broken" / "global_step_4")
     run("broken", save_freq=2)
-    states = [h.dcp_state(tmp_path / name / "global_step_4", tmp_path) for name in ("unbroken", "broken")]
+    states = [h.saved_state(tmp_path / name / "global_step_4") for name in ("unbroken", "broken")]
     h.assert_same(*states)
     lines = [h.timeless(h.read_jsonl(tmp_path / name / "metrics.jsonl")) for name in ("unbroken", "broken")]
     assert lines[0] == lines[1] and len(lines[0]) == 4

@@ -20,7 +20,7 @@ import helpers_scripts as h
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rl import checkpoint, stop
+from rl import checkpoint, checkpoint_tensors, stop
 from rl.engines import hf, vllm
 
 OUT_WITHIN_S = 10
@@ -101,7 +101,6 @@ def ask_while_generating(n, number=signal.SIGTERM, times=1, rank=0):
 
 
 def ask_in_optimizer_step(n):
-    """Resuming takes the first of the steps that are counted: a step without a gradient makes the moments."""
     calls = itertools.count(1)
     register_optimizer_step_pre_hook(lambda *_: ask() if next(calls) == n else None)
 
@@ -128,7 +127,7 @@ def ask_again_while_leaving(n):
         time.sleep(60)
 
     ask_while_generating(n)
-    forks.at_call(checkpoint.dcp, "save", 1, act)
+    forks.at_call(checkpoint_tensors, "write", 1, act)
 
 
 def hang(rank, file):
@@ -219,7 +218,7 @@ class Chain:
     def assert_same(self, step):
         one, two = (folder / f"global_step_{step}" for folder in (self.run_dir, self.unbroken))
         h.assert_same(h.weights(one), h.weights(two))
-        h.assert_same(h.dcp_state(one, self.folder), h.dcp_state(two, self.folder))
+        h.assert_same(h.saved_state(one), h.saved_state(two))
         assert waiting_groups(one) == waiting_groups(two)
         self.same.add(step)
 
@@ -276,7 +275,7 @@ def test_grpo_asked_in_every_phase(own_task, tmp_path):
     chain.stops_at(1, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # evaluation; twice at a time is once
     chain.stops_while_rewards_sleep(2, 4)  # the second training step's
     chain.stops_at(2, partial(ask_at, "train_grpo", "token_logprobs", 1))  # nothing new to save
-    chain.stops_at(3, partial(ask_in_optimizer_step, 2))  # too late to leave before the step is complete
+    chain.stops_at(3, partial(ask_in_optimizer_step, 1))  # too late to leave before the step is complete
     chain.stops_at(4, ask_while_saving, save_freq=1)
     chain.stops_at(4, max_hours=1e-6)
     shutil.rmtree(chain.run_dir / "global_step_4")
@@ -292,7 +291,7 @@ def test_ppo_leaves_with_both_models(own_task, tmp_path):
     chain.stops_at(0, partial(ask_at, "train_ppo", "token_logprobs", 1))  # the critic has a gradient already
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))  # the critic's, of the first of two updates
     chain.stops_while_rewards_sleep(2, 2)
-    parts = {name.split("/")[0] for name in h.dcp_state(chain.run_dir / "global_step_2", tmp_path)}
+    parts = {name.split("/")[0] for name in h.saved_state(chain.run_dir / "global_step_2")}
     assert parts == {"actor", "critic"}
     chain.ends_like_the_unbroken_one()
 
@@ -306,7 +305,7 @@ def test_dapo_leaves_with_the_groups_that_wait(own_task, tmp_path):
     chain.stops_at(0, partial(ask_while_generating, 2))  # its second round
     chain.stops_at(1, partial(ask_while_generating, 3))
     chain.stops_while_rewards_sleep(2, rounds[1] + 1)
-    chain.stops_at(3, partial(ask_in_optimizer_step, 2))
+    chain.stops_at(3, partial(ask_in_optimizer_step, 1))
     chain.ends_like_the_unbroken_one()
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import helpers_scripts as h
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import sft
 from rl import checkpoint, checkpoint_files, fsdp
@@ -60,7 +61,7 @@ def assert_same_end(run_dir, unbroken, step, scratch):
     """Weights, optimizer and metrics of two runs are equal to the last bit."""
     one, two = run_dir / f"global_step_{step}", unbroken / f"global_step_{step}"
     h.assert_same(h.weights(one), h.weights(two))
-    h.assert_same(h.dcp_state(one, scratch), h.dcp_state(two, scratch))
+    h.assert_same(h.saved_state(one), h.saved_state(two))
     assert h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) == h.timeless(h.read_jsonl(unbroken / "metrics.jsonl"))
 
 
@@ -182,7 +183,7 @@ def test_no_bit_of_the_manifest_is_without_guard(unbroken, solo, tmp_path):
 
 def test_the_newest_intact_checkpoint_is_taken_and_the_others_are_named(task, unbroken, tmp_path, capsys):
     run_dir = shutil.copytree(unbroken, tmp_path / "run")
-    shard = next((run_dir / "global_step_4" / "state").glob("*.distcp"))
+    shard = next((run_dir / "global_step_4" / "state").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
     (run_dir / "global_step_3" / "huggingface" / "config.json").write_text("")
     sft.main(sft.Args(**h.sft_settings(task, run_dir, save_freq=1)))
@@ -223,11 +224,14 @@ def sealed(path):
     (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": checkpoint_files.hash_of(manifest)}))
 
 
-def change_metadata(path, change):
-    file = path / "state" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    change(metadata)
-    file.write_bytes(pickle.dumps(metadata))
+def change_state(path, change):
+    """`change` the tensors, by name, and the shards, in the file of rank 0."""
+    file = path / "state" / "rank_0.safetensors"
+    with safe_open(file, "pt") as f:
+        tensors = {name: f.get_tensor(name).clone() for name in f.keys()}
+        shards = json.loads(f.metadata()["shards"])
+    change(tensors, shards)
+    save_file(tensors, file, metadata={"shards": json.dumps(shards)})
     sealed(path)
 
 
@@ -237,46 +241,64 @@ def resume_from(task, path, run_dir, **changes):
 
 def test_a_pickle_that_runs_code_is_refused(task, unbroken, tmp_path):
     path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
-    marker = tmp_path / "marker"
-    change_metadata(path, lambda metadata: vars(metadata).update(planner_data=Payload(marker)))
-    with pytest.raises(ValueError, match=r"\.metadata is not loaded: it names posix.system"):
+    marker, file = tmp_path / "marker", path / "state" / "rank_0.safetensors"
+    file.write_bytes(pickle.dumps(Payload(marker)))
+    sealed(path)
+    with pytest.raises(ValueError, match=r"rank_0\.safetensors is not loaded: SafetensorError"):
         resume_from(task, path, tmp_path / "run")
     assert not marker.exists()
-    pickle.loads((path / "state" / ".metadata").read_bytes())  # it would have run
+    pickle.loads(file.read_bytes())  # it would have run
     assert marker.exists()
 
 
-def test_entries_that_are_not_tensors_are_refused(task, unbroken, tmp_path):
-    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
-    change_metadata(path, lambda metadata: metadata.state_dict_metadata.update({"lr": BytesStorageMetadata()}))
-    with pytest.raises(ValueError, match="it names torch.distributed.checkpoint.metadata.BytesStorageMetadata"):
-        resume_from(task, path, tmp_path / "run")
-
-
-def test_what_is_saved_is_tensors(unbroken):
-    metadata = pickle.loads((unbroken / "global_step_4" / "state" / ".metadata").read_bytes())
-    assert {type(x).__name__ for x in metadata.state_dict_metadata.values()} == {"TensorStorageMetadata"}
+def test_what_is_saved_is_tensors_and_json(unbroken):
+    kinds = {p.suffix for p in files_of(unbroken / "global_step_4")}
+    assert kinds == {".safetensors", ".json", ".jinja"}
 
 
 def test_names_shapes_and_types_must_be_those_of_the_model(task, unbroken, tmp_path):
     path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    norm, moment = "actor/model/model.norm.weight", "actor/optimizer/model.norm.weight/exp_avg"
 
-    def change(metadata):
-        entries = metadata.state_dict_metadata
-        entries["actor.model.extra"] = entries.pop("actor.model.model.norm.weight")
-        entries["actor.model.lm_head.weight"].size = torch.Size((7, 96))
-        entries["actor.optimizer.state.model.norm.weight.exp_avg"].properties.dtype = torch.bfloat16
+    def change(tensors, shards):
+        for old, new in ((norm, "actor/model/extra"), (f"{moment}_sq", f"{moment}/sq")):
+            tensors[new], shards[new] = tensors.pop(old), shards.pop(old)
+        tensors["actor/model/model.embed_tokens.weight"] = torch.zeros(7, 96)
+        shards["actor/model/model.embed_tokens.weight"] = [0, [7, 96]]
+        tensors[moment] = tensors[moment].bfloat16()
 
-    change_metadata(path, change)
-    with pytest.raises(ValueError, match="state is of another model: 4 tensors differ") as error:
+    change_state(path, change)
+    with pytest.raises(ValueError, match="the checkpoint is of another model: 5 tensors differ") as error:
         resume_from(task, path, tmp_path / "run")
     for words in (
-        "actor.model.extra is not part of the model or the optimizer",
-        "actor.model.model.norm.weight is missing",
-        "actor.model.lm_head.weight is (7, 96) torch.float32, the model wants (",
+        "actor/model/extra is not part of the model or the optimizer",
+        "exp_avg/sq is not part of the model or the optimizer",
+        "actor/model/model.norm.weight is missing",
+        "actor/model/model.embed_tokens.weight is (7, 96) torch.float32, the model wants (",
         "exp_avg is (96,) torch.bfloat16, the model wants (96,) torch.float32",
     ):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, shards: shards["actor/model/model.norm.weight"].__setitem__(0, 1), "is not there as a whole"),
+        (
+            lambda tensors, shards: shards["actor/model/model.norm.weight"].__setitem__(1, [97]),
+            "is not there as a whole",
+        ),
+        (lambda tensors, shards: shards["actor/model/model.norm.weight"].__setitem__(1, []), "is not there as a whole"),
+        (lambda tensors, shards: shards.update({"actor/model/x": [0, [1]]}), "rank_0.safetensors is not loaded"),
+        (lambda tensors, shards: shards.update({"actor/model/x": "ab"}), "rank_0.safetensors is not loaded"),
+        (lambda tensors, shards: shards.pop("actor/model/model.norm.weight"), "model.norm.weight is missing"),
+    ],
+)
+def test_rows_that_are_missing_or_do_not_fit_are_refused(task, unbroken, tmp_path, change, words):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    change_state(path, change)
+    with pytest.raises(ValueError, match=words):
+        resume_from(task, path, tmp_path / "run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,7 +403,7 @@ def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_pat
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_29", "global_step_30"}
     for step in (29, 30):
         saved = tmp_path / "run" / f"global_step_{step}"
-        state = {n: x for n, x in h.dcp_state(saved, tmp_path).items() if n.startswith("actor/model/")}
+        state = {n: x for n, x in h.saved_state(saved).items() if n.startswith("actor/model/")}
         assert state and all((x == step).all() for x in (state | h.weights(saved)).values())
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 30, 33)  # it did not end well

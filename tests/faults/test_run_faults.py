@@ -36,7 +36,7 @@ def task(tmp_path_factory):
 
 def same_checkpoint(one, two, scratch):
     h.assert_same(h.weights(one), h.weights(two))
-    h.assert_same(h.dcp_state(one, scratch), h.dcp_state(two, scratch))
+    h.assert_same(h.saved_state(one), h.saved_state(two))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
     train("one", 3, 1)
     for steps, ranks in ((1, 1), (2, 2), (3, 1)):
         train("several", steps, ranks)
-    one, several = (h.dcp_state(tmp_path / name / "global_step_3", tmp_path) for name in ("one", "several"))
+    one, several = (h.saved_state(tmp_path / name / "global_step_3") for name in ("one", "several"))
     assert one.keys() == several.keys()
     for name in one:
         torch.testing.assert_close(several[name], one[name], rtol=0, atol=1e-7)

@@ -1,0 +1,208 @@
+"""The tensors of a checkpoint: from the device to the host, to one safetensors file a rank, and back to any ranks.
+
+`rank_R.safetensors` holds what rank R has of all parameters and moments, as `actor/model/NAME` and
+`actor/optimizer/NAME/KIND`. FSDP2 shards rows, so the file's metadata says under "shards" which ones these are:
+{name: [first row, shape of the whole tensor]}. Ranks of a later run find their own rows in whichever files have them.
+
+Saving goes on in a thread beside training. Whenever that calls torch, it lets go of Python's lock and then waits for
+the main thread to give it back, which costs both of them time; so calls are few, with many tensors in each.
+"""
+
+import json
+import pathlib
+from collections.abc import Container, Iterator
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
+
+STAGING = 2**27  # bytes copied from the device at a time: what a decoding step brings to the host may wait for them
+
+
+class Place(NamedTuple):
+    """Where the rows that a rank has belong."""
+
+    start: int
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+class Host(NamedTuple):
+    """Memory for a copy of a rank's tensors."""
+
+    tensors: dict[str, torch.Tensor]
+    pieces: list[torch.Tensor]  # of `tensors`
+    staging: torch.Tensor  # bytes, pinned for copies from a GPU
+
+
+class Saved(NamedTuple):
+    """A tensor in the files of a folder. Its parts are views of the files: nothing is read before it is used."""
+
+    shape: tuple[int, ...]
+    parts: list[tuple[int, torch.Tensor]]  # first row, and the rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parts."""
+        return self.parts[0][1].dtype
+
+
+def own_tensors(trained: Trained) -> tuple[dict[str, torch.Tensor], dict[str, Place]]:
+    """What this rank has to save of all parameters and moments, and where that belongs.
+
+    Of what several ranks have alike, as with hybrid sharding, the first one saves it.
+    """
+    every: dict[str, torch.Tensor] = {}
+    for name, (module, optimizer) in trained.items():
+        for key, parameter in module.named_parameters():
+            every[f"{name}/model/{key}"] = parameter
+            every |= {f"{name}/optimizer/{key}/{kind}": x for kind, x in optimizer.state.get(parameter, {}).items()}
+    own, places = {}, {}
+    for name, x in every.items():
+        local, start, is_first = _local(x)
+        if is_first:
+            own[name], places[name] = local, Place(start, tuple(x.shape))
+    return own, places
+
+
+def pieces(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The bytes of all tensors, in pieces of STAGING at most: views, if the tensors are contiguous."""
+    return [piece for x in tensors.values() for piece in x.flatten().view(torch.uint8).split(STAGING)]
+
+
+def make_host(like: dict[str, torch.Tensor]) -> Host:
+    """Memory for a copy of tensors like these.
+
+    It is not pinned: that takes the driver ten seconds for 20 GB and holds up what the main thread does on the device.
+    """
+    empty = {name: torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format) for name, x in like.items()}
+    pinned = any(x.is_cuda for x in like.values())
+    return Host(empty, pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))
+
+
+def copy(sources: list[torch.Tensor], host: Host, stream: torch.cuda.Stream | None) -> None:
+    """Copy the `pieces` of tensors to the host, on a stream of their own; they are there when this returns."""
+    with torch.cuda.stream(stream):
+        for batch in _batches(sources, host.pieces):
+            there, here = map(list, zip(*batch, strict=True))
+            sizes = [len(x) for x in there]
+            staged = host.staging[: sum(sizes)].split(sizes)
+            torch._foreach_copy_(staged, there, non_blocking=True)
+            if stream:
+                stream.synchronize()
+            torch._foreach_copy_(here, staged)
+
+
+def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], places: dict[str, Place]) -> None:
+    """Write a rank's file, if it has anything to save. Raises SafetensorError or OSError, such as for a full disk."""
+    if tensors:
+        save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"shards": json.dumps(places)})
+
+
+def read(folder: pathlib.Path, names: Container[str] | None = None) -> dict[str, Saved]:
+    """The tensors in a folder's files, all or these. Raises ValueError if a file is damaged or rows are missing."""
+    found: dict[str, Saved] = {}
+    for path in sorted(folder.glob("rank_*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                for name, (start, shape) in json.loads(file.metadata()["shards"]).items():
+                    if names is None or name in names:
+                        entry = found.setdefault(name, Saved(tuple(shape), []))
+                        entry.parts.append((start, file.get_tensor(name)))
+        except (SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not loaded: {error!r}") from error
+    for name, x in found.items():
+        x.parts.sort(key=lambda part: part[0])
+        rows = [len(part) if part.ndim else 1 for _, part in x.parts]
+        starts = [sum(rows[:i]) for i in range(len(rows))]
+        if (
+            starts != [start for start, _ in x.parts]
+            or sum(rows) != (x.shape[0] if x.shape else 1)
+            or any(tuple(part.shape[1:]) != x.shape[1:] or part.dtype != x.dtype for _, part in x.parts)
+        ):
+            raise ValueError(f"{folder}: {name} is not there as a whole, which has the shape {x.shape}")
+    return found
+
+
+def load(saved: dict[str, Saved], trained: Trained) -> None:
+    """Give modules and optimizers what `read` found. Raises ValueError if that is not exactly of such modules."""
+    moments = _check(saved, trained)
+    for name, (module, optimizer) in trained.items():
+        keys = {}
+        for key, parameter in module.named_parameters():
+            keys[parameter] = key
+            _fill(parameter, saved[f"{name}/model/{key}"])
+        in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {
+            i: {
+                kind: _fill(torch.empty_like(parameter), x) if x.shape else x.parts[0][1].clone()
+                for kind, x in kinds.items()
+            }
+            for i, parameter in enumerate(in_order)
+            if (kinds := moments.get((name, keys[parameter])))
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """What this rank has of `x`, the first row of that, and whether no rank before this one has the same."""
+    if not isinstance(x, DTensor):
+        return x.detach(), 0, torch.distributed.get_rank() == 0
+    start, is_first = 0, True
+    for i, placement in enumerate(x.placements):
+        if placement.is_shard(0):
+            rows_of_each = -(-x.shape[0] // x.device_mesh.size(i))  # as torch.chunk: the last ones may have fewer
+            start = min(x.device_mesh.get_local_rank(i) * rows_of_each, x.shape[0])
+        elif x.device_mesh.get_local_rank(i):
+            is_first = False
+    with torch.no_grad():
+        return x.to_local().detach(), start, is_first
+
+
+def _batches(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> Iterator[list[tuple]]:
+    """Pairs of pieces, as many at a time as STAGING has room for."""
+    batch, used = [], 0
+    for source, target in zip(sources, targets, strict=True):
+        if used + len(source) > STAGING:
+            yield batch
+            batch, used = [], 0
+        batch.append((source, target))
+        used += len(source)
+    if batch:
+        yield batch
+
+
+def _fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:
+    """Give what this rank has of a tensor its values."""
+    local, start, _ = _local(x)
+    for first, part in saved.parts:
+        low, high = max(start, first), min(start + len(local), first + len(part))
+        if low < high:
+            local[low - start : high - start] = part[low - first : high - first]
+    return x
+
+
+def _check(saved: dict[str, Saved], trained: Trained) -> dict[tuple[str, str], dict[str, Saved]]:
+    """The moments among what was saved, by module and parameter. Raises ValueError if that is of another model."""
+    moments: dict[tuple[str, str], dict[str, Saved]] = {}
+    parameters = {(name, key): x for name, (module, _) in trained.items() for key, x in module.named_parameters()}
+    wanted = {f"{name}/model/{key}": (tuple(x.shape), x.dtype) for (name, key), x in parameters.items()}
+    problems = [f"{path} is missing" for path in wanted.keys() - saved.keys()]
+    for path, x in saved.items():
+        match path.split("/"):
+            case [name, "optimizer", key, kind] if (name, key) in parameters:
+                moments.setdefault((name, key), {})[kind] = x
+                wanted[path] = wanted[f"{name}/model/{key}"] if x.shape else ((), torch.float32)
+        if path not in wanted:
+            problems.append(f"{path} is not part of the model or the optimizer")
+        elif (x.shape, x.dtype) != wanted[path]:
+            shape, dtype = wanted[path]
+            problems.append(f"{path} is {x.shape} {x.dtype}, the model wants {shape} {dtype}")
+    if problems:
+        shown = "\n".join(sorted(problems)[:10])
+        raise ValueError(f"the checkpoint is of another model: {len(problems)} tensors differ\n{shown}")
+    return moments
