@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -406,6 +407,46 @@ def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(after[name].full_tensor(), before[name].full_tensor())
             assert before[name].full_tensor().abs().min() > 0
+
+
+def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
+    """Three ranks have written 60 %, 40 % and nothing of the rows of each tensor, another order than torch's."""
+    policy, optimizer, d = policy_of(task.model)
+    step_by(optimizer, 0.1)
+    expected = state_of({"actor": (policy, optimizer)})
+    saved = save_and_wait(open_run(task, tmp_path, d), 1, {"actor": (policy, optimizer)})
+    parts, shards = [{}, {}, {}], [{}, {}, {}]
+    for name, x in load_file(saved / "state" / "rank_0.safetensors").items():
+        cuts = (0, len(x) * 6 // 10, len(x), len(x)) if x.ndim else (0, 1)
+        for rank, (start, end) in enumerate(itertools.pairwise(cuts)):
+            parts[rank][name] = x[start:end].clone() if x.ndim else x
+            shards[rank][name] = [start, list(x.shape)]
+    for rank in range(3):
+        metadata = {"shards": json.dumps(shards[rank])}
+        save_file(parts[rank], saved / "state" / f"rank_{rank}.safetensors", metadata=metadata)
+    h.assert_same(h.saved_state(saved), expected)
+    fresh, fresh_optimizer, _ = policy_of(task.model)
+    assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 1
+    h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
+    (saved / "state" / "rank_1.safetensors").unlink()
+    with pytest.raises(ValueError, match="is not there as a whole, which has the shape"):
+        checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_saved_as_such(task, policy_of, tmp_path):
+    """As the policy's, while only the critic learns; its moments come between two saves."""
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    first = save_and_wait(run, 1, trained)
+    assert {name.split("/")[1] for name in h.saved_state(first)} == {"model"} and not optimizer.state
+    step_by(optimizer, 0.1)
+    expected = state_of(trained)
+    h.assert_same(h.saved_state(save_and_wait(run, 2, trained)), expected)
+    fresh, fresh_optimizer, _ = policy_of(task.model)
+    checkpoint.load(first, {"actor": (fresh, fresh_optimizer)})
+    assert not fresh_optimizer.state
+    step_by(fresh_optimizer, 0.1)  # as if it had never been away
+    h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
