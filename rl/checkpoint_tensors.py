@@ -153,12 +153,13 @@ def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     if not isinstance(x, DTensor):
         return x.detach(), 0, torch.distributed.get_rank() == 0
     start, is_first = 0, True
-    for i, placement in enumerate(x.placements):
+    mesh = x.device_mesh
+    for placement, rank, ranks in zip(x.placements, mesh.get_coordinate(), mesh.shape, strict=True):
         if placement.is_shard(0):
-            rows_of_each = -(-x.shape[0] // x.device_mesh.size(i))  # as torch.chunk: the last ones may have fewer
-            start = min(x.device_mesh.get_local_rank(i) * rows_of_each, x.shape[0])
-        elif x.device_mesh.get_local_rank(i):
-            is_first = False
+            rows_of_each = -(-x.shape[0] // ranks)  # as torch.chunk: the last ones may have fewer
+            start = min(rank * rows_of_each, x.shape[0])
+        else:
+            is_first = is_first and rank == 0
     with torch.no_grad():
         return x.to_local().detach(), start, is_first
 
