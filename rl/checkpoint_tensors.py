@@ -10,7 +10,7 @@ the main thread to give it back, which costs both of them time; so calls are few
 
 import json
 import pathlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -103,8 +103,8 @@ def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], pla
         save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"shards": json.dumps(places)})
 
 
-def read(folder: pathlib.Path, names: Container[str] | None = None) -> dict[str, Saved]:
-    """The tensors in a folder's files, all or these. Raises ValueError if a file is damaged or rows are missing."""
+def read(folder: pathlib.Path, names: set[str] | None = None) -> dict[str, Saved]:
+    """The tensors in a folder's files, all or these. Raises ValueError if a file is damaged or anything is missing."""
     found: dict[str, Saved] = {}
     for path in sorted(folder.glob("rank_*.safetensors")):
         try:
@@ -115,6 +115,8 @@ def read(folder: pathlib.Path, names: Container[str] | None = None) -> dict[str,
                         entry.parts.append((start, file.get_tensor(name)))
         except (SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not loaded: {error!r}") from error
+    if missing := (names or set()) - found.keys():
+        raise ValueError(f"{folder}: {min(missing)} is not there")
     for name, x in found.items():
         x.parts.sort(key=lambda part: part[0])
         rows = [len(part) if part.ndim else 1 for _, part in x.parts]

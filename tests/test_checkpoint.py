@@ -428,6 +428,8 @@ def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
     fresh, fresh_optimizer, _ = policy_of(task.model)
     assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 1
     h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
+    with pytest.raises(ValueError, match="state: actor/model/else is not there"):
+        checkpoint_tensors.read(saved / "state", {"actor/model/model.norm.weight", "actor/model/else"})
     (saved / "state" / "rank_1.safetensors").unlink()
     with pytest.raises(ValueError, match="is not there as a whole, which has the shape"):
         checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})
