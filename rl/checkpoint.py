@@ -137,8 +137,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     _settle(run)
     # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
     exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
-    own, places = tensors.own_tensors(trained)
-    sources = tensors.pieces(own)
+    own = tensors.own_tensors(trained)
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
@@ -147,7 +146,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     for hook in run.hooks:
         hook.remove()
     run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
-    run.pending = step, run.writer.submit(_save, run, step, exports, own, sources, places, stream, text)
+    run.pending = step, run.writer.submit(_save, run, step, exports, own, stream, text)
 
 
 def wait_until_copied(run: Run) -> None:
@@ -233,20 +232,13 @@ def _status(run: Run, state: str, step: int) -> None:
 
 
 def _save(
-    run: Run,
-    step: int,
-    exports: Exports,
-    own: dict[str, torch.Tensor],
-    sources: list[torch.Tensor],
-    places: dict[str, tensors.Place],
-    stream: torch.cuda.Stream | None,
-    extra: str,
+    run: Run, step: int, exports: Exports, own: tensors.Own, stream: torch.cuda.Stream | None, extra: str
 ) -> None:
     """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it."""
     sys.setswitchinterval(SAVING_INTERVAL)
     try:
-        _together(lambda: _copy(run, own, sources, stream), run.group)  # memory may be too small on one rank
-        _write(run, step, exports, places, extra)
+        _together(lambda: _copy(run, own, stream), run.group)  # memory may be too small on one rank
+        _write(run, step, exports, own.places, extra)
     except Failed as error:
         if run.d.is_main:
             files.sweep(run.root)
@@ -262,20 +254,19 @@ def _save(
         _status(run, "running", step)
 
 
-def _copy(
-    run: Run, own: dict[str, torch.Tensor], sources: list[torch.Tensor], stream: torch.cuda.Stream | None
-) -> None:
-    """Copy `own`, by its `sources`, to `run.host`, and let go of it."""
+def _copy(run: Run, own: tensors.Own, stream: torch.cuda.Stream | None) -> None:
+    """Copy `own` to `run.host`, and let go of the tensors."""
     try:
         if stream:
             torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
-        if run.host is None or run.host.tensors.keys() != own.keys():  # moments come with the first optimizer step
+        # Moments come with the first optimizer step, which may be after the first save.
+        if run.host is None or run.host.tensors.keys() != own.tensors.keys():
             run.host = None
-            run.host = tensors.make_host(own)
-        tensors.copy(sources, run.host, stream)
+            run.host = tensors.make_host(own.tensors)
+        tensors.copy(own, run.host, stream)
     finally:
-        own.clear()  # the main thread may now free what it holds on the device
-        sources.clear()
+        own.tensors.clear()  # the main thread may now free what it holds on the device
+        own.pieces.clear()
         run.copied.set()
 
 
@@ -345,8 +336,7 @@ def _whole_weights(
         return weights
     saved = tensors.read(written, set(paths.values()))
     for key, whole in weights.items():
-        for start, rows in saved[paths[key]].parts:
-            whole[start : start + len(rows)] = rows
+        tensors.fill(whole, saved[paths[key]])
     return weights
 
 

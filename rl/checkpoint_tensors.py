@@ -8,6 +8,7 @@ Saving goes on in a thread beside training. Whenever that calls torch, it lets g
 the main thread to give it back, which costs both of them time; so calls are few, with many tensors in each.
 """
 
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator
@@ -31,6 +32,14 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
 
 
+class Own(NamedTuple):
+    """What a rank has to save."""
+
+    tensors: dict[str, torch.Tensor]
+    pieces: list[torch.Tensor]  # of `tensors`
+    places: dict[str, Place]
+
+
 class Host(NamedTuple):
     """Memory for a copy of a rank's tensors."""
 
@@ -51,8 +60,8 @@ class Saved(NamedTuple):
         return self.parts[0][1].dtype
 
 
-def own_tensors(trained: Trained) -> tuple[dict[str, torch.Tensor], dict[str, Place]]:
-    """What this rank has to save of all parameters and moments, and where that belongs.
+def own_tensors(trained: Trained) -> Own:
+    """What this rank has to save of all parameters and moments.
 
     Of what several ranks have alike, as with hybrid sharding, the first one saves it.
     """
@@ -66,12 +75,7 @@ def own_tensors(trained: Trained) -> tuple[dict[str, torch.Tensor], dict[str, Pl
         local, start, is_first = _local(x)
         if is_first:
             own[name], places[name] = local, Place(start, tuple(x.shape))
-    return own, places
-
-
-def pieces(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The bytes of all tensors, in pieces of STAGING at most: views, if the tensors are contiguous."""
-    return [piece for x in tensors.values() for piece in x.flatten().view(torch.uint8).split(STAGING)]
+    return Own(own, _pieces(own), places)
 
 
 def make_host(like: dict[str, torch.Tensor]) -> Host:
@@ -81,13 +85,13 @@ def make_host(like: dict[str, torch.Tensor]) -> Host:
     """
     empty = {name: torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format) for name, x in like.items()}
     pinned = any(x.is_cuda for x in like.values())
-    return Host(empty, pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))
+    return Host(empty, _pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))
 
 
-def copy(sources: list[torch.Tensor], host: Host, stream: torch.cuda.Stream | None) -> None:
-    """Copy the `pieces` of tensors to the host, on a stream of their own; they are there when this returns."""
+def copy(own: Own, host: Host, stream: torch.cuda.Stream | None) -> None:
+    """Copy a rank's tensors to the host, on a stream of their own; they are there when this returns."""
     with torch.cuda.stream(stream):
-        for batch in _batches(sources, host.pieces):
+        for batch in _batches(own.pieces, host.pieces):
             there, here = map(list, zip(*batch, strict=True))
             sizes = [len(x) for x in there]
             staged = host.staging[: sum(sizes)].split(sizes)
@@ -120,10 +124,10 @@ def read(folder: pathlib.Path, names: set[str] | None = None) -> dict[str, Saved
     for name, x in found.items():
         x.parts.sort(key=lambda part: part[0])
         rows = [len(part) if part.ndim else 1 for _, part in x.parts]
-        starts = [sum(rows[:i]) for i in range(len(rows))]
+        *starts, end = itertools.accumulate(rows, initial=0)
         if (
             starts != [start for start, _ in x.parts]
-            or sum(rows) != (x.shape[0] if x.shape else 1)
+            or end != (x.shape[0] if x.shape else 1)
             or any(tuple(part.shape[1:]) != x.shape[1:] or part.dtype != x.dtype for _, part in x.parts)
         ):
             raise ValueError(f"{folder}: {name} is not there as a whole, which has the shape {x.shape}")
@@ -137,17 +141,27 @@ def load(saved: dict[str, Saved], trained: Trained) -> None:
         keys = {}
         for key, parameter in module.named_parameters():
             keys[parameter] = key
-            _fill(parameter, saved[f"{name}/model/{key}"])
+            fill(parameter, saved[f"{name}/model/{key}"])
         in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {
             i: {
-                kind: _fill(torch.empty_like(parameter), x) if x.shape else x.parts[0][1].clone()
+                kind: fill(torch.empty_like(parameter), x) if x.shape else x.parts[0][1].clone()
                 for kind, x in kinds.items()
             }
             for i, parameter in enumerate(in_order)
             if (kinds := moments.get((name, keys[parameter])))
         }
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:
+    """Give a tensor, or what this rank has of it, the values in the files."""
+    local, start, _ = _local(x)
+    for first, part in saved.parts:
+        low, high = max(start, first), min(start + len(local), first + len(part))
+        if low < high:
+            local[low - start : high - start] = part[low - first : high - first]
+    return x
 
 
 def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
@@ -166,6 +180,11 @@ def _local(x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
         return x.to_local().detach(), start, is_first
 
 
+def _pieces(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The bytes of all tensors, in pieces of STAGING at most: views, if the tensors are contiguous."""
+    return [piece for x in tensors.values() for piece in x.flatten().view(torch.uint8).split(STAGING)]
+
+
 def _batches(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> Iterator[list[tuple]]:
     """Pairs of pieces, as many at a time as STAGING has room for."""
     batch, used = [], 0
@@ -177,16 +196,6 @@ def _batches(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> Iterat
         used += len(source)
     if batch:
         yield batch
-
-
-def _fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:
-    """Give what this rank has of a tensor its values."""
-    local, start, _ = _local(x)
-    for first, part in saved.parts:
-        low, high = max(start, first), min(start + len(local), first + len(part))
-        if low < high:
-            local[low - start : high - start] = part[low - first : high - first]
-    return x
 
 
 def _check(saved: dict[str, Saved], trained: Trained) -> dict[tuple[str, str], dict[str, Saved]]:

@@ -88,7 +88,7 @@ def save_and_wait(run, step, trained, **extra):
     return run.root / f"global_step_{step}"
 
 
-def assert_same_run(run_dir, unbroken, last, scratch):
+def assert_same_run(run_dir, unbroken, last):
     """Weights, optimizer and metrics of two runs: equal to the last bit, each line of metrics.jsonl there once."""
     h.assert_same(h.weights(run_dir / f"global_step_{last}"), h.weights(unbroken / f"global_step_{last}"))
     h.assert_same(h.saved_state(run_dir / f"global_step_{last}"), h.saved_state(unbroken / f"global_step_{last}"))
@@ -112,7 +112,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
 
     metrics = train_grpo.main(train_grpo.Args(**settings))
 
-    assert_same_run(tmp_path, unbroken, STEPS, tmp_path)
+    assert_same_run(tmp_path, unbroken, STEPS)
     steps = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
     assert steps == [1, 2, 3, 4, 5]
     last = h.read_jsonl(unbroken / "metrics.jsonl")[-2]
@@ -139,7 +139,7 @@ def test_resume_mode_disable_starts_over_but_never_mixes_two_runs(task, unbroken
         shutil.copy(unbroken / name, tmp_path / name)
     settings = h.grpo_settings(task, tmp_path, **BUSY, resume_mode="disable")
     train_grpo.main(train_grpo.Args(**settings))
-    assert_same_run(tmp_path, unbroken, STEPS, tmp_path)
+    assert_same_run(tmp_path, unbroken, STEPS)
     assert (tmp_path / "generations.jsonl").read_text() == (unbroken / "generations.jsonl").read_text()
     with pytest.raises(ValueError, match=f"--resume-mode disable, but {tmp_path} holds checkpoints up to step 5"):
         train_grpo.main(train_grpo.Args(**settings))
@@ -187,7 +187,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
 
     sft.main(sft.Args(**settings))
 
-    assert_same_run(broken, whole, 5, tmp_path)
+    assert_same_run(broken, whole, 5)
     assert not list(broken.glob(".tmp*"))
 
 
@@ -205,7 +205,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
 
     h.run("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
 
-    assert_same_run(broken, whole, 3, tmp_path)
+    assert_same_run(broken, whole, 3)
 
 
 def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, policy_of, tmp_path):
@@ -222,7 +222,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
 
     h.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
 
-    assert_same_run(broken, whole, 3, tmp_path)
+    assert_same_run(broken, whole, 3)
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.
     policy, optimizer, d = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
@@ -240,7 +240,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
 # The exported model
 
 
-def test_transformers_loads_exactly_the_trained_weights(task, unbroken, tmp_path):
+def test_transformers_loads_exactly_the_trained_weights(task, unbroken):
     folder = unbroken / "global_step_5" / "huggingface"
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -572,9 +572,9 @@ def test_a_copy_goes_through_a_small_buffer_and_lets_go_of_what_it_copied(task, 
     run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
     given, copy = [], checkpoint._copy
 
-    def noting_copy(run, own, sources, stream):
-        given.append((own, sources, [len(source) for source in sources]))
-        copy(run, own, sources, stream)
+    def noting_copy(run, own, stream):
+        given.append((own, [len(piece) for piece in own.pieces]))
+        copy(run, own, stream)
 
     monkeypatch.setattr(checkpoint, "_copy", noting_copy)
     monkeypatch.setattr(checkpoint_tensors, "STAGING", 1001)  # no multiple of any tensor's item
@@ -583,8 +583,8 @@ def test_a_copy_goes_through_a_small_buffer_and_lets_go_of_what_it_copied(task, 
         h.assert_same(h.saved_state(save_and_wait(run, step, trained)), state_of(trained))
     checkpoint.close(run)
     size = sum(x.numel() * x.element_size() for x in state_of(trained).values())
-    for own, sources, lengths in given:
-        assert own == {} and sources == []  # a tensor that the main thread gives up is not kept by the save
+    for own, lengths in given:
+        assert own.tensors == {} and own.pieces == []  # a tensor that the main thread gives up is not kept by the save
         assert max(lengths) == 1001 == len(run.host.staging)
         assert sum(lengths) == size
 

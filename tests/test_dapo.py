@@ -239,7 +239,7 @@ def without_seconds(state):
     return state | {"surplus": [[(sample, score[:-1]) for sample, score in group] for group in state["surplus"]]}
 
 
-def assert_same_end(left, right, step, scratch):
+def assert_same_end(left, right, step):
     """Weights, optimizer, metrics and the groups that wait, to the last bit."""
     ends = [folder / f"global_step_{step}" for folder in (left, right)]
     h.assert_same(*map(h.weights, ends))
@@ -270,7 +270,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
 
     train_dapo.main(train_dapo.Args(**settings))
 
-    assert_same_end(run_dir, dapo.dir(1), 4, tmp_path)
+    assert_same_end(run_dir, dapo.dir(1), 4)
 
 
 def test_a_step_that_cannot_be_filled_ends_the_run_and_a_higher_bound_continues_it(dapo, task, tmp_path):

@@ -106,7 +106,7 @@ def two_nodes(crash):
 
 
 @pytest.mark.parametrize("name", ["sharded", "hybrid", "unbroken"])
-def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, tmp_path, name):
+def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, name):
     # The same two ranks with the same seeds, and sums of two terms, whose order does not matter: nothing is rounded
     # differently.
     one, two = (h.timeless(h.read_jsonl(folder / name / "metrics.jsonl")) for folder in (one_node, two_nodes))

@@ -161,9 +161,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_of_ppo_are_what_plain_transformers_computes(
-    ppo, task, sometimes, monkeypatch, in_double, tmp_path, case
-):
+def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes, monkeypatch, in_double, case):
     """Mini-batches of 3 and 1 prompts in two epochs, so four updates a step, the later ones beyond the clips."""
     steps = []
     monkeypatch.setattr(hf, "generate", h.record_generate(steps))
@@ -263,7 +261,7 @@ BUSY = dict(
 )
 
 
-def assert_same_end(left, right, step, scratch):
+def assert_same_end(left, right, step):
     """Weights of actor and critic, both optimizers and all metrics, to the last bit."""
     for folder in ("huggingface", "huggingface_critic"):
         h.assert_same(*(h.weights(x / f"global_step_{step}", folder) for x in (left, right)))
@@ -288,14 +286,14 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, 
 
     train_ppo.main(train_ppo.Args(**settings))
 
-    assert_same_end(run_dir, ppo.dir(1), 4, tmp_path)
+    assert_same_end(run_dir, ppo.dir(1), 4)
     coefficients = [x["actor/reward_kl_penalty_coeff"] for x in ppo.lines(1)]
     assert len(set(coefficients)) == 4  # it was carried over
     # A checkpoint that has lost its critic is none.
     (run_dir / "global_step_4" / "huggingface_critic" / "model.safetensors").unlink()
     train_ppo.main(train_ppo.Args(**settings))
     assert "global_step_4: huggingface_critic/model.safetensors is missing" in capsys.readouterr().out
-    assert_same_end(run_dir, ppo.dir(1), 4, tmp_path)
+    assert_same_end(run_dir, ppo.dir(1), 4)
 
 
 def test_a_checkpoint_without_this_critic_is_refused(ppo, task, tmp_path):
@@ -344,7 +342,7 @@ def test_saving_in_the_warm_up_changes_nothing(ppo):
     h.assert_same(ppo.weights(1, 2), ppo.weights(2, 2))
 
 
-def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, tmp_path, monkeypatch):
+def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, monkeypatch):
     pushed = []
 
     def push(engine, named_tensors, original=hf.update_weights):

@@ -57,7 +57,7 @@ def solo():
     return fsdp.init_distributed()
 
 
-def assert_same_end(run_dir, unbroken, step, scratch):
+def assert_same_end(run_dir, unbroken, step):
     """Weights, optimizer and metrics of two runs are equal to the last bit."""
     one, two = run_dir / f"global_step_{step}", unbroken / f"global_step_{step}"
     h.assert_same(h.weights(one), h.weights(two))
@@ -125,10 +125,10 @@ def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script
         killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 1.5))
         kills += killed and steps not in checkpoint.list_steps(run_dir)  # in the middle
         if not killed:  # it came to its end: this one is done, kill another
-            assert_same_end(run_dir, tmp_path / "unbroken", steps, tmp_path)
+            assert_same_end(run_dir, tmp_path / "unbroken", steps)
             shutil.rmtree(run_dir)
     h.run(f"{script}.py", *h.flags(make(task, run_dir, **changes)), nproc=ranks)
-    assert_same_end(run_dir, tmp_path / "unbroken", steps, tmp_path)
+    assert_same_end(run_dir, tmp_path / "unbroken", steps)
     assert {p.name for p in run_dir.iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (steps - 1, steps)}
 
 
@@ -191,7 +191,7 @@ def test_the_newest_intact_checkpoint_is_taken_and_the_others_are_named(task, un
     assert f"passed over: {run_dir}/global_step_4: state/{shard.name} is damaged" in printed
     assert f"passed over: {run_dir}/global_step_3: huggingface/config.json has 0 bytes instead of" in printed
     assert f"resumed from {run_dir}/global_step_2, steps 3-4" in printed
-    assert_same_end(run_dir, unbroken, 4, tmp_path)
+    assert_same_end(run_dir, unbroken, 4)
 
 
 def test_if_all_are_damaged_the_run_does_not_start_over(task, unbroken, tmp_path):

@@ -34,7 +34,7 @@ def task(tmp_path_factory):
     return h.make_task(tmp_path_factory.mktemp("task"))
 
 
-def same_checkpoint(one, two, scratch):
+def same_checkpoint(one, two):
     h.assert_same(h.weights(one), h.weights(two))
     h.assert_same(h.saved_state(one), h.saved_state(two))
 
@@ -93,7 +93,7 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
         log.unlink()
         assert forks.start("train_grpo", settings | changes, log, fault=fault).ends() == [1]
         assert checkpoint.list_steps(run_dir)[-1] == step
-        same_checkpoint(run_dir / f"global_step_{step}", tmp_path / "unbroken" / f"global_step_{step}", tmp_path)
+        same_checkpoint(run_dir / f"global_step_{step}", tmp_path / "unbroken" / f"global_step_{step}")
         return log.read_text()
 
     printed = breaks(partial(engine_raises, 2), 1)
@@ -106,7 +106,7 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed
     )
     assert forks.start("train_grpo", settings | {"max_hours": 1.0}, log, fault=clock_jumps).ends() == [0]
-    same_checkpoint(run_dir / "global_step_4", tmp_path / "unbroken" / "global_step_4", tmp_path)
+    same_checkpoint(run_dir / "global_step_4", tmp_path / "unbroken" / "global_step_4")
     lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (run_dir, tmp_path / "unbroken")]
     assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == [1, 2, 3, 4]
 
