@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import itertools
+import math
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from rl.logprobs import add_packed_forward, add_response_logprobs
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
+GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
 
 # torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
 # middle of a run. Only versions of torch that have the fusion know the option.
@@ -240,11 +242,32 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) for all `known_parameters`, cast to `dtype` before gathering. All ranks must iterate.
 
-    value_head: yield the head of `critic.add_value_head` too.
+    Many are gathered by one call, since for each alone Python would take half a millisecond. value_head: yield the head
+    of `critic.add_value_head` too.
     """
-    for name, parameter in model.named_parameters() if value_head else known_parameters(model):
-        local = parameter.detach().to(dtype or parameter.dtype)
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+    named = list(model.named_parameters() if value_head else known_parameters(model))
+    ends = itertools.accumulate(x.numel() for _, x in named)
+    for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
+        names, parameters = zip(*(pair for pair, _ in batch), strict=True)
+        yield from zip(names, _whole([x.detach() for x in parameters], dtype or parameters[0].dtype), strict=True)
+
+
+def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype`."""
+    if not isinstance(tensors[0], DTensor):
+        return [x.to(dtype) for x in tensors]
+    mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
+    group, size = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    if size == 1:
+        return [x.to(dtype) for x in local]
+    counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
+    own = torch.zeros(sum(counts), dtype=dtype, device=local[0].device)
+    places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
+    torch._foreach_copy_(places, [x.flatten() for x in local])
+    every = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(every, own, group)
+    parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
+    return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

@@ -180,7 +180,13 @@ def main(path: str, batch_file: str, out: str) -> None:
     single = load(path, d, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)
-    results["cast"] = {name: tensor.clone() for name, tensor in full_tensors(single, torch.bfloat16)}
+    results["gathered"] = {}  # elements at a time -> what came, and by how many calls
+    for at_a_time in (1, 20_000, fsdp.GATHERED_ELEMENTS):
+        with (
+            mock.patch.object(fsdp, "GATHERED_ELEMENTS", at_a_time),
+            mock.patch.object(torch.distributed, "all_gather", wraps=torch.distributed.all_gather) as call,
+        ):
+            results["gathered"][at_a_time] = dict(full_tensors(single, torch.bfloat16)), call.call_count
     results |= check_mixed_precision(path, batch, plan, d)
     results |= check_forward_between_backward_and_step(path, batch, plan, d)
 
