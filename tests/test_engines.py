@@ -276,18 +276,21 @@ def test_generate_is_a_function_of_its_seed(setup, policy):
 
 
 def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, policy):
-    """And vLLM, when it asks its cache at every token, as it would by itself, gives the very same ones."""
+    """And vLLM, when all tokens of all sequences pass through its scheduler, gives the very same ones."""
     backend, engine = setup
     push(setup, policy)
     samples = samples_from(setup, max_tokens=280)
     assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
     if backend is vllm:
-        shortcuts = [(owner, name, vars(owner).pop(name)) for owner, name in engine.shortcuts[:2]]
+        unknown = engine._replace(tokens=vllm.Tokens({}, set()))  # tokens that are not expected pass through vLLM
+        assert samples_from((vllm, unknown), max_tokens=280) == samples
+        [(scheduler, _)] = [shortcut for shortcut in engine.shortcuts if shortcut[1] == "schedule"]
+        ours = vars(scheduler).pop("schedule")
         try:
             assert samples_from(setup, max_tokens=280) == samples
+            assert samples_from((vllm, unknown), max_tokens=280) == samples
         finally:
-            for owner, name, shortcut in shortcuts:
-                setattr(owner, name, shortcut)
+            scheduler.schedule = ours
 
 
 def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):

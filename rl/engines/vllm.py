@@ -6,6 +6,7 @@ its own prompts' share.
 """
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,12 +24,20 @@ from rl.types import Completion, OnGroup, Sampling
 STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
 
 
+class Tokens(NamedTuple):
+    """Where tokens go that do not pass through all of vLLM, see `_take_shortcuts`."""
+
+    completions: dict[str, Completion]  # by vLLM's name of the request
+    ends: set[int]  # ids that end a completion
+
+
 class Engine(NamedTuple):
     llm: Any  # vllm.LLM
     d: Dist
     tp_group: dist.ProcessGroup | None  # CPU group of the ranks that form this engine; None for a group of one
     can_sleep: bool
-    shortcuts: list[tuple[Any, str]]  # methods of vLLM that were replaced, see `_take_shortcuts`
+    tokens: Tokens
+    shortcuts: list[tuple[Any, str]]  # methods of vLLM that were replaced
 
 
 def make_engine(
@@ -82,37 +91,87 @@ def make_engine(
         seed=seed,
     )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
-    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, _take_shortcuts(llm))
-
-
-def _take_shortcuts(llm: Any) -> list[tuple[Any, str]]:
-    """Replace what vLLM does in Python for every sequence in every decoding step: it takes longer than the GPU's work.
-
-    Returns (object, name of its method) pairs. `delattr` gives vLLM's own methods back, after which `generate` of this
-    module must not be called.
-    """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    cache, block_size = scheduler.kv_cache_manager, llm.llm_engine.vllm_config.cache_config.block_size
-    allocate_slots, cache_blocks = cache.allocate_slots, cache.cache_blocks
-    update_from_output = scheduler.update_from_output
+    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, *_take_shortcuts(scheduler))
 
-    def allocate_where_a_block_begins(request: Any, num_new_tokens: int, **more: Any) -> Any:
-        if num_new_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1:
-            return cache.empty_kv_cache_blocks
-        return allocate_slots(request, num_new_tokens, **more)
 
-    def cache_where_a_block_ends(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens % block_size == 0:
-            cache_blocks(request, num_computed_tokens)
+def _take_shortcuts(scheduler: Any) -> tuple[Tokens, list[tuple[Any, str]]]:
+    """Keep sequences to which nothing happens in a decoding step out of vLLM's scheduler, whose Python takes longer for
+    every one of them than the GPU.
 
-    def update_with_plain_logprobs(scheduled: Any, output: Any) -> Any:
+    Something happens when a sequence begins or ends, or begins or fills a block of the cache, and whatever may happen
+    to one that was preempted. In 14 of 16 steps a sequence just gets one token longer, and that is written down here.
+
+    Returns where these tokens go, and (object, name of its method) pairs of what was replaced. `delattr` gives vLLM's
+    own methods back, after which `generate` of this module must not be called.
+    """
+    schedule, update_from_output, requests = scheduler.schedule, scheduler.update_from_output, scheduler.requests
+    block_size = math.gcd(*(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups))
+    ahead = int(scheduler.scheduler_config.async_scheduling)  # whether steps are scheduled before the last one ends
+    tokens = Tokens({}, set())
+
+    def schedule_what_happens(*args: Any) -> Any:
+        plain, others = [], []
+        for request in scheduler.running:
+            position, in_flight = request.num_computed_tokens, request.num_output_placeholders
+            is_plain = (
+                0 < position % block_size < block_size - 1
+                and position + 1 == len(request._all_token_ids) + in_flight  # one token to compute, which is sampled
+                and position + 2 - in_flight < request.num_prompt_tokens + request.max_tokens  # and not the last one
+                and not request.is_prefill_chunk
+                and not request.num_preemptions
+            )
+            (plain if is_plain else others).append(request)
+
+        scheduler.running = others  # vLLM sees these only, and that much less room for new ones
+        scheduler.max_num_running_reqs -= len(plain)
+        scheduler.max_num_scheduled_tokens -= len(plain)
+        scheduled = schedule(*args)
+        scheduler.running = plain + scheduler.running
+        scheduler.max_num_running_reqs += len(plain)
+        scheduler.max_num_scheduled_tokens += len(plain)
+
+        names, cached = [request.request_id for request in plain], scheduled.scheduled_cached_reqs
+        cached.req_ids += names
+        cached.new_block_ids += [None] * len(plain)
+        cached.num_computed_tokens += [request.num_computed_tokens for request in plain]
+        cached.num_output_tokens += [len(r._output_token_ids) + r.num_output_placeholders for r in plain]
+        scheduled.num_scheduled_tokens |= dict.fromkeys(names, 1)
+        scheduled.total_num_scheduled_tokens += len(plain)
+        scheduler.prev_step_scheduled_req_ids.update(names)
+        for request in plain:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += ahead
+        return scheduled
+
+    def update_what_happens(scheduled: Any, output: Any) -> Any:
         if output.logprobs is not None:  # (sequences, 1): of the sampled tokens
             output.logprobs = _Logprobs(output.logprobs.logprobs[:, 0].tolist())
+        others = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            others[name] = count
+            request, completion = requests.get(name), tokens.completions.get(name)
+            if request is None or request.num_preemptions or completion is None or not completion.token_ids:
+                continue
+            index, length = output.req_id_to_index[name], len(request._all_token_ids) + 1
+            if (
+                length % block_size
+                and length < request.num_prompt_tokens + request.max_tokens
+                and (token_id := output.sampled_token_ids[index][0]) not in tokens.ends
+            ):
+                request._all_token_ids.append(token_id)
+                request._output_token_ids.append(token_id)
+                request.num_in_flight_tokens -= 1
+                request.num_output_placeholders -= ahead
+                completion.token_ids.append(token_id)
+                completion.logprobs.append(output.logprobs.of_sampled[index])
+                del others[name]
+        scheduled.num_scheduled_tokens = others
         return update_from_output(scheduled, output)
 
-    cache.allocate_slots, cache.cache_blocks = allocate_where_a_block_begins, cache_where_a_block_ends
-    scheduler.update_from_output = update_with_plain_logprobs
-    return [(cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output")]
+    scheduler.schedule, scheduler.update_from_output = schedule_what_happens, update_what_happens
+    return tokens, [(scheduler, "schedule"), (scheduler, "update_from_output")]
 
 
 class _Logprobs(NamedTuple):
@@ -173,6 +232,10 @@ def generate(
         # vLLM's own loop over its outputs takes a tenth of the time of generation: its core is read here instead.
         engine.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         core = engine.llm.llm_engine.engine_core
+        engine.tokens.completions.clear()
+        engine.tokens.completions.update({name: groups[i][j] for name, (i, j) in place.items()})
+        engine.tokens.ends.clear()
+        engine.tokens.ends.update(core.engine_core.scheduler.requests[names[0]].sampling_params.all_stop_token_ids)
         steps = itertools.count()
         while any(waiting):
             if next(steps) % STOP_EVERY == 0 and stop.requested(engine.tp_group):  # ranks of an engine leave together

@@ -1,0 +1,194 @@
+"""vLLM's schedulers with the shortcuts of rl/engines/vllm.py decide as they do without, in every decoding step.
+
+No model runs: the next token of a sequence is a number that depends on the sequence and the position.
+"""
+
+import importlib.util
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rl.engines.vllm import _take_shortcuts
+from rl.types import Completion
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+BLOCK, MAX_NUM_SEQS, BUDGET, END = 16, 6, 64, 7
+KINDS = ["in turn", "running ahead", "running ahead, new runner"]
+BORDERS = [
+    (5, 40),
+    (60, 20),
+    (16, 1),
+    (15, 33),
+    (17, 31),
+    (31, 2),
+    (32, 64),
+    (33, 100),
+    (1, 15),
+    (1, 16),
+    (100, 60),
+    (48, 17),
+]
+OTHERS = [(1 + 13 * i % 50, 1 + 37 * i % 90) for i in range(40)]
+REQUESTS = {
+    f"r{i}": lengths for i, lengths in enumerate(BORDERS + OTHERS)
+}  # tokens of the prompt, limit of the response
+
+
+def next_token(name, position):
+    """Whichever of 101 tokens; one in 101 ends the response."""
+    return (hash(int(name[1:]) * 7919 + position) * 2654435761 >> 7) % 101
+
+
+def expected(name):
+    prompt, limit = REQUESTS[name]
+    ids = []
+    while len(ids) < limit and END not in ids:
+        ids.append(next_token(name, prompt + len(ids)))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    limits = dict(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET, max_model_len=256)
+    return EngineArgs(tiny_model, skip_tokenizer_init=True, dtype="float32", **limits).create_engine_config()
+
+
+def make_scheduler(config, kind, num_blocks):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    ahead = kind != "in turn"
+    config.scheduler_config.async_scheduling = ahead
+    config.cache_config.num_gpu_blocks, config.cache_config.block_size = num_blocks, BLOCK
+    layer = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
+    scheduler = (AsyncScheduler if ahead else Scheduler)(
+        config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
+    )
+    scheduler.use_v2_model_runner = kind.endswith("new runner")
+    return scheduler
+
+
+def drive(scheduler, *, shortcuts):
+    """Run all REQUESTS to their ends. Returns the decisions of every step, and the responses by name."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    tokens, _ = _take_shortcuts(scheduler)
+    responses = {name: Completion([], [], "") for name in REQUESTS}
+    if shortcuts:
+        tokens.completions.update(responses)
+        tokens.ends.add(END)
+    else:
+        vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    for name, (length, limit) in REQUESTS.items():
+        params = SamplingParams(max_tokens=limit, stop_token_ids=[END], logprobs=0)
+        prompt = [int(name[1:]) // 2] + [3] * (length - 1)  # each shares what it can with one other
+        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+    known = {name: length for name, (length, _) in REQUESTS.items()}  # tokens that there are, sampled ones included
+    in_flight, steps = deque(), []
+    for _ in range(2000):
+        if scheduler.has_requests():
+            scheduled = scheduler.schedule(False)
+            computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+            cached = scheduled.scheduled_cached_reqs
+            computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            in_flight.append((scheduled, dict(scheduled.num_scheduled_tokens), computed))
+            steps.append(
+                {
+                    "tokens": dict(scheduled.num_scheduled_tokens),
+                    "total": scheduled.total_num_scheduled_tokens,
+                    "computed": computed,
+                    "output": dict(zip(cached.req_ids, cached.num_output_tokens, strict=True)),
+                    "blocks": {
+                        name: None if new is None else len(new[0])
+                        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True)
+                    },
+                    "new": [new.req_id for new in scheduled.scheduled_new_reqs],
+                    "finished": scheduled.finished_req_ids,
+                    "prefilling": {request.request_id for request in scheduler._inflight_prefills},
+                    "resent": set(cached.all_token_ids),
+                    "usage": scheduler.kv_cache_manager.usage,
+                    "reusable": len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block),
+                }
+            )
+            if scheduler.scheduler_config.async_scheduling and len(in_flight) < 2 and scheduler.has_requests():
+                continue
+        elif not in_flight:
+            break
+        scheduled, counts, computed = in_flight.popleft()
+        sampled, logprobs = [], []
+        for name, count in counts.items():
+            position = computed[name] + count
+            sampled.append([next_token(name, position)] if position == known[name] else [])
+            known[name] += len(sampled[-1])
+            logprobs.append(-float(position))
+        output = ModelRunnerOutput(list(counts), {name: i for i, name in enumerate(counts)}, sampled)
+        output.logprobs = SimpleNamespace(logprobs=np.array(logprobs)[:, None]) if logprobs else None
+        for result in scheduler.update_from_output(scheduled, output).values():
+            for one in result.outputs:
+                if one.new_token_ids:
+                    responses[one.request_id].token_ids.extend(one.new_token_ids)
+                    responses[one.request_id].logprobs.append(one.new_logprobs)
+    assert not scheduler.has_requests() and not in_flight
+    return steps, responses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_is_what_vllm_alone_would_do(config, kind):
+    """Many sequences, six at a time, prompts that take several steps, and room in the cache for all of them."""
+    plain, plain_responses = drive(make_scheduler(config, kind, 200), shortcuts=False)
+    ours, responses = drive(make_scheduler(config, kind, 200), shortcuts=True)
+    assert responses == plain_responses
+    assert len(ours) == len(plain) > 250
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert mine == theirs
+    for name, (prompt, _) in REQUESTS.items():
+        assert responses[name].token_ids == expected(name)
+        assert responses[name].logprobs == [-float(prompt + i) for i in range(len(responses[name].token_ids))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_are_preempted_get_the_same_tokens(config, kind):
+    scheduler = make_scheduler(config, kind, 16)  # one long sequence and a few short ones
+    preempted = []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *rest, **more: (
+        preempted.append(request.request_id),
+        preempt(request, *rest, **more),
+    )
+    _, responses = drive(scheduler, shortcuts=True)
+    assert len(set(preempted)) > 5
+    for name, (prompt, _) in REQUESTS.items():
+        assert responses[name].token_ids == expected(name)
+        assert responses[name].logprobs == [-float(prompt + i) for i in range(len(responses[name].token_ids))]
+    assert scheduler.kv_cache_manager.usage == 0
+
+
+def test_a_sequence_that_just_grows_does_not_reach_vllm(config):
+    """Of 100 tokens 14 in 16 do not, but for one sequence that a step must have."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    scheduler = make_scheduler(config, "running ahead", 200)
+    seen = []
+    scheduler._update_request_with_output = lambda request, *rest, **more: (
+        seen.append(request.request_id),
+        AsyncScheduler._update_request_with_output(scheduler, request, *rest, **more),
+    )[1]
+    _, responses = drive(scheduler, shortcuts=True)
+    total = sum(len(response.token_ids) for response in responses.values())
+    assert total > 300 and len(seen) < 0.25 * total
