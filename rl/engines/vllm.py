@@ -100,7 +100,7 @@ def _take_shortcuts(scheduler: Any) -> tuple[Tokens, list[tuple[Any, str]]]:
     every one of them than the GPU.
 
     Something happens when a sequence begins or ends, or begins or fills a block of the cache, and whatever may happen
-    to one that was preempted. In 14 of 16 steps a sequence just gets one token longer, and that is written down here.
+    to one that was preempted. In 15 of 16 steps a sequence just gets one token longer, and that is written down here.
 
     Returns where these tokens go, and (object, name of its method) pairs of what was replaced. `delattr` gives vLLM's
     own methods back, after which `generate` of this module must not be called.
@@ -115,7 +115,7 @@ def _take_shortcuts(scheduler: Any) -> tuple[Tokens, list[tuple[Any, str]]]:
         for request in scheduler.running:
             position, in_flight = request.num_computed_tokens, request.num_output_placeholders
             is_plain = (
-                0 < position % block_size < block_size - 1
+                0 < position % block_size < block_size - 1 + ahead  # ahead, a full block is noted when the next begins
                 and position + 1 == len(request._all_token_ids) + in_flight  # one token to compute, which is sampled
                 and position + 2 - in_flight < request.num_prompt_tokens + request.max_tokens  # and not the last one
                 and not request.is_prefill_chunk
