@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.fsdp import Dist
 from rl.logprobs import token_logprobs
-from rl.types import Batch
+from rl.types import Batch, select
 
 GIB = 2**30
 
@@ -35,14 +35,9 @@ def rehearse(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
-    rows = max(1, max_tokens // max_length)
-    ids = torch.zeros(rows, max_length, dtype=torch.long, device=d.device)
-    ids[:, 1] = torch.arange(rows, device=d.device)  # rows that were all alike would be computed once
-    lengths = torch.full((rows,), max_length, device=d.device)
-    ones = torch.ones(rows, max_length, device=d.device)
-    policy = trained["actor"][0]
+    batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
     try:
-        logp, entropy = token_logprobs(policy, Batch(ids, lengths, ones, ones))
+        logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), d.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
@@ -72,3 +67,16 @@ def rehearse(
     if gpu_memory_utilization * total + weights + states + coming > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
     return plan
+
+
+def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:
+    """Sequences of `max_length` tokens, all but the first sampled, as many as `max_tokens` hold, and one of what is left;
+    at least one sequence. Neighbours have nothing in common, which would be computed once.
+    """
+    count, rest = divmod(max(max_tokens, max_length), max_length)
+    lengths = torch.tensor([max_length] * count + [rest] * (rest > 1))
+    position = torch.arange(max_length)
+    input_ids = torch.zeros(len(lengths), max_length, dtype=torch.long)
+    input_ids[:, 0] = torch.arange(len(lengths)) % 2
+    sampled = ((position > 0) & (position < lengths[:, None])).float()
+    return Batch(input_ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))
