@@ -70,8 +70,8 @@ def rehearse(
 
 
 def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:
-    """Sequences of `max_length` tokens, all but the first sampled, as many as `max_tokens` hold, and one of what is left;
-    at least one sequence. Neighbours have nothing in common, which would be computed once.
+    """Sequences of `max_length` tokens, all but the first sampled, as many as `max_tokens` hold but at least one, and a
+    shorter one of what is left. Neighbours have nothing in common, which would be computed once.
     """
     count, rest = divmod(max(max_tokens, max_length), max_length)
     lengths = torch.tensor([max_length] * count + [rest] * (rest > 1))
