@@ -142,7 +142,8 @@ def shard(
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
     fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
-    the traffic between machines is then one all-reduce of gradients. It must divide the number of ranks.
+    the traffic between machines is then one all-reduce of gradients an update (`last_micro_batch`). It must divide the
+    number of ranks.
 
     Compute runs in `d.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
@@ -182,6 +183,7 @@ def shard(
         if isinstance(module, FSDPModule) and d.world_size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.is_whole = size == 1
     model.train()
     keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
     return add_packed_forward(model, compile=compile, keep_logits=keep_logits)
@@ -268,6 +270,16 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor
     dist.all_gather(every, own, group)
     parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def last_micro_batch(model: nn.Module, is_last: bool) -> None:
+    """Say before a backward pass whether it is the last one of an update. Copies of the model, if `shard` made several,
+    add up their gradients then, once an update instead of once a micro-batch.
+    """
+    if model.is_whole:
+        model.set_requires_gradient_sync(is_last)
+    else:
+        model.set_requires_all_reduce(is_last)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

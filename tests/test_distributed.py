@@ -174,6 +174,26 @@ def test_hybrid_sharding_changes_nothing(plain, batch, ranks):
         assert rank["norm_copies"] == pytest.approx(norm(expected_gradients(plain, batch, range(8))), rel=1e-9)
 
 
+@pytest.fixture(scope="module")
+def copies(tiny_model, batch, torchrun, tmp_path_factory):
+    """What tests/workers/copies.py found on each of four ranks."""
+    folder = tmp_path_factory.mktemp("copies")
+    torch.save(batch, folder / "batch.pt")
+    torchrun(WORKERS / "copies.py", 4, tiny_model, folder / "batch.pt", folder)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_copies_of_the_model_add_up_their_gradients_once_an_update(plain, batch, copies, size):
+    """Four copies, two of two ranks each, or one: the same sums, in the first update and in the next."""
+    expected = expected_gradients(plain, batch, range(8))
+    for rank in copies:
+        assert rank["micro_batches"] > 1
+        for _, gradients, all_reduces in rank[size]["updates"]:
+            assert largest_error(gradients, expected) < 1e-9
+            assert all_reduces == (rank[size]["units"] if size < 4 else 0)
+
+
 # --- clipping and the optimizer ---
 
 

@@ -32,7 +32,7 @@ LINES = {  # section -> how many lines only train_grpo.py has there, and how man
         "rollouts": (4, 12),
         "phase 4": (1, 1),
         "phase 5": (1, 5),
-        "phase 7": (15, 33),
+        "phase 7": (15, 34),
         "phase 8": (11, 15),
         "phase 9": (1, 1),
         "closing": (0, 0),

@@ -7,10 +7,11 @@ from typing import get_args
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_grpo
-from rl import losses
+from rl import fsdp, losses
 from rl.batching import collate, plan_micro_batches
 from rl.logprobs import token_logprobs
 from rl.types import Batch, Sample, select
@@ -95,6 +96,8 @@ def packed_backward(
         logp, entropy = token_logprobs(model, micro, temperature=TEMPERATURE, entropy_grad=loss_mode == "all terms")
         objective, _ = token_objective(loss_mode, logp, entropy, micro)
         loss = losses.aggregate(objective, micro.response_mask, agg_mode, **denominators)
+        if isinstance(model, FSDPModule):
+            fsdp.last_micro_batch(model, micro_rows is plans[rank][-1])
         loss.backward()
         total += loss.item()
     return total

@@ -50,6 +50,8 @@ def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens:
             loss = objective(micro, values, logp, entropy)
         else:
             loss = objective(micro, critic.token_values(model, micro))
+        if isinstance(model, FSDPModule):
+            fsdp.last_micro_batch(model, micro_rows is plans[d.rank][-1])
         loss.backward()
         total += loss.item()
     return total
