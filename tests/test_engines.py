@@ -293,6 +293,15 @@ def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, po
             scheduler.schedule = ours
 
 
+def test_generate_refuses_sequences_that_could_outgrow_the_engine(setup):
+    backend, _ = setup
+    if backend is not vllm:
+        pytest.skip("only vLLM has such a limit")
+    assert max(map(len, PROMPTS)) == 37
+    with pytest.raises(ValueError, match="may have 321 tokens, but the engine was made for 320"):
+        generate(setup, max_tokens=284)
+
+
 def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):
     """The cache holds little more than one long sequence: others are thrown out, computed again and carried on."""
     backend, engine = setup

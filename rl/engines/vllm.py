@@ -190,7 +190,7 @@ def generate(
     """Sample `sampling.n` completions for each of this rank's prompts (token ids).
 
     `on_group(i, completions)` is called as soon as all completions of prompt i are there, while others are sampled.
-    Returns [] if the run was asked to stop meanwhile.
+    Returns [] if the run was asked to stop meanwhile. Raises ValueError if a sequence could outgrow `max_model_len`.
 
     The same seed, prompts and weights give the same completions. vLLM draws from the global generators of torch and,
     for the seeds of its newer GPU sampler, numpy: both are seeded here and restored afterwards. (Per-request seeds
@@ -207,6 +207,9 @@ def generate(
         seed, prompts = parts[0][0], [prompt for _, theirs in parts for prompt in theirs]
     if not prompts:
         return []
+    most, limit = max(map(len, prompts)) + sampling.max_tokens, engine.llm.llm_engine.model_config.max_model_len
+    if most > limit:
+        raise ValueError(f"a prompt and its response may have {most} tokens, but the engine was made for {limit}")
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
