@@ -163,7 +163,7 @@ def main(args: Args) -> dict[str, float]:
             micro = select(batch, micro_rows, d.device)  # (b, t)
             logp, _ = token_logprobs(policy, micro)
             loss = losses.masked_sum(-logp, micro.response_mask) / num_tokens
-            fsdp.last_micro_batch(policy, micro_rows is micros[-1])
+            fsdp.last_micro_batch(policy, micro_rows is micros[-1])  # when copies of the model add up
             loss.backward()  # adds to the gradients, and sums them over ranks
             sums.add(loss=loss)
         grad_norm = fsdp.clip_grad_norm(policy, args.grad_clip)

@@ -462,7 +462,7 @@ def main(args: Args) -> dict[str, float]:
                     )
                 objective = pg_loss - args.entropy_coeff * entropy
                 loss = losses.aggregate(objective, mask, args.loss_agg_mode, **denominators)
-                fsdp.last_micro_batch(policy, micro_rows is micros[-1])
+                fsdp.last_micro_batch(policy, micro_rows is micros[-1])  # when copies of the model add up
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 sums.add(
                     loss=loss,

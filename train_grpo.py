@@ -446,7 +446,7 @@ def main(args: Args) -> dict[str, float]:
                     objective = objective + args.kl_loss_coef * kl
                     sums.add(kl_loss=losses.aggregate(kl, mask, args.loss_agg_mode, **denominators))
                 loss = losses.aggregate(objective, mask, args.loss_agg_mode, **denominators)
-                fsdp.last_micro_batch(policy, micro_rows is micros[-1])
+                fsdp.last_micro_batch(policy, micro_rows is micros[-1])  # when copies of the model add up
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 sums.add(
                     loss=loss,

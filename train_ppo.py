@@ -482,7 +482,7 @@ def main(args: Args) -> dict[str, float]:
                 vf_loss = losses.aggregate(vf_losses, mask, args.loss_agg_mode, **denominators)
                 sums.add(vf_loss=vf_loss, vf_clipfrac=losses.masked_sum(vf_clipped, mask), tokens=mask.sum())
                 if not args.share_backbone:
-                    fsdp.last_micro_batch(critic, micro_rows is micros[-1])
+                    fsdp.last_micro_batch(critic, micro_rows is micros[-1])  # when copies of the model add up
                     vf_loss.backward()  # adds to the gradients, and sums them over ranks
                     if "actor" not in learners:
                         continue
@@ -501,7 +501,7 @@ def main(args: Args) -> dict[str, float]:
                 loss = losses.aggregate(objective, mask, args.loss_agg_mode, **denominators)
                 if args.share_backbone:
                     loss = loss + args.value_loss_coef * vf_loss
-                fsdp.last_micro_batch(policy, micro_rows is micros[-1])
+                fsdp.last_micro_batch(policy, micro_rows is micros[-1])  # when copies of the model add up
                 loss.backward()
                 sums.add(
                     loss=loss,

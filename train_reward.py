@@ -184,7 +184,7 @@ def main(args: Args) -> dict[str, float]:
             scores = reward_model.sequence_scores(model, select(batch, micro_rows, d.device))
             chosen, rejected = scores[: len(micro_rows)].view(-1, 2).unbind(1)  # (b,) each; a rank may be out of pairs
             loss = losses.bradley_terry(chosen, rejected).sum() / len(pairs)
-            fsdp.last_micro_batch(model, micro_rows is micros[-1])
+            fsdp.last_micro_batch(model, micro_rows is micros[-1])  # when copies of the model add up
             loss.backward()  # adds to the gradients, and sums them over ranks
             sums.add(loss=loss, wins=(chosen > rejected).sum(), chosen=chosen.sum(), rejected=rejected.sum())
         grad_norm = fsdp.clip_grad_norm(model, args.grad_clip)
