@@ -65,8 +65,7 @@ def main() -> dict[str, dict[str, float]]:
         from vllm import SamplingParams  # only after make_engine has set vLLM's environment
 
         prompts = [[5 + i] * 20 for i in range(PROMPTS)]
-        core = engine.llm.llm_engine.engine_core.engine_core
-        parts = {"schedule": (core.scheduler, "schedule"), "update": (core.scheduler, "update_from_output")}
+        parts = {"schedule": (engine.scheduler, "schedule"), "update": (engine.scheduler, "update_from_output")}
 
         def ours(seed: int) -> int:
             groups = vllm.generate(engine, prompts, Sampling(GROUP, 1.0, max_tokens=TOKENS), seed=seed)
@@ -82,8 +81,7 @@ def main() -> dict[str, dict[str, float]]:
             return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
         rows = {"rl/engines/vllm.py": microseconds_a_token(ours, parts)}
-        for owner, name in engine.shortcuts:
-            delattr(owner, name)  # back to vLLM's own
+        vllm.drop_shortcuts(engine)
         rows["vLLM's generate"] = microseconds_a_token(plain, parts)
         vllm.close(engine)
     print(f"\n{'CPU microseconds a token':26}{'all':>8}{'schedule':>10}{'update':>8}")

@@ -229,8 +229,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         seed=args.seed,
         load_weights=True,
     )
-    for owner, name in engine.shortcuts:
-        delattr(owner, name)  # back to vLLM's own
+    vllm.drop_shortcuts(engine)
     from vllm import SamplingParams  # only after make_engine has set vLLM's environment
 
     sampling = SamplingParams(

@@ -189,7 +189,7 @@ def test_copies_of_the_model_add_up_their_gradients_once_an_update(plain, batch,
     expected = expected_gradients(plain, batch, range(8))
     for rank in copies:
         assert rank["micro_batches"] > 1
-        for _, gradients, all_reduces in rank[size]["updates"]:
+        for gradients, all_reduces in rank[size]["updates"]:
             assert largest_error(gradients, expected) < 1e-9
             assert all_reduces == (rank[size]["units"] if size < 4 else 0)
 

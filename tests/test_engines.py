@@ -282,15 +282,14 @@ def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, po
     samples = samples_from(setup, max_tokens=280)
     assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
     if backend is vllm:
-        unknown = engine._replace(tokens=vllm.Tokens({}, set()))  # tokens that are not expected pass through vLLM
+        unknown = engine._replace(tokens=vllm.Tokens())  # tokens that are not expected pass through vLLM
         assert samples_from((vllm, unknown), max_tokens=280) == samples
-        [(scheduler, _)] = [shortcut for shortcut in engine.shortcuts if shortcut[1] == "schedule"]
-        ours = vars(scheduler).pop("schedule")
+        ours = vars(engine.scheduler).pop("schedule")
         try:
             assert samples_from(setup, max_tokens=280) == samples
             assert samples_from((vllm, unknown), max_tokens=280) == samples
         finally:
-            scheduler.schedule = ours
+            engine.scheduler.schedule = ours
 
 
 def test_generate_refuses_sequences_that_could_outgrow_the_engine(setup):
@@ -308,7 +307,7 @@ def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):
     if backend is not vllm:
         pytest.skip("only vLLM has a cache that can be full")
     push(setup, policy)
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = engine.scheduler
     pool, block_size = scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.vllm_config.cache_config.block_size
     one_sequence = math.ceil(320 / block_size)
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - one_sequence - 1)

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +25,12 @@ from rl.types import Completion, OnGroup, Sampling
 STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
 
 
-class Tokens(NamedTuple):
+@dataclass
+class Tokens:
     """Where tokens go that do not pass through all of vLLM, see `_take_shortcuts`."""
 
-    completions: dict[str, Completion]  # by vLLM's name of the request
-    ends: set[int]  # ids that end a completion
+    completions: dict[str, Completion] = field(default_factory=dict)  # by vLLM's name of the request
+    ends: set[int] = field(default_factory=set)  # ids that end a completion
 
 
 class Engine(NamedTuple):
@@ -36,8 +38,8 @@ class Engine(NamedTuple):
     d: Dist
     tp_group: dist.ProcessGroup | None  # CPU group of the ranks that form this engine; None for a group of one
     can_sleep: bool
+    scheduler: Any  # vLLM's, with shortcuts
     tokens: Tokens
-    shortcuts: list[tuple[Any, str]]  # methods of vLLM that were replaced
 
 
 def make_engine(
@@ -92,23 +94,22 @@ def make_engine(
     )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, *_take_shortcuts(scheduler))
+    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, scheduler, _take_shortcuts(scheduler))
 
 
-def _take_shortcuts(scheduler: Any) -> tuple[Tokens, list[tuple[Any, str]]]:
+def _take_shortcuts(scheduler: Any) -> Tokens:
     """Keep sequences to which nothing happens in a decoding step out of vLLM's scheduler, whose Python takes longer for
     every one of them than the GPU.
 
     Something happens when a sequence begins or ends, or begins or fills a block of the cache, and whatever may happen
     to one that was preempted. In 15 of 16 steps a sequence just gets one token longer, and that is written down here.
 
-    Returns where these tokens go, and (object, name of its method) pairs of what was replaced. `delattr` gives vLLM's
-    own methods back, after which `generate` of this module must not be called.
+    Returns where these tokens go.
     """
     schedule, update_from_output, requests = scheduler.schedule, scheduler.update_from_output, scheduler.requests
     block_size = math.gcd(*(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups))
     ahead = int(scheduler.scheduler_config.async_scheduling)  # whether steps are scheduled before the last one ends
-    tokens = Tokens({}, set())
+    tokens = Tokens()
 
     def schedule_what_happens(*args: Any) -> Any:
         plain, others = [], []
@@ -171,7 +172,12 @@ def _take_shortcuts(scheduler: Any) -> tuple[Tokens, list[tuple[Any, str]]]:
         return update_from_output(scheduled, output)
 
     scheduler.schedule, scheduler.update_from_output = schedule_what_happens, update_what_happens
-    return tokens, [(scheduler, "schedule"), (scheduler, "update_from_output")]
+    return tokens
+
+
+def drop_shortcuts(engine: Engine) -> None:
+    """Give vLLM its own methods back, for measuring it alone. `generate` of this module must not be called any more."""
+    del engine.scheduler.schedule, engine.scheduler.update_from_output
 
 
 class _Logprobs(NamedTuple):
@@ -235,16 +241,14 @@ def generate(
         # vLLM's own loop over its outputs takes a tenth of the time of generation: its core is read here instead.
         engine.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         core = engine.llm.llm_engine.engine_core
-        engine.tokens.completions.clear()
-        engine.tokens.completions.update({name: groups[i][j] for name, (i, j) in place.items()})
-        engine.tokens.ends.clear()
-        engine.tokens.ends.update(core.engine_core.scheduler.requests[names[0]].sampling_params.all_stop_token_ids)
+        engine.tokens.completions = {name: groups[i][j] for name, (i, j) in place.items()}
+        engine.tokens.ends = engine.scheduler.requests[names[0]].sampling_params.all_stop_token_ids
         steps = itertools.count()
         while any(waiting):
             if next(steps) % STOP_EVERY == 0 and stop.requested(engine.tp_group):  # ranks of an engine leave together
                 return []
             outputs = core.get_output().outputs
-            if not outputs and not core.engine_core.scheduler.has_requests():
+            if not outputs and not engine.scheduler.has_requests():
                 raise RuntimeError(f"vLLM has dropped {sum(waiting)} of {len(names)} responses")
             for output in outputs:
                 i, j = place[output.request_id]

@@ -9,31 +9,26 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gradients import ALL, CASE, load, take_gradients
 from objectives import packed_backward
 from torch.distributed.fsdp import FSDPModule
 
 from rl import fsdp
 from rl.batching import plan_micro_batches
 
-CASE = ("ppo_clip", "token-mean")
-
 
 def main(path: str, batch_file: str, out: str) -> None:
     d = fsdp.init_distributed()
     batch = torch.load(batch_file, weights_only=False)
-    micros = plan_micro_batches(batch.lengths.tolist(), range(8), world_size=d.world_size, max_tokens=16)[d.rank]
-    results = {"micro_batches": len(micros)}
+    work = dict(max_tokens=16, world_size=d.world_size)
+    results = {"micro_batches": len(plan_micro_batches(batch.lengths.tolist(), ALL, **work)[d.rank])}
     for size in (size for size in (1, 2, 4) if d.world_size % size == 0):
-        model = fsdp.shard(fsdp.load_policy(path, d, dtype=torch.float64), d, fsdp_size=size)
+        model = load(path, d, torch.float64, fsdp_size=size)
         updates = []
         for _ in range(2):
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as call:
-                share = packed_backward(
-                    model, batch, range(8), CASE, max_tokens=16, rank=d.rank, world_size=d.world_size
-                )
-            gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
-            model.zero_grad(set_to_none=True)
-            updates.append((share, gradients, call.call_count))
+                packed_backward(model, batch, ALL, CASE, rank=d.rank, **work)
+            updates.append((take_gradients(model), call.call_count))
         units = sum(isinstance(module, FSDPModule) for module in model.modules())
         results[size] = {"updates": updates, "units": units}
     torch.save(results, Path(out) / f"rank{d.rank}.pt")
