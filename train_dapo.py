@@ -395,7 +395,7 @@ def main(args: Args) -> dict[str, float]:
         clock("verify")
         samples, scores = zip(*(pair for group in groups for pair in group), strict=True)  # B each
         scores_PG = group_scores(groups)
-        lengths = torch.tensor([float(sum(s.response_mask)) for s in samples]).view(-1, args.rollout_n)  # (P, G)
+        lengths = torch.tensor([float(s.response_mask.sum()) for s in samples]).view(-1, args.rollout_n)  # (P, G)
 
         # 4. Batch: one row per response, planned into optimizer steps and this rank's memory-sized micro-batches.
         batch = collate(samples, pad_id=tokenizer.pad_token_id or 0)  # (B, T)

@@ -368,7 +368,7 @@ def main(args: Args) -> dict[str, float]:
         samples, scores = zip(*scored, strict=True)  # B each
         stop_if_failing(scores, args.reward_max_error_frac)
         scores_PG = torch.tensor([math.nan if s.value is None else s.value for s in scores]).view(-1, args.rollout_n)
-        lengths = torch.tensor([float(sum(s.response_mask)) for s in samples]).view(-1, args.rollout_n)  # (P, G)
+        lengths = torch.tensor([float(s.response_mask.sum()) for s in samples]).view(-1, args.rollout_n)  # (P, G)
         clock("reward")
 
         # 4. Batch: one row per response, planned into optimizer steps and this rank's memory-sized micro-batches.

@@ -19,7 +19,7 @@ def collate(samples: Sequence[Sample], *, pad_id: int) -> Batch:
     """
     assert samples, "collate needs at least one sample"
     B, T = len(samples), max(s.num_tokens for s in samples)
-    input_ids = np.full((B, T), pad_id, np.int64)  # numpy reads a list of numbers four times as fast as torch
+    input_ids = np.full((B, T), pad_id, np.int64)
     response_mask, rollout_logp = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     for i, s in enumerate(samples):
         start, end = len(s.prompt_ids), s.num_tokens
@@ -27,7 +27,7 @@ def collate(samples: Sequence[Sample], *, pad_id: int) -> Batch:
             f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask entries, "
             f"{len(s.rollout_logprobs)} log-probs"
         )
-        input_ids[i, :end] = s.prompt_ids + s.response_ids
+        input_ids[i, :start], input_ids[i, start:end] = s.prompt_ids, s.response_ids
         response_mask[i, start:end] = s.response_mask
         rollout_logp[i, start:end] = s.rollout_logprobs
     ids, mask, logp = map(torch.from_numpy, (input_ids, response_mask, rollout_logp))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -128,7 +129,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
     changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules must be on the
     device they were sharded on, and the same at every save of a run. `extra` is JSON of the loop that does not follow
-    from the step, {} if None.
+    from the step, {} if None; numpy arrays in it become lists.
 
     Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
     left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in
@@ -141,7 +142,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
-    text = json.dumps({} if extra is None else extra) if run.d.is_main else ""
+    text = json.dumps({} if extra is None else extra, default=np.ndarray.tolist) if run.d.is_main else ""
     run.copied = Event()
     for hook in run.hooks:
         hook.remove()

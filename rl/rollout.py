@@ -1,10 +1,10 @@
 """From prompts to samples, and the proof that the engine that sampled them holds the policy's weights."""
 
-import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
@@ -65,16 +65,16 @@ def sample_groups(
     groups: dict[int, list[Sample]] = {}
 
     def finish(i: int, completions: Sequence[Completion]) -> None:
-        prompt_ids, row_index = rows[i]["prompt_ids"], rows[i]["row_index"]
+        prompt_ids, row_index = np.asarray(rows[i]["prompt_ids"], np.int32), rows[i]["row_index"]
         if len(completions) != sampling.n:
             raise RuntimeError(f"the engine returned {len(completions)} responses to row {row_index}, not {sampling.n}")
         for ids, logprobs, _ in completions:
-            if len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
+            if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
                 raise RuntimeError(
                     f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
                     f"{row_index}, or log-probs that are not finite: {logprobs[:5]} ..."
                 )
-        groups[i] = [Sample(prompt_ids, c.token_ids, [1] * len(c.token_ids), *c[1:], row_index) for c in completions]
+        groups[i] = [Sample(prompt_ids, c.token_ids, np.ones(len(c.token_ids)), *c[1:], row_index) for c in completions]
         on_group(rows[i], groups[i])
 
     backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed, on_group=finish)

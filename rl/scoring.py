@@ -182,7 +182,7 @@ class Scorer:
         started.put(worker.hello)
         while (task := self.tasks.get()) is not None:
             key, row, samples, twice = task
-            texts = decode_responses(self.tokenizer, [s.response_ids for s in samples])
+            texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
             truth = row["reward_model"]["ground_truth"]
             facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
             calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]

@@ -1,8 +1,10 @@
 import itertools
 import math
+import pickle
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,25 @@ def sample(prompt_ids, response_ids, response_mask=None, rollout_logprobs=None, 
     mask = [1] * len(response_ids) if response_mask is None else response_mask
     logprobs = [-0.5 * (i + 1) for i in range(len(response_ids))] if rollout_logprobs is None else rollout_logprobs
     return Sample(prompt_ids, response_ids, mask, logprobs, "stop", row_index)
+
+
+# --- samples ---
+
+
+def test_samples_hold_arrays_and_come_from_other_ranks_as_they_went():
+    s = sample([5, 150_000], [8, EOS, 9], [1, 0, 1], [-0.1, -7.0, -1e-30], row_index=3)
+    for here in (s, pickle.loads(pickle.dumps(s))):
+        assert [here.prompt_ids.tolist(), here.response_ids.tolist()] == [[5, 150_000], [8, EOS, 9]]
+        assert here.response_mask.tolist() == [1, 0, 1]
+        assert here.rollout_logprobs.tolist() == np.array([-0.1, -7.0, -1e-30], np.float32).tolist()
+        assert [x.dtype for x in list(vars(here).values())[:4]] == [np.int32, np.int32, np.int8, np.float32]
+        assert (here.finish_reason, here.row_index, here.num_tokens) == ("stop", 3, 5)
+    ids = np.array([1, 2], np.int32)
+    assert sample(ids, [3]).prompt_ids is ids  # nothing is copied that need not be
+
+
+def test_a_long_response_is_counted_as_such():
+    assert sample([1], range(1000)).response_mask.sum() == 1000  # beyond what int8 holds
 
 
 # --- collate ---

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import helpers_scripts as h
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -382,9 +383,9 @@ def test_what_the_loop_carries_comes_back(task, policy_of, tmp_path):
     changing = [1]
     checkpoint.save(run, 1, trained, extra=changing)
     changing.append(2)
-    second = save_and_wait(run, 2, trained, extra=carried)
+    second = save_and_wait(run, 2, trained, extra=carried | {"array": np.float32([0.1, -2])})
     assert checkpoint.extra(tmp_path / "global_step_1") == [1]  # as it was
-    assert checkpoint.extra(second) == carried
+    assert checkpoint.extra(second) == carried | {"array": [float(np.float32(0.1)), -2.0]}
     assert checkpoint.extra(save_and_wait(run, 3, trained)) == {}
     assert checkpoint.extra(None) == {}
 

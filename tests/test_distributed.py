@@ -323,7 +323,7 @@ def gap_to(model, samples):
     """Largest difference between the engine's log-probs and those of a plain forward pass."""
     gaps = []
     for s in samples:
-        logp = plain_logprobs(model, s.prompt_ids + s.response_ids)[0][len(s.prompt_ids) :]
+        logp = plain_logprobs(model, [*s.prompt_ids, *s.response_ids])[0][len(s.prompt_ids) :]
         gaps.append((logp - torch.tensor(s.rollout_logprobs, dtype=logp.dtype)).abs().max().item())
     return max(gaps)
 
