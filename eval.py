@@ -1,6 +1,6 @@
 """Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
 
-    torchrun eval.py --model runs/glassrl/grpo/global_step_100/huggingface --val-files data/gsm8k/test.parquet
+    torchrun eval.py --model runs/glassrl/grpo/global_step_58/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
 
 With --rollout-n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021

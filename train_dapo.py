@@ -1,6 +1,6 @@
 """DAPO: GRPO that samples until every group of the batch has something to teach, and is careful with long responses.
 
-    torchrun train_dapo.py --model Qwen/Qwen2.5-1.5B-Instruct                       # one GPU, GSM8K
+    torchrun train_dapo.py --model Qwen/Qwen2.5-1.5B-Instruct --overlong-penalty-factor 0.5    # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_dapo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
 
 Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476) changes GRPO in four places:
@@ -71,7 +71,7 @@ class Args:
     # --- reward
 
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; with --reward-model none
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
     custom_reward_function: tuple[str, ...] | None = None
     reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
     reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score

@@ -73,7 +73,7 @@ class Args:
     # --- reward
 
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; with --reward-model none
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
     custom_reward_function: tuple[str, ...] | None = None
     reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
     reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score

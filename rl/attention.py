@@ -5,7 +5,7 @@ through to the attention function. Three implementations, each causal within a s
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
-    packed_fa2     CUDA: the same by flash-attn, a little faster, where it is installed
+    packed_fa2     CUDA: the same by flash-attn, where it is installed
 
 What a sequence has in common with the one before it stands in the packed row once. The sequence asks only for the rest,
 its last tokens, but sees the keys and values of all: the flash kernels align the last query with the last key.

@@ -119,6 +119,12 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     if run.resume_from:
         _together(lambda: _compare(run.resume_from, run.record, args.force_resume) if d.is_main else None)
         run.saved = _step_of(run.resume_from)
+        if run.saved >= total_steps and d.is_main:
+            print(
+                f"{run.resume_from}: all {total_steps} steps are done. To learn more raise --total-training-steps or "
+                "--total-epochs; to begin another run give it an --experiment-name of its own",
+                flush=True,
+            )
     _status(run, "running", run.saved)
     return run
 

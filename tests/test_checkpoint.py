@@ -673,6 +673,19 @@ def test_the_status_says_how_a_run_stands(task, policy_of, slow_disk, tmp_path):
     assert checkpoint.list_steps(tmp_path) == [4, 6]
 
 
+def test_a_run_that_is_complete_says_so(task, policy_of, tmp_path, capsys):
+    policy, optimizer, d = policy_of(task.model)
+    run = open_run(task, tmp_path, d)
+    save_and_wait(run, 9, {"actor": (policy, optimizer)})
+    del run
+    run = open_run(task, tmp_path, d)
+    assert "are done" not in capsys.readouterr().out
+    save_and_wait(run, 10, {"actor": (policy, optimizer)})
+    del run
+    open_run(task, tmp_path, d)
+    assert f"{tmp_path / 'global_step_10'}: all 10 steps are done. To learn more raise" in capsys.readouterr().out
+
+
 def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, d = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
