@@ -104,7 +104,7 @@ def main(args: Args) -> dict[str, float]:
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     total_steps = args.total_training_steps or args.total_epochs * (len(train) // args.train_batch_size)
 
-    d = fsdp.init_distributed()
+    d = fsdp.init_distributed(args.stall_timeout)
     watchdog.start(args.stall_timeout, d.rank)
     stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)

@@ -274,7 +274,7 @@ def main(args: Args) -> dict[str, float]:
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
-    d = fsdp.init_distributed()
+    d = fsdp.init_distributed(args.stall_timeout)
     watchdog.start(args.stall_timeout, d.rank)
     stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)

@@ -13,7 +13,10 @@ complete, and the manifest tells whether it still is. Order of data and sampling
 is loaded is tensors and JSON, never code. docs/reliability.md lists what can go wrong.
 """
 
+import contextlib
 import copy
+import datetime
+import inspect
 import json
 import math
 import pathlib
@@ -42,7 +45,7 @@ from rl import checkpoint_tensors as tensors
 from rl.checkpoint_files import list_steps
 from rl.checkpoint_tensors import Trained
 from rl.fsdp import Dist, known_parameters
-from rl.tracking import redact, secrets
+from rl.tracking import redact, say, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
@@ -51,6 +54,8 @@ Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its we
 NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
+PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
+WRITING = datetime.timedelta(days=7)  # that ranks may wait for each other in a save; training goes on meanwhile
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
 
 # Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
@@ -104,7 +109,7 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     root = pathlib.Path(files.run_dir(args))
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=WRITING)
     run = Run(root, d, args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
@@ -118,12 +123,13 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     run.resume_from = find(args.resume_mode, root, d)
     if run.resume_from:
         _together(lambda: _compare(run.resume_from, run.record, args.force_resume) if d.is_main else None)
-        run.saved = _step_of(run.resume_from)
-        if run.saved >= total_steps and d.is_main:
-            print(
+        step = _step_of(run.resume_from)
+        if run.resume_from.resolve().parent == root.resolve():
+            run.saved = step
+        if step >= total_steps and d.is_main:
+            say(
                 f"{run.resume_from}: all {total_steps} steps are done. To learn more raise --total-training-steps or "
-                "--total-epochs; to begin another run give it an --experiment-name of its own",
-                flush=True,
+                "--total-epochs; to begin another run give it an --experiment-name of its own"
             )
     _status(run, "running", run.saved)
     return run
@@ -195,7 +201,7 @@ def save_batch(run: Run, step: int, batch: Batch) -> pathlib.Path:
         try:
             save_file(on_host, path)
         except (OSError, SafetensorError) as error:
-            print(f"{path} could not be written: {error}", flush=True)
+            say(f"{path} could not be written: {error}")
     return path
 
 
@@ -235,7 +241,7 @@ def _status(run: Run, state: str, step: int) -> None:
         try:
             files.write_status(run.root, state=state, step=step, total_steps=run.total_steps)
         except OSError as error:  # no reason to lose the run
-            print(f"{run.root / 'STATUS.json'} could not be written: {error}", flush=True)
+            say(f"{run.root / 'STATUS.json'} could not be written: {error}")
 
 
 def _save(
@@ -248,8 +254,9 @@ def _save(
         _write(run, step, exports, own.places, extra)
     except Failed as error:
         if run.d.is_main:
-            files.sweep(run.root)
-            print(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures + 1} in a row): {error}", flush=True)
+            with contextlib.suppress(OSError):
+                files.sweep(run.root)
+            say(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures + 1} in a row): {error}")
         raise
     finally:
         sys.setswitchinterval(NORMAL_INTERVAL)
@@ -257,7 +264,7 @@ def _save(
         try:
             files.delete_older(run.root, step, run.keep)
         except OSError as error:  # no reason to lose the run
-            print(f"older checkpoints in {run.root} could not be removed: {error}", flush=True)
+            say(f"older checkpoints in {run.root} could not be removed: {error}")
         _status(run, "running", step)
 
 
@@ -298,7 +305,7 @@ def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Plac
     def write() -> None:
         tensors.write(temporary / "state", d.rank, host, places)
 
-    def export() -> None:
+    def export() -> list[str]:
         if d.is_main:
             for i, (name, (module, keys)) in enumerate(exports.items()):
                 weights = _whole_weights(run, name, keys, places, temporary / "state")
@@ -307,6 +314,8 @@ def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Plac
             written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             (temporary / "extra.json").write_text(extra)
+            return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
+        return []
 
     def force_to_disk() -> dict[str, dict]:
         return {name: files.size_and_hash(temporary / name, sync=True) for name in names[d.rank :: d.world_size]}
@@ -320,9 +329,7 @@ def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Plac
 
     _together(prepare, group)
     _together(write, group)
-    _together(export, group)
-    names = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file()) if d.is_main else []
-    names = _gather(names, group)[0]
+    names = _together(export, group)[0]
     parts = _together(force_to_disk, group)
     _together(commit, group)
 
@@ -366,7 +373,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
 
     `auto`: the newest intact one under `root`, or None if there is none at all. `disable`: None. Otherwise a
     global_step_N folder. Says which ones it passes over, and why. Raises ValueError if all are damaged, if the folder
-    is not a complete checkpoint, or if `disable` would mix a new run into an old one.
+    is not a complete checkpoint, or if `disable` or the folder would mix a new run into another one under `root`.
     """
     steps = _gather(list_steps(root) if d.is_main else [])[0]
     if resume_mode == "disable":
@@ -377,9 +384,17 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
             )
         return None
     if resume_mode != "auto":
-        if problem := _problem(pathlib.Path(resume_mode), d):
+        path = pathlib.Path(resume_mode)
+        if problem := _problem(path, d):
             raise _no_checkpoint(resume_mode, problem)
-        return pathlib.Path(resume_mode)
+        inside = path.resolve().parent == pathlib.Path(root).resolve()
+        if others := [step for step in steps if not inside or step > _step_of(path)]:
+            raise ValueError(
+                f"--resume-mode {resume_mode}, but {root} holds checkpoints of a run that went on from there, or of "
+                f"another one, up to step {others[-1]}; give auto to continue from the newest, or another "
+                "--experiment-name to go on from the named one, or remove them"
+            )
+        return path
     rejected: list[str] = []
     for path in (pathlib.Path(root) / f"global_step_{step}" for step in reversed(steps)):
         problem = _problem(path, d)
@@ -387,7 +402,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
             return path
         rejected.append(f"{path}: {problem}")
         if d.is_main:
-            print(f"checkpoint passed over: {rejected[-1]}", flush=True)
+            say(f"checkpoint passed over: {rejected[-1]}")
     if rejected:
         raise ValueError(
             f"none of the checkpoints under {root} is intact, so there is nothing to resume from; restore one, or "
@@ -430,17 +445,15 @@ def _gather(x: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return all results; if it failed on some, raise Failed on all. All must enter."""
-    result, error = None, None
+    result, error, cause = None, None, None
     try:
         result = work()
-    except ValueError as e:
-        error = str(e)
-    except (OSError, RuntimeError, SafetensorError) as e:  # a full disk is any of these
-        error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
+    except Exception as e:  # a full disk or memory has many names, and the other ranks wait
+        cause, error = e, str(e) if isinstance(e, ValueError) else f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
     outcomes = _gather((result, error), group)
     errors = [error for _, error in outcomes if error is not None]
     if errors:
-        raise Failed(errors[0])
+        raise Failed(errors[0]) from cause
     return [result for result, _ in outcomes]
 
 
@@ -477,12 +490,14 @@ def _step_of(path: pathlib.Path) -> int:
 
 def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
     """What must be the same when a run is resumed, as JSON has it."""
+    probe = tokenizer(PROBE)["input_ids"]  # merges, normalizer and post-processor show in it
     return {
+        "script": pathlib.Path(inspect.getfile(type(args))).stem,
         "args": redact(json.loads(json.dumps(vars(args), default=str)), secrets()),
         "total_steps": total_steps,
         "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in args.train_files],
         "tokenizer_sha256": files.hash_of(
-            [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map]
+            [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map, probe]
         ),
     }
 
@@ -496,10 +511,12 @@ def _compare(path: pathlib.Path, now: dict[str, Any], force: bool) -> None:
             "--total-epochs) to train on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
         )
     changed = [
-        f"--{flag.replace('_', '-')}: was {value}, is {now['args'][flag]}"
-        for flag, value in then["args"].items()
-        if flag in now["args"].keys() - FREE_TO_CHANGE and now["args"][flag] != value
+        f"--{flag.replace('_', '-')}: was {then['args'].get(flag, 'unknown')}, is {now['args'].get(flag, 'unknown')}"
+        for flag in sorted((then["args"].keys() | now["args"].keys()) - FREE_TO_CHANGE)
+        if flag not in then["args"] or flag not in now["args"] or then["args"][flag] != now["args"][flag]
     ]
+    if then.get("script", now["script"]) != now["script"]:
+        changed.insert(0, f"script: was {then['script']}.py, is {now['script']}.py")
     if then["data_sha256"] != now["data_sha256"]:
         changed.append(f"contents of --train-files: sha256 was {then['data_sha256']}, is {now['data_sha256']}")
     if then["tokenizer_sha256"] != now["tokenizer_sha256"]:
@@ -512,4 +529,4 @@ def _compare(path: pathlib.Path, now: dict[str, Any], force: bool) -> None:
             "--force-resume to continue with the new ones:\n" + "\n".join(changed)
         )
     if changed:
-        print(f"--force-resume: {path} is continued with other settings:\n" + "\n".join(changed), flush=True)
+        say(f"--force-resume: {path} is continued with other settings:\n" + "\n".join(changed))

@@ -15,6 +15,8 @@ import socket
 import time
 from typing import IO, Any
 
+from rl.tracking import say
+
 
 def run_dir(args: Any) -> str:
     """--default-local-dir with its placeholders filled in.
@@ -56,7 +58,7 @@ def lock(root: pathlib.Path) -> IO[str]:
             "--experiment-name or --default-local-dir"
         ) from error
     except OSError as error:  # some network file systems
-        print(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there", flush=True)
+        say(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()

@@ -1,6 +1,7 @@
 """Processes, parameters and gradients over ranks: torch.distributed and FSDP2, applied to the model from outside."""
 
 import ctypes
+import datetime
 import functools
 import itertools
 import math
@@ -53,14 +54,19 @@ class Dist:
         return self.rank == 0
 
 
-def init_distributed() -> Dist:
-    """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA.
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    # Under torchrun the process dies with it, however that ends: a rank that outlives its launcher would hold the GPU's
+    # memory for ever. At the import, since reading data and starting rewards takes a while.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    Works without torchrun as a world of one. Under torchrun the process dies with it, however that ends: a rank that
-    outlives its launcher would hold the GPU's memory for ever.
+
+def init_distributed(stall_timeout: float | None = None) -> Dist:
+    """Join the process group: gloo on CPU, nccl (plus gloo for Python objects) on CUDA. Without torchrun it is a world
+    of one.
+
+    Ranks wait for each other a little longer than `stall_timeout` seconds, so that rl/watchdog.py comes first and says
+    where they stand; by default as long as torch sees fit.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -78,7 +84,8 @@ def init_distributed() -> Dist:
     if use_cuda:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+        timeout = None if stall_timeout is None else datetime.timedelta(seconds=1.2 * stall_timeout + 60)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
 
 

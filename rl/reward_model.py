@@ -18,6 +18,7 @@ from rl.data import encode_conversation
 from rl.fsdp import Dist, all_gather, load_pretrained, offload, onload
 from rl.logprobs import run_packed
 from rl.scoring import Score
+from rl.tracking import say
 from rl.types import Batch, Sample, select
 
 
@@ -169,11 +170,10 @@ def score_conversations(
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids.append(encode_conversation(tokenizer, {"prompt": prompt, "row_index": i}, response))
     if overlong := sum(len(x) > max_length for x in ids):
-        print(
+        say(
             f"rank {d.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the reward "
             "model; their beginning was cut off",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
     ids = [x[-max_length:] for x in ids]
     lengths = [len(x) for x in ids]

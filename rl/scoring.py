@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.scoring_worker import HEADER
+from rl.tracking import say
 from rl.types import Sample
 
 REPOSITORY = Path(__file__).parent.parent
@@ -126,7 +127,7 @@ class Scorer:
         for row_index, position in sorted(finished):
             by_row.setdefault(row_index, []).extend(finished[row_index, position][0])
         if problems := [problem for _, (_, problem) in sorted(finished.items()) if problem is not None]:
-            print(f"reward: {len(problems)} problem(s), the first: {problems[0]}", file=sys.stderr, flush=True)
+            say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         remaining = {row_index: iter(scores) for row_index, scores in by_row.items()}
         return [next(remaining[sample.row_index]) for sample in samples]
 

@@ -10,6 +10,7 @@ worth nothing, and a `check` must follow. A second signal ends the process at on
 before the first `arm`: a start-up loads and compiles for minutes, and has nothing to save.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -79,13 +80,18 @@ def _listen(reading: int) -> None:
             if number[0] not in SIGNALS:
                 continue
             if not _leave:
-                os.write(2, b"asked to stop before the first step: there is nothing to save\n")
+                _write(b"asked to stop before the first step: there is nothing to save\n")
                 os._exit(128 + number[0])  # what a shell calls death by this signal
             if _asked_at is None:
                 _asked_at = time.monotonic()
-                os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
+                _write(b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
             elif time.monotonic() - _asked_at > SAME_REQUEST_S:
                 os._exit(128 + number[0])
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # Ctrl-C ends `tee` too, and then nobody reads stderr
+        os.write(2, text)
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:

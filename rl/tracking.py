@@ -7,16 +7,18 @@ nothing a tracker does or waits for can delay or stop a run.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -26,16 +28,24 @@ Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 CLOSE_S = 30.0  # what trackers may take after the run's end
+RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
 PENDING_BYTES = 64 * 2**20  # lines kept in memory while a file cannot be written, for each file
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print at once, by default to stdout. A full disk or a reader that has gone is no reason to lose a run."""
+    with contextlib.suppress(OSError):  # the text stays in the stream's buffer
+        print(text, file=stream, flush=True)
 
 
 class Tracker:
     """Writes on rank 0 and does nothing elsewhere, so that scripts call it without asking which rank they are.
 
     Files under `run_dir`: config.json (without `secrets`), metrics.jsonl (one line a step), generations.jsonl (one line
-    a logged response). `start` is the step a run resumes from, 0 for a new one: lines of later steps are dropped.
+    a logged response). `start` is the step a run resumes from: lines of later steps are dropped. With 0, for a new run,
+    files that an earlier one has left get other names.
 
     Raises OSError if `run_dir` or config.json cannot be written, and nothing later: lines that a full disk refuses are
     kept in memory, up to PENDING_BYTES a file, and written when there is space again.
@@ -60,6 +70,8 @@ class Tracker:
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if start == 0:
+            _set_aside(self.run_dir)
         for name in self.pending:  # a resumed run repeats the steps after its checkpoint
             _drop_after(self.run_dir / name, start)
         config = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
@@ -82,7 +94,7 @@ class Tracker:
                 start_new_session=True,  # Ctrl-C is for the run, and no tracker asks for a key on the terminal
             )
         except OSError as error:
-            self._say(f"{backend} gets nothing, its process did not start: {error}")
+            say(f"{backend} gets nothing, its process did not start: {error}", sys.stderr)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step everywhere; print `line` if console is on.
@@ -121,11 +133,14 @@ class Tracker:
         except OSError as error:
             if name not in self.failing:
                 self.failing.add(name)
-                self._say(f"{self.run_dir / name} cannot be written: {error}; training goes on, its lines are kept")
+                say(
+                    f"{self.run_dir / name} cannot be written: {error}; training goes on, its lines are kept",
+                    sys.stderr,
+                )
             return
         if name in self.failing:
             self.failing.remove(name)
-            self._say(f"{self.run_dir / name} can be written again; {self.lost[name]} lines are missing")
+            say(f"{self.run_dir / name} can be written again; {self.lost[name]} lines are missing", sys.stderr)
 
     def _look_after_workers(self) -> None:
         """Say so if a tracker's process was ended by something else than itself."""
@@ -133,20 +148,16 @@ class Tracker:
             if worker.poll() is not None:
                 del self.workers[backend]
                 if worker.returncode != 0:  # else it has said itself what the matter was
-                    self._say(
+                    say(
                         f"{backend} gets nothing more, its process ended with {worker.returncode}; "
-                        f"the numbers are in {self.run_dir / 'metrics.jsonl'}"
+                        f"the numbers are in {self.run_dir / 'metrics.jsonl'}",
+                        sys.stderr,
                     )
 
     def print(self, text: str) -> None:
         """Print on the main rank if console is among the backends."""
         if self.enabled and "console" in self.backends:
-            with contextlib.suppress(OSError):  # a full disk: it stays in stdout's buffer
-                print(text, flush=True)
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def close(self, wait_s: float = CLOSE_S) -> None:
         """Write what is pending and end every backend: one that cannot send the rest within `wait_s` seconds goes on by
@@ -159,7 +170,7 @@ class Tracker:
                 self._append(name, "")
             if pending or self.lost[name]:
                 lines = pending.count(b"\n") + self.lost[name]
-                self._say(f"{self.run_dir / name} lacks {lines} lines, which could not be written")
+                say(f"{self.run_dir / name} lacks {lines} lines, which could not be written", sys.stderr)
         for worker in self.workers.values():
             with contextlib.suppress(OSError):  # it has ended
                 worker.stdin.write(b"done")
@@ -191,21 +202,54 @@ def redact(value: Any, secrets: Sequence[str]) -> Any:
     return value
 
 
+def _set_aside(run_dir: pathlib.Path) -> None:
+    """Give the records of an earlier run, which saved nothing to resume from, names with a number."""
+    files = [file for name in RECORDS if (file := run_dir / name).exists() and file.stat().st_size]
+    if (run_dir / "metrics.jsonl") in files:
+        number = next(n for n in itertools.count(1) if not any(_numbered(file, n).exists() for file in files))
+        for file in files:
+            file.rename(_numbered(file, number))
+        say(
+            f"{run_dir} has records of an earlier run: they are called {_numbered(files[0], number).name} and so on now"
+        )
+
+
+def _numbered(file: pathlib.Path, number: int) -> pathlib.Path:
+    return file.with_name(f"{file.stem}.{number}{file.suffix}")
+
+
 def _drop_after(file: pathlib.Path, step: int) -> None:
-    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself."""
+    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself.
+
+    Of a file with damaged lines a copy is kept.
+    """
 
     def evaluates(line: dict) -> bool:
         return line.get("kind") == "val" or any(name.startswith("val") for name in line)
 
-    if file.exists():
-        text = file.read_text()
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # a crash may cut the last one
-        kept = [line for line in lines if line["step"] < step or (line["step"] == step and not evaluates(line))]
-        rest = "".join(json.dumps(line) + "\n" for line in kept)
-        if rest != text:
-            temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
-            temporary.write_text(rest)
-            os.replace(temporary, file)
+    if not file.exists():
+        return
+    text = file.read_text(errors="replace")
+    lines = [_parsed(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # a crash may cut the last one
+    if damaged := lines.count(None):
+        shutil.copy(file, file.with_suffix(".damaged"))
+        say(f"{damaged} line(s) of {file} are damaged and left out; {file.with_suffix('.damaged').name} has them")
+    whole = [line for line in lines if line is not None]
+    kept = [line for line in whole if line["step"] < step or (line["step"] == step and not evaluates(line))]
+    rest = "".join(json.dumps(line) + "\n" for line in kept)
+    if rest != text:
+        temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
+        temporary.write_text(rest)
+        os.replace(temporary, file)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl or generations.jsonl; None if it is damaged."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 
 
 def progress(name: str, items: Sequence[T]) -> Iterable[T]:

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 
+from rl.tracking import say
+
 _last = 0.0, ""  # when the last sign of life came, and which
 _backstop_s = 0.0
 _stopped: threading.Event | None = None  # tells the thread that watches; None: nobody watches
@@ -46,11 +48,10 @@ def _watch(limit_s: float, rank: int, stopped: threading.Event) -> None:
         last, phase = _last
         quiet = time.monotonic() - last
         if quiet > limit_s:
-            print(
+            say(
                 f"rank {rank}: no phase has ended for {quiet:.0f} s (--stall-timeout {limit_s:g}); the last one was "
                 f"{phase!r}. The stacks of all threads follow, and the process ends.",
-                file=sys.__stderr__,
-                flush=True,
+                sys.__stderr__,
             )
             faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
             os._exit(1)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -335,7 +336,33 @@ def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_
     assert checkpoint.find("auto", tmp_path, d) == tmp_path / "global_step_10"
     assert f"passed over: {tmp_path}/global_step_11: no MANIFEST.json" in capsys.readouterr().out
     assert checkpoint.find("disable", tmp_path / "nowhere", d) is None
-    assert checkpoint.find(str(tmp_path / "global_step_2"), tmp_path, d) == tmp_path / "global_step_2"
+
+
+def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroken, policy_of, tmp_path):
+    d = policy_of(task.model)[2]
+    for folder, steps in (("one", (1, 2, 3)), ("other", (1,)), ("last", (3,))):
+        for step in steps:
+            shutil.copytree(unbroken / f"global_step_{step}", tmp_path / folder / f"global_step_{step}")
+    one, named = tmp_path / "one", tmp_path / "one" / "global_step_2"
+    for root in (one, tmp_path / "other", tmp_path / "last"):  # a later one; one of another run; both
+        with pytest.raises(ValueError, match=f"holds checkpoints of .* up to step {1 if root.name == 'other' else 3};"):
+            checkpoint.find(str(named), root, d)
+    assert checkpoint.find(str(named), tmp_path / "fresh", d) == named
+    shutil.rmtree(one / "global_step_3")
+    assert checkpoint.find(str(named), one, d) == named
+    other_way = one / ".." / "one" / "global_step_2"
+    assert checkpoint.find(str(other_way), one, d) == other_way
+
+
+def test_a_run_that_goes_on_from_elsewhere_has_saved_nothing_itself(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    trained = {"actor": (policy, optimizer)}
+    run = open_run(task, tmp_path / "one", d)
+    path = save_and_wait(run, 3, trained)
+    checkpoint.leave(run, 3, trained)
+    run = open_run(task, tmp_path / "two", d, resume_mode=str(path))
+    checkpoint.leave(run, 3, trained)
+    assert checkpoint.list_steps(tmp_path / "two") == checkpoint.list_steps(tmp_path / "one") == [3]
 
 
 def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
@@ -686,6 +713,25 @@ def test_a_run_that_is_complete_says_so(task, policy_of, tmp_path, capsys):
     assert f"{tmp_path / 'global_step_10'}: all 10 steps are done. To learn more raise" in capsys.readouterr().out
 
 
+def test_whatever_a_save_fails_of_nothing_is_left_of_it(task, policy_of, tmp_path, monkeypatch, capsys):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+
+    def no_memory(*_, **__):
+        raise MemoryError("no memory to hash with")
+
+    monkeypatch.setattr(checkpoint_files, "size_and_hash", no_memory)
+    checkpoint.save(run, 1, trained)
+    checkpoint._settle(run)
+    assert run.failures == 1 and {p.name for p in tmp_path.iterdir()} == {"run.lock", "STATUS.json"}
+    assert (
+        "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: MemoryError: no memory to hash"
+        in capsys.readouterr().out
+    )
+    monkeypatch.undo()
+    save_and_wait(run, 2, trained)
+
+
 def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, d = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
@@ -805,9 +851,35 @@ def test_other_settings_may_change(task, finished, tmp_path):
         activation_checkpointing="none",
         log_freq=1,
         experiment_name="renamed",
-        resume_mode=str(finished / "global_step_2"),
+        resume_mode=str(tmp_path / "run" / "global_step_2"),
     )
     assert checkpoint.list_steps(go_on(task, finished, tmp_path, **changes)) == [3, 4]
+
+
+def test_another_script_and_flags_that_one_side_lacks_are_refused(task, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    args = train_grpo.Args(model=task.model, train_files=(task.train,))
+    then = checkpoint._describe(args, tokenizer, 10)
+    assert then["script"] == "train_grpo"
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"step": 1, **then}))
+    checkpoint._compare(tmp_path, then, force=False)
+    flags = {"new_flag": 3, **then["args"]}
+    del flags["kl_coef"]
+    with pytest.raises(ValueError, match="other settings") as error:
+        checkpoint._compare(tmp_path, then | {"script": "train_dapo", "args": flags}, force=False)
+    assert (
+        "script: was train_grpo.py, is train_dapo.py\n--kl-coef: was 0.001, is unknown\n--new-flag: was unknown, is 3"
+        in (str(error.value))
+    )
+
+
+def test_a_tokenizer_that_gives_other_ids_is_another_one(task):
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    args = train_grpo.Args(model=task.model, train_files=(task.train,))
+    before = checkpoint._describe(args, tokenizer, 10)["tokenizer_sha256"]
+    template = TemplateProcessing(single="$0 <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    assert checkpoint._describe(args, tokenizer, 10)["tokenizer_sha256"] != before
 
 
 def test_changed_data_is_refused(task, finished, tmp_path):

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from conftest import RANK_VARIABLES, ROOT
 
 RANK = """
@@ -14,8 +15,9 @@ import os, sys, time
 from pathlib import Path
 from rl.fsdp import init_distributed
 
-d = init_distributed()
-Path(sys.argv[1], f"rank{d.rank}").write_text(str(os.getpid()))
+if sys.argv[2] == "joined":
+    init_distributed()
+Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """
 
@@ -35,12 +37,13 @@ def until(condition, seconds: float) -> bool:
     return condition()
 
 
-def test_no_rank_outlives_a_killed_torchrun(tmp_path):
+@pytest.mark.parametrize("when", ["joined", "before"])
+def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     launcher = subprocess.Popen(
-        [*command, str(tmp_path / "rank.py"), str(tmp_path)],
+        [*command, str(tmp_path / "rank.py"), str(tmp_path), when],
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stderr=subprocess.DEVNULL,
     )

@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -424,6 +426,37 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals
+
+
+SILENT = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from rl import stop
+
+stop.start()
+if sys.argv[2] == "armed":
+    stop.arm(lambda: None)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("state", "signals"), [("new", 1), ("armed", 2)])
+def test_signals_count_though_nobody_reads_stderr(state, signals):
+    """Ctrl-C ends `tee` as well as the run whose output it reads."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENT, str(h.ROOT), state], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        process.stderr.close()
+        for _ in range(signals):
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            time.sleep(stop.SAME_REQUEST_S + 0.2)
+        assert process.wait(5) == 128 + signal.SIGINT
+    finally:
+        process.kill()
 
 
 def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():

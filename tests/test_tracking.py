@@ -3,6 +3,7 @@
 And that no tracker and no full disk can delay or stop it. About 25 s, most of it imports in other processes.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -19,7 +20,7 @@ import helpers_scripts as h
 import pytest
 
 from rl import tracking
-from rl.tracking import Tracker, _drop_after, progress, progress_line, redact, secrets, show_sample
+from rl.tracking import Tracker, _drop_after, progress, progress_line, redact, say, secrets, show_sample
 from rl.tracking_worker import Reader
 
 
@@ -110,8 +111,50 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     tracker(tmp_path, start=2)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:3]  # to the digit, time included
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0]
-    tracker(tmp_path, start=0)
-    assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "generations.jsonl").read_text() == ""
+
+
+def test_a_new_run_sets_the_records_of_an_earlier_one_aside(tmp_path, capsys):
+    for loss in (0.5, 0.25):
+        t = tracker(tmp_path)
+        t.log(1, {"actor/loss": loss})
+        t.log_generations(1, "val", [{"prompt": "p", "response": str(loss), "score": 1.0}])
+    assert "records of an earlier run: they are called metrics.1.jsonl and so on" in capsys.readouterr().out
+    tracker(tmp_path)
+    stems = (("metrics", "jsonl"), ("generations", "jsonl"), ("config", "json"))
+    names = {f"{stem}{number}.{end}" for stem, end in stems for number in ("", ".1", ".2")}
+    assert {p.name for p in tmp_path.iterdir()} == names - {
+        "metrics.jsonl",
+        "generations.jsonl",
+    }  # nothing is logged yet
+    for number, loss in ((1, 0.5), (2, 0.25)):
+        assert h.read_jsonl(tmp_path / f"metrics.{number}.jsonl")[0]["actor/loss"] == loss
+        assert h.read_jsonl(tmp_path / f"generations.{number}.jsonl")[0]["response"] == str(loss)
+
+
+def test_damaged_lines_do_not_keep_a_run_from_going_on(tmp_path, capsys):
+    t = tracker(tmp_path)
+    for step in (1, 2, 3, 4):
+        t.log(step, {"actor/loss": 0.1 * step})
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + b"\xff" + lines[1][1:] + b"null\n" + b"{}\n" + lines[2] + lines[3][:9])
+    damaged = file.read_bytes()
+    tracker(tmp_path, start=4)
+    assert file.read_bytes() == lines[0] + lines[2]
+    assert (tmp_path / "metrics.damaged").read_bytes() == damaged
+    assert "3 line(s) of" in capsys.readouterr().out
+
+
+def test_a_message_that_nobody_can_read_costs_nothing():
+    stream = open("/dev/full", "w")
+    say("no space for this", stream)
+    reading, writing = os.pipe()
+    os.close(reading)
+    pipe = open(writing, "w")
+    say("nobody reads this", pipe)
+    for file in (stream, pipe):
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

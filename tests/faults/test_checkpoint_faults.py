@@ -33,6 +33,7 @@ KILLED = {  # script -> settings of a short run of it; one more script is one mo
     "train_ppo": h.ppo_settings,
     "train_dapo": h.dapo_settings,
     "sft": h.sft_settings,
+    "train_reward": h.reward_settings,
 }
 COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 ranks: without torchrun
 
@@ -337,6 +338,26 @@ def test_a_full_disk_costs_one_checkpoint(task, unbroken, tmp_path, monkeypatch,
     assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(3, 1.0), (4, 2.0)]
     printed = capsys.readouterr().out
     assert "CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 0: " in printed and "File too large" in printed
+
+
+def test_a_disk_that_is_full_for_the_log_too_costs_no_more(task, unbroken, tmp_path):
+    """Messages go to the same disk, so not even the failure can be told."""
+    settings = h.sft_settings(task, tmp_path / "run", save_freq=1, logger=("tensorboard",))
+    code = f"""
+import sys
+sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+sys.stdout = sys.stderr = open("/dev/full", "w")
+import test_checkpoint_faults as faults
+from rl import checkpoint
+import sft
+checkpoint._write = faults.full_disk_at(2)
+sft.main(sft.Args(**{settings!r}))
+import os
+os._exit(0)  # or Python complains that it cannot flush stdout
+"""
+    h.run("-c", code)
+    h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
+    assert checkpoint.list_steps(tmp_path / "run") == [1, 3, 4]
 
 
 def test_three_failures_in_a_row_stop_the_run_and_leave_the_old_checkpoint(task, tmp_path, monkeypatch, solo):
