@@ -247,8 +247,8 @@ def main(args: Args) -> dict[str, float]:
     if args.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if args.reward_model:
-        reward_model.check_reward_model(args.reward_model)
-        judge_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+        longest = args.reward_model_max_length
+        judge_tokenizer = reward_model.open_reward_model(args.reward_model, train_rows[0], longest)
     functions = args.custom_reward_function or (() if args.reward_model else ("rewards/by_data_source.py",))
     scorer = Scorer(
         functions,
@@ -266,6 +266,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
     d = fsdp.init_distributed(args.stall_timeout)
+    fsdp.check_size(args.fsdp_size, d)
     watchdog.start(args.stall_timeout, d.rank)
     stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
@@ -319,6 +320,7 @@ def main(args: Args) -> dict[str, float]:
         max_length=args.max_prompt_length + args.max_response_length,
         gpu_memory_utilization=args.gpu_memory_utilization,
         d=d,
+        frozen=reference,
     )
     tracker.print(
         f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "

@@ -256,8 +256,8 @@ def main(args: Args) -> dict[str, float]:
     if args.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if args.reward_model:
-        reward_model.check_reward_model(args.reward_model)
-        judge_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+        longest = args.reward_model_max_length
+        judge_tokenizer = reward_model.open_reward_model(args.reward_model, train_rows[0], longest)
     functions = args.custom_reward_function or (() if args.reward_model else ("rewards/by_data_source.py",))
     scorer = Scorer(
         functions,
@@ -275,6 +275,7 @@ def main(args: Args) -> dict[str, float]:
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
     d = fsdp.init_distributed(args.stall_timeout)
+    fsdp.check_size(args.fsdp_size, d)
     watchdog.start(args.stall_timeout, d.rank)
     stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)
@@ -339,6 +340,8 @@ def main(args: Args) -> dict[str, float]:
         max_length=args.max_prompt_length + args.max_response_length,
         gpu_memory_utilization=args.gpu_memory_utilization,
         d=d,
+        frozen=reference,
+        offloaded=("critic",) if args.critic_offload else (),
     )
     tracker.print(
         f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
@@ -452,9 +455,12 @@ def main(args: Args) -> dict[str, float]:
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
-        factor = schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         learners = trained if step >= args.critic_warmup else {"critic": trained["critic"]}
-        lrs = {"actor": factor * args.lr, "critic": factor * args.critic_lr}
+        kind, warmup, late = args.lr_scheduler_type, args.lr_warmup_steps, args.critic_warmup
+        lrs = {  # the actor's schedule begins when the actor does
+            "actor": args.lr * schedule.lr_factor(kind, max(step - late, 0), warmup, total_steps - late),
+            "critic": args.critic_lr * schedule.lr_factor(kind, step, warmup, total_steps),
+        }
         for name, (_, its_optimizer) in learners.items():
             its_optimizer.param_groups[0]["lr"] = lrs[name]
         clip_ratios = {name: vars(args)[name] for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
@@ -533,7 +539,8 @@ def main(args: Args) -> dict[str, float]:
         # 8. Report: losses are means over mini-batches, diagnostics means over all tokens of all ranks.
         s, times = sums.reduce(), clock.metrics()
         tokens = max(s["tokens"], 1.0)
-        unexplained = losses.masked_var(returns - batch.values, taught) / losses.masked_var(returns, taught)
+        spread, rest = losses.masked_var(returns, taught), losses.masked_var(returns - batch.values, taught)
+        explained_var = 1 - (rest / spread).item() if spread > 1e-8 else 0.0  # equal returns differ by rounding
         metrics = {
             **describe("critic/score", scores_B),
             **scoring_metrics(scores, [row["data_source"] for row in rows for _ in range(args.rollout_n)]),
@@ -542,7 +549,7 @@ def main(args: Args) -> dict[str, float]:
             **describe("critic/advantages", batch.advantages[taught > 0]),
             **describe("critic/values", batch.values[taught > 0]),
             **describe("critic/returns", returns[taught > 0]),
-            "critic/vf_explained_var": 1 - unexplained.nan_to_num(1.0, posinf=1.0).item(),  # 0 if all returns are equal
+            "critic/vf_explained_var": explained_var,
             "critic/vf_loss": s["vf_loss"] / updates_per_step,
             "critic/vf_clipfrac": s["vf_clipfrac"] / tokens,
             **rollout_metrics(samples),

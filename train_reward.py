@@ -121,6 +121,7 @@ def main(args: Args) -> dict[str, float]:
     total_steps = args.total_training_steps or args.total_epochs * (len(train) // args.train_batch_size)
 
     d = fsdp.init_distributed(args.stall_timeout)
+    fsdp.check_size(args.fsdp_size, d)
     watchdog.start(args.stall_timeout, d.rank)
     stop.start(args.max_hours)
     run = checkpoint.open_run(args, tokenizer, total_steps, d)

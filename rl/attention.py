@@ -90,7 +90,8 @@ def _refuse_short_window(sliding_window, max_length: int) -> None:
 
 
 def _refuse_options(options: dict) -> None:
-    for name in ("softcap", "s_aux"):  # Gemma 2's capped scores, gpt-oss' sinks: dropping them would change the numbers
+    # Gemma 2's capped scores, gpt-oss' sinks, chosen keys, learned biases: dropping them would change the numbers.
+    for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"):
         if options.get(name) is not None:
             raise ValueError(f"--model: its attention uses {name}, which packed attention does not compute")
 

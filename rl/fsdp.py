@@ -89,6 +89,14 @@ def init_distributed(stall_timeout: float | None = None) -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
 
 
+def check_size(fsdp_size: int | None, d: Dist) -> None:
+    """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
+    if fsdp_size is not None and (fsdp_size < 1 or d.world_size % fsdp_size):
+        raise ValueError(
+            f"--fsdp-size {fsdp_size} does not divide the {d.world_size} rank(s) of this run; choose a divisor"
+        )
+
+
 def final_barrier() -> None:
     """Wait for every rank before the process group is taken down."""
     dist.barrier()
@@ -164,9 +172,8 @@ def shard(
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    check_size(fsdp_size, d)
     size = fsdp_size or d.world_size
-    if d.world_size % size:
-        raise ValueError(f"--fsdp-size {size} does not divide the {d.world_size} rank(s) of this run; choose a divisor")
     mesh = init_device_mesh(d.device.type, (d.world_size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == d.world_size else mesh
     units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
@@ -266,7 +273,7 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor
     if not isinstance(tensors[0], DTensor):
         return [x.to(dtype) for x in tensors]
     mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
-    group, size = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    size = mesh.size(mesh.ndim - 1)
     if size == 1:
         return [x.to(dtype) for x in local]
     counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
@@ -274,7 +281,7 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor
     places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
     torch._foreach_copy_(places, [x.flatten() for x in local])
     every = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(every, own, group)
+    dist.all_gather(every, own, mesh.get_group(mesh.ndim - 1))
     parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 

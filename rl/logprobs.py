@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 from rl.attention import Packing
 from rl.batching import shared_prefix
@@ -99,6 +100,12 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     Returns: what `head` returns.
     """
     b, T = batch.input_ids.shape
+    if model.longest < T:
+        raise ValueError(
+            f"--model: {model.config.model_type} turns positions by another angle once a sequence has more than "
+            f"{model.longest} tokens, also for shorter ones packed with it, and here one has {T}; lower "
+            "--max-prompt-length and --max-response-length (or --max-length), or choose another model"
+        )
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
     own = real & (position >= shared_prefix(batch)[:, None])  # (b, T) computed for this row, the others for one above
@@ -120,18 +127,34 @@ def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: 
     """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
 
     Call it after sharding. compile: whether the LM head runs compiled. keep_logits: whether the backward pass finds the
-    logits (2 V bytes a token in bfloat16) or computes them again. Raises ValueError for recurrent architectures.
+    logits (2 V bytes a token in bfloat16) or computes them again. Raises ValueError for architectures that have more
+    than plain attention.
     """
-    if model._is_stateful:
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if model._is_stateful or others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise ValueError(
-            f"--model: {model.config.model_type} has layers that carry a state from token to token, across the borders "
-            "of packed sequences; choose a model that has attention only"
+            f"--model: {config.model_type} has layers that carry a state from token to token, across the borders of "
+            f"packed sequences, or attend in chunks {sorted(others)}; choose a model that has plain attention only"
         )
+    model.longest = _longest_with_fixed_rotation(config)
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
     model.head_chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed_forward = types.MethodType(_packed_forward, model)
     register_fsdp_forward_method(model, "packed_forward")  # no-op on a model that is not sharded
     return model
+
+
+def _longest_with_fixed_rotation(config: PreTrainedConfig) -> float:
+    """Tokens up to which the rotary embedding of a sequence does not depend on the longest one packed with it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {
+        x.get("rope_type") for x in (rope, *rope.values()) if isinstance(x, dict)
+    }  # of all layers, or by their type
+    if not kinds & {"dynamic", "longrope"}:
+        return math.inf
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return original or config.max_position_embeddings
 
 
 def add_response_logprobs(model: nn.Module) -> nn.Module:

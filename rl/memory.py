@@ -1,5 +1,7 @@
 """Will it fit? The largest micro-batch is rehearsed before the first rollout, and the memory of a run is laid out."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,11 +20,14 @@ def rehearse(
     max_length: int,
     gpu_memory_utilization: float,
     d: Dist,
+    frozen: nn.Module | None = None,
+    offloaded: Sequence[str] = (),
 ) -> str:
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW; max_tokens, of a
-    micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share.
+    micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share; frozen, a model that stays on
+    the device; offloaded, names in `trained` of what is on the host while the engine generates.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -41,32 +46,42 @@ def rehearse(
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
-    parameters = [p.to_local() if isinstance(p, DTensor) else p for m, _ in trained.values() for p in m.parameters()]
-    weights = sum(p.nbytes for p in parameters)
-    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
-    moments = [state for _, optimizer in trained.values() for state in optimizer.state.values()]
-    held = [x for state in moments for x in state.values() if isinstance(x, torch.Tensor)]
-    states = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in held)
+    modules = [module for module, _ in trained.values()]
+    weights = sum(_bytes(module.parameters()) for module in modules)
+    gradients = sum(_bytes(p for p in module.parameters() if p.requires_grad) for module in modules)
+    states = sum(_bytes(_moments(optimizer)) for _, optimizer in trained.values())
     coming = 0 if states else 2 * gradients  # AdamW makes its two moments in its first step
-    grads = [p.grad for p in policy.parameters() if p.grad is not None]
-    there = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in grads)
+    there = _bytes(p.grad for p in policy.parameters() if p.grad is not None)
     micro_batch = torch.cuda.max_memory_allocated() - before - there
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(d.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
     needed = total - free + coming + gradients + micro_batch
+    beside = weights + states + coming + (0 if frozen is None else _bytes(frozen.parameters()))
+    for name in offloaded:
+        own = _bytes(trained[name][0].parameters())
+        beside -= own + (_bytes(_moments(trained[name][1])) if states else 2 * own)
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {(states + coming) / GIB:.1f}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
         f"of {total / GIB:.1f} while training; the engine's {gpu_memory_utilization * total / GIB:.1f} and "
-        f"{(weights + states + coming) / GIB:.1f} while generating"
+        f"{beside / GIB:.1f} while generating"
     )
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
-    if gpu_memory_utilization * total + weights + states + coming > total:
+    if gpu_memory_utilization * total + beside > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
     return plan
+
+
+def _bytes(xs: Iterable[torch.Tensor]) -> int:
+    """What tensors take on this rank."""
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in xs)
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
 
 
 def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:

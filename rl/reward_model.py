@@ -6,17 +6,19 @@ that a padding token equal to the end-of-sequence token changes nothing. (The fo
 id that is not the padding's, and would stop before the end of such a sequence.)
 """
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from rl.batching import collate, plan_micro_batches
 from rl.data import encode_conversation
 from rl.fsdp import Dist, all_gather, load_pretrained, offload, onload
 from rl.logprobs import run_packed
+from rl.rollout import check_context
 from rl.scoring import Score
 from rl.tracking import say
 from rl.types import Batch, Sample, select
@@ -39,6 +41,22 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
             f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
             "such as the huggingface/ folder of a checkpoint of train_reward.py"
         )
+
+
+def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model that can be asked about responses to prompts like that of `row`.
+
+    Raises ValueError, before its weights are loaded, if it has no score head, fewer than `max_length` positions, or no
+    chat template for messages.
+    """
+    check_reward_model(path)
+    check_context(path, max_length, "--reward-model-max-length")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        encode_conversation(tokenizer, row, "a response")
+    except ValueError as error:
+        raise ValueError(f"--reward-model {path} cannot read the training prompts: {error}") from error
+    return tokenizer
 
 
 def load_reward_model(
@@ -94,8 +112,9 @@ def add_scores(
     """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
 
     `rows` hold the prompts of the samples. The model, which `fsdp.offload` put on the host, comes to the device for it.
-    A response that has no score gets none here either. Unless the model is `alone`, the accuracy of an evaluation stays
-    that of the functions: the component `acc`. All ranks must enter. Other arguments as `score_conversations`.
+    A response that has no score gets none here either, and one that the model gives NaN or infinity loses its own.
+    Unless the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All
+    ranks must enter. Other arguments as `score_conversations`.
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
     onload(model, d.device)
@@ -110,7 +129,11 @@ def add_scores(
     )
     offload(model)
     result = []
+    if failed := sum(not math.isfinite(x) for x in learned):
+        say(f"reward: the reward model gave NaN or infinity for {failed} of {len(learned)} responses", sys.stderr)
     for score, x in zip(scores, learned, strict=True):
+        if not math.isfinite(x):
+            score = score._replace(value=None, status="error")
         if score.value is not None:
             components = ({} if alone else {"acc": score.value}) | score.components | {"reward_model": x}
             score = score._replace(value=score.value + coef * x, components=components)

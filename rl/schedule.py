@@ -56,9 +56,10 @@ def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> floa
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: int, num_responses: int) -> float:
     """The next weight of the KL penalty: larger if the measured KL is above the target, smaller if below.
 
-        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_responses / horizon)
+        coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_responses / horizon))
 
     Args: coef, the present weight; kl, mean over responses of the mean KL of their tokens; num_responses, those that it
-    was measured on. Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    was measured on; more than the horizon count as the horizon, or the coefficient could become negative.
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, which has no such limit.
     """
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_responses / horizon)
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(1, num_responses / horizon))

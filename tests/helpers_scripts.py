@@ -144,7 +144,7 @@ def reward_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]
     """Arguments of a train_reward.py that takes a fraction of a second: a demonstration is better than the next one."""
     rows, pairs = pq.read_table(task.sft).to_pylist(), Path(task.sft).with_name("preferences.jsonl")
     both = zip(rows, rows[1:] + rows[:1], strict=True)
-    lines = [{"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"]} for a, b in both]
+    lines = [{"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"] + " "} for a, b in both]
     pairs.write_text("\n".join(map(json.dumps, lines)))
     return sft_settings(task, run_dir) | dict(train_files=(str(pairs),)) | changes
 

@@ -1,8 +1,12 @@
 """What is rehearsed before a run is the largest micro-batch that the run can have."""
 
 import pytest
+import torch
+from torch import nn
 
+from rl import memory
 from rl.batching import plan_micro_batches, shared_prefix
+from rl.fsdp import Dist
 from rl.memory import largest_micro_batch
 
 
@@ -26,3 +30,54 @@ def test_largest_micro_batch_fills_the_budget(max_tokens, max_length, lengths):
     assert shared == [0] * len(lengths)
     plan = plan_micro_batches(lengths, range(len(lengths)), world_size=1, max_tokens=max_tokens, shared=shared)
     assert plan == [[list(range(len(lengths)))]]
+
+
+UNIT = 1024  # bytes that stand for a GiB
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """plan(share, **arguments): the plan for an actor and a critic of 6 GiB each on a GPU of 80, which has 1 in use
+    besides and needs 10 for a micro-batch. The counts of the GPU are made up: this runs where there is none.
+    """
+
+    def weights(count):
+        return nn.Linear(UNIT // 4, count, bias=False)
+
+    def run(share, names=("actor", "critic"), **arguments):
+        trained = {name: (model := weights(6), torch.optim.AdamW(model.parameters())) for name in names}
+        counts = dict(
+            empty_cache=lambda: None,
+            reset_peak_memory_stats=lambda: None,
+            memory_allocated=lambda: 0,
+            max_memory_allocated=lambda: 10 * UNIT + 6 * UNIT,  # with the actor's gradients
+            mem_get_info=lambda device: ((80 - 6 * len(names) - 1) * UNIT, 80 * UNIT),
+        )
+        for name, function in counts.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(memory, "GIB", UNIT)
+        monkeypatch.setattr(memory, "select", lambda batch, rows, device: batch)
+        monkeypatch.setattr(memory, "token_logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
+        d = Dist(0, 1, torch.device("cuda"), torch.bfloat16)
+        return memory.rehearse(trained, max_tokens=8, max_length=8, gpu_memory_utilization=share, d=d, **arguments)
+
+    return run
+
+
+def test_the_plan_adds_up_what_is_on_the_device(plan):
+    one = "GiB: weights 6.0, AdamW 12.0, gradients 6.0, a micro-batch 10.0, others 1.0: 35.0 of 80.0 while training; "
+    assert plan(0.5, ("actor",)).endswith(one + "the engine's 40.0 and 18.0 while generating")
+    assert plan(0.5, ("actor",), frozen=nn.Linear(UNIT // 4, 3, bias=False)).endswith("and 21.0 while generating")
+    both = (
+        "GiB: weights 12.0, AdamW 24.0, gradients 12.0, a micro-batch 10.0, others 1.0: 59.0 of 80.0 while training; "
+    )
+    assert plan(0.5).endswith(both + "the engine's 40.0 and 36.0 while generating")
+    assert plan(0.5, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
+
+
+def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
+    with pytest.raises(RuntimeError, match="the engine's 48.0 and 36.0 while .* lower --gpu-memory-utilization"):
+        plan(0.6)
+    assert plan(0.6, offloaded=("critic",))
+    with pytest.raises(RuntimeError, match="the engine's 48.0 and 33.0"):
+        plan(0.6, offloaded=("critic",), frozen=nn.Linear(UNIT // 4, 15, bias=False))

@@ -336,6 +336,21 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     assert f"reward {first['critic/score/mean']:.3f}" in line and "explained" in line and "entropy" not in line
 
 
+def test_the_actors_learning_rate_begins_when_the_actor_does(ppo):
+    ppo(critic_warmup=2, lr_warmup_steps=2, lr=1e-3, critic_lr=1e-2, total_training_steps=4)
+    lines = ppo.lines(1)
+    assert [x.get("actor/lr") for x in lines] == [None, None, 5e-4, 1e-3]
+    assert [x["critic/lr"] for x in lines] == [5e-3, 1e-2, 1e-2, 1e-2]
+
+
+def test_equal_returns_have_no_variance_to_explain(ppo, tmp_path):
+    (tmp_path / "one.py").write_text("def compute_score(*_, **__):\n    return 1.0\n")
+    ppo(custom_reward_function=(str(tmp_path / "one.py"),), total_training_steps=3, gamma=1.0, lam=1.0)
+    lines = ppo.lines(1)
+    assert [x["critic/vf_explained_var"] for x in lines] == [0, 0, 0]
+    assert lines[-1]["critic/values/mean"] > 0.1  # and so rounding makes returns that are not quite equal
+
+
 def test_saving_in_the_warm_up_changes_nothing(ppo):
     ppo(critic_warmup=1, save_freq=1)
     ppo(critic_warmup=1, save_freq=-1)
@@ -552,6 +567,7 @@ MISTAKES = {
     "mini": (dict(ppo_mini_batch_size=9), ["--ppo-mini-batch-size 9", "--train-batch-size 8", "lower it"]),
     "budget": (dict(ppo_max_token_len_per_gpu=43), ["--ppo-max-token-len-per-gpu 43", "= 44 tokens", "raise it"]),
     "batch": (dict(train_batch_size=65), ["--train-batch-size 65", "the 64 rows of the training data"]),
+    "copies": (dict(fsdp_size=2), ["--fsdp-size 2 does not divide the 1 rank(s)", "choose a divisor"]),
     "alarm": (dict(alarms=("critic/vf_loss",)), ["--alarms 'critic/vf_loss'", "metric>number"]),
 }
 

@@ -24,6 +24,7 @@ from rl import fsdp, logprobs, reward_model
 from rl.batching import collate
 from rl.data import encode_conversation, prompts_for_step, read_preference_rows
 from rl.fsdp import Dist
+from rl.scoring import Score
 from rl.types import Sample, select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -304,6 +305,35 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
         with pytest.raises(ValueError, match="--somehow"):
             reward_model.check_reward_model(str(folder), flag="--somehow", new_head=new_head)
     reward_model.check_reward_model(tiny_model, new_head=True)
+
+
+def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, tmp_path):
+    chat = {"prompt": [{"role": "user", "content": "1+1="}], "row_index": 7}
+    tokenizer = reward_model.open_reward_model(judge, chat, 64)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(judge).get_vocab()
+    with pytest.raises(ValueError, match="--reward-model-max-length = 5000000 tokens, but .* positions"):
+        reward_model.open_reward_model(judge, chat, 5_000_000)
+    shutil.copytree(judge, tmp_path / "plain")
+    tokenizer.chat_template = None
+    for file in (tmp_path / "plain").glob("*template*"):
+        file.unlink()
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="--reward-model .*plain cannot read the training prompts: .*row 7"):
+        reward_model.open_reward_model(str(tmp_path / "plain"), chat, 64)
+    reward_model.open_reward_model(str(tmp_path / "plain"), {"prompt": "1+1=", "row_index": 7}, 64)
+
+
+def test_a_learned_score_that_is_not_finite_is_none(judge, monkeypatch, capsys):
+    learned = [0.5, math.nan, math.inf, 2.0]
+    monkeypatch.setattr(reward_model, "score_conversations", lambda *_, **__: learned)
+    samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * 4
+    scores = [Score("x", value, {}, "ok" if value is not None else "none", 0.0) for value in (1.0, 1.0, 1.0, None)]
+    rest = dict(coef=2.0, alone=False, max_length=8, max_tokens_per_gpu=8, d=Dist(0, 1, CPU, torch.float32))
+    model = load_packed(judge, torch.float32)
+    got = reward_model.add_scores(model, None, [{"row_index": 0, "prompt": "p"}], samples, scores, **rest)
+    assert [x.value for x in got] == [2.0, None, None, None]
+    assert [x.status for x in got] == ["ok", "error", "error", "none"]
+    assert "gave NaN or infinity for 2 of 4 responses" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

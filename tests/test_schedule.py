@@ -59,6 +59,7 @@ def test_cosine_with_warmup_rejects_a_bad_min_lr_ratio(min_lr_ratio):
         (0.5, 0.1, 1024, 0.5),
         (0.5, 0.0, 10_000, 0.4),
         (0.5, -0.3, 10_000, 0.4),  # an estimate may be negative
+        (0.5, 0.0, 100_000, 0.4),  # the coefficient may not
     ],
 )
 def test_adaptive_kl_coef_matches_hand_values(coef, kl, num_responses, expected):
