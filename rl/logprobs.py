@@ -148,9 +148,8 @@ def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: 
 def _longest_with_fixed_rotation(config: PreTrainedConfig) -> float:
     """Tokens up to which the rotary embedding of a sequence does not depend on the longest one packed with it."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {
-        x.get("rope_type") for x in (rope, *rope.values()) if isinstance(x, dict)
-    }  # of all layers, or by their type
+    ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
+    kinds = {x.get("rope_type") for x in ropes if isinstance(x, dict)}
     if not kinds & {"dynamic", "longrope"}:
         return math.inf
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
