@@ -256,8 +256,7 @@ def main(args: Args) -> dict[str, float]:
     if args.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if args.reward_model:
-        longest = args.reward_model_max_length
-        judge_tokenizer = reward_model.open_reward_model(args.reward_model, train_rows[0], longest)
+        judge_tokenizer = reward_model.open_reward_model(args.reward_model, train_rows[0], args.reward_model_max_length)
     functions = args.custom_reward_function or (() if args.reward_model else ("rewards/by_data_source.py",))
     scorer = Scorer(
         functions,

@@ -388,10 +388,10 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
         if problem := _problem(path, d):
             raise _no_checkpoint(resume_mode, problem)
         inside = path.resolve().parent == pathlib.Path(root).resolve()
-        if others := [step for step in steps if not inside or step > _step_of(path)]:
+        if steps and not (inside and steps[-1] <= _step_of(path)):
             raise ValueError(
                 f"--resume-mode {resume_mode}, but {root} holds checkpoints of a run that went on from there, or of "
-                f"another one, up to step {others[-1]}; give auto to continue from the newest, or another "
+                f"another one, up to step {steps[-1]}; give auto to continue from the newest, or another "
                 "--experiment-name to go on from the named one, or remove them"
             )
         return path

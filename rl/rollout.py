@@ -68,13 +68,14 @@ def sample_groups(
         prompt_ids, row_index = np.asarray(rows[i]["prompt_ids"], np.int32), rows[i]["row_index"]
         if len(completions) != sampling.n:
             raise RuntimeError(f"the engine returned {len(completions)} responses to row {row_index}, not {sampling.n}")
-        for ids, logprobs, _ in completions:
+        groups[i] = [Sample(prompt_ids, c.token_ids, np.ones(len(c.token_ids)), *c[1:], row_index) for c in completions]
+        for sample in groups[i]:
+            ids, logprobs = sample.response_ids, sample.rollout_logprobs
             if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
                 raise RuntimeError(
                     f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
-                    f"{row_index}, or log-probs that are not finite: {logprobs[:5]} ..."
+                    f"{row_index}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
                 )
-        groups[i] = [Sample(prompt_ids, c.token_ids, np.ones(len(c.token_ids)), *c[1:], row_index) for c in completions]
         on_group(rows[i], groups[i])
 
     backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed, on_group=finish)

@@ -52,8 +52,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def task(tmp_path_factory):
     task = h.make_task(tmp_path_factory.mktemp("task"))
     Path(task.reward).write_text(REWARD)
-    pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(16)]
-    Path(task.model).with_name("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return task
 
 
@@ -325,12 +323,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
 
 
 def test_a_reward_model_in_training_leaves_too(task, tmp_path):
-    def make(run_dir, **changes):
-        pairs = str(Path(task.model).with_name("pairs.jsonl"))
-        own = dict(train_files=(pairs,), train_batch_size=16, total_training_steps=2)
-        own |= dict(max_length=32, max_token_len_per_gpu=64)
-        return h.sft_settings(task, run_dir) | own | changes
-
+    make = partial(h.reward_settings, task, total_training_steps=2, max_token_len_per_gpu=256)
     chain = Chain("train_reward", make, tmp_path)
     chain.stops_at(0, partial(ask_at, "rl.reward_model", "sequence_scores", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
