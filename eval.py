@@ -53,7 +53,7 @@ class Args:
     k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
     tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine
-    gpu_memory_utilization: float = 0.9  # share of GPU memory for weights and KV cache
+    gpu_memory_utilization: float = 0.9  # share of GPU memory that vLLM may take
     max_num_seqs: int = 1024  # sequences an engine decodes at a time
 
     # --- output

@@ -95,7 +95,7 @@ class Args:
     rollout_n: int = 1  # responses per prompt (G); the critic is the baseline, so one is enough
     temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
     tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine; raise it when the model does not fit on one
-    gpu_memory_utilization: float = 0.5  # share of GPU memory for vLLM's weights and KV cache while it generates
+    gpu_memory_utilization: float = 0.5  # share of GPU memory that vLLM may take while it generates
     max_num_seqs: int = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
     # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.1)
@@ -337,7 +337,7 @@ def main(args: Args) -> dict[str, float]:
         trained,
         max_tokens=args.ppo_max_token_len_per_gpu,
         max_length=args.max_prompt_length + args.max_response_length,
-        gpu_memory_utilization=args.gpu_memory_utilization,
+        engine_memory=engine.memory,
         d=d,
         frozen=reference,
         offloaded=("critic",) if args.critic_offload else (),

@@ -89,6 +89,15 @@ def init_distributed(stall_timeout: float | None = None) -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), where, torch.bfloat16 if use_cuda else torch.float32)
 
 
+def memory_in_use(d: Dist) -> int:
+    """Bytes in use on this rank's GPU, by any process, and not only cached by torch; 0 on a CPU."""
+    if d.device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(d.device)
+    return total - free
+
+
 def check_size(fsdp_size: int | None, d: Dist) -> None:
     """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
     if fsdp_size is not None and (fsdp_size < 1 or d.world_size % fsdp_size):

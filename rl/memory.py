@@ -18,7 +18,7 @@ def rehearse(
     *,
     max_tokens: int,
     max_length: int,
-    gpu_memory_utilization: float,
+    engine_memory: int,
     d: Dist,
     frozen: nn.Module | None = None,
     offloaded: Sequence[str] = (),
@@ -26,8 +26,8 @@ def rehearse(
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW; max_tokens, of a
-    micro-batch; max_length, of a sequence; gpu_memory_utilization, the engine's share; frozen, a model that stays on
-    the device; offloaded, names in `trained` of what is on the host while the engine generates.
+    micro-batch; max_length, of a sequence; engine_memory, bytes that the engine has while awake; frozen, a model that
+    stays on the device; offloaded, names in `trained` of what is on the host while the engine generates.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -65,12 +65,12 @@ def rehearse(
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {(states + coming) / GIB:.1f}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
-        f"of {total / GIB:.1f} while training; the engine's {gpu_memory_utilization * total / GIB:.1f} and "
+        f"of {total / GIB:.1f} while training; the engine's {engine_memory / GIB:.1f} and "
         f"{beside / GIB:.1f} while generating"
     )
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
-    if gpu_memory_utilization * total + beside > total:
+    if engine_memory + beside > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
     return plan
 

@@ -1,4 +1,6 @@
-"""What is rehearsed before a run is the largest micro-batch that the run can have."""
+"""What is rehearsed before a run is the largest micro-batch that the run can have, and vLLM takes what it can use."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,14 +39,15 @@ UNIT = 1024  # bytes that stand for a GiB
 
 @pytest.fixture
 def plan(monkeypatch):
-    """plan(share, **arguments): the plan for an actor and a critic of 6 GiB each on a GPU of 80, which has 1 in use
-    besides and needs 10 for a micro-batch. The counts of the GPU are made up: this runs where there is none.
+    """plan(engine, **arguments): the plan for an actor and a critic of 6 GiB each beside an engine of so many, on a GPU
+    of 80, which has 1 in use besides and needs 10 for a micro-batch. Its counts are made up: this runs where there is
+    no GPU.
     """
 
     def weights(count):
         return nn.Linear(UNIT // 4, count, bias=False)
 
-    def run(share, names=("actor", "critic"), **arguments):
+    def run(engine, names=("actor", "critic"), **arguments):
         trained = {name: (model := weights(6), torch.optim.AdamW(model.parameters())) for name in names}
         counts = dict(
             empty_cache=lambda: None,
@@ -59,25 +62,50 @@ def plan(monkeypatch):
         monkeypatch.setattr(memory, "select", lambda batch, rows, device: batch)
         monkeypatch.setattr(memory, "token_logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
         d = Dist(0, 1, torch.device("cuda"), torch.bfloat16)
-        return memory.rehearse(trained, max_tokens=8, max_length=8, gpu_memory_utilization=share, d=d, **arguments)
+        sizes = dict(max_tokens=8, max_length=8, engine_memory=engine * UNIT)
+        return memory.rehearse(trained, **sizes, d=d, **arguments)
 
     return run
 
 
 def test_the_plan_adds_up_what_is_on_the_device(plan):
     one = "GiB: weights 6.0, AdamW 12.0, gradients 6.0, a micro-batch 10.0, others 1.0: 35.0 of 80.0 while training; "
-    assert plan(0.5, ("actor",)).endswith(one + "the engine's 40.0 and 18.0 while generating")
-    assert plan(0.5, ("actor",), frozen=nn.Linear(UNIT // 4, 3, bias=False)).endswith("and 21.0 while generating")
+    assert plan(40, ("actor",)).endswith(one + "the engine's 40.0 and 18.0 while generating")
+    assert plan(40, ("actor",), frozen=nn.Linear(UNIT // 4, 3, bias=False)).endswith("and 21.0 while generating")
     both = (
         "GiB: weights 12.0, AdamW 24.0, gradients 12.0, a micro-batch 10.0, others 1.0: 59.0 of 80.0 while training; "
     )
-    assert plan(0.5).endswith(both + "the engine's 40.0 and 36.0 while generating")
-    assert plan(0.5, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
+    assert plan(40).endswith(both + "the engine's 40.0 and 36.0 while generating")
+    assert plan(40, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
 
 
 def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
     with pytest.raises(RuntimeError, match="the engine's 48.0 and 36.0 while .* lower --gpu-memory-utilization"):
-        plan(0.6)
-    assert plan(0.6, offloaded=("critic",))
+        plan(48)
+    assert plan(48, offloaded=("critic",))
     with pytest.raises(RuntimeError, match="the engine's 48.0 and 33.0"):
-        plan(0.6, offloaded=("critic",), frozen=nn.Linear(UNIT // 4, 15, bias=False))
+        plan(48, offloaded=("critic",), frozen=nn.Linear(UNIT // 4, 15, bias=False))
+
+
+def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
+    gpu_worker = pytest.importorskip("vllm.v1.worker.gpu_worker")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from rl.engines.vllm_worker import Worker, most_cache
+
+    layer = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    assert layer.page_size_bytes == 16 * 2 * 2 * 128 * 2  # keys and values
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+    )
+    most = 4 * 7 * 28 * layer.page_size_bytes  # sequences and one more, blocks of 16 for 100 tokens, layers
+    assert most_cache([layer] * 28, config) == most
+
+    worker = object.__new__(Worker)
+    worker.vllm_config = config
+    worker.get_kv_cache_spec = lambda: {str(k): layer for k in range(28)}
+    for room, taken in ((most + 1, most), (most - 1, most - 1)):
+        monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", lambda self, room=room: room)
+        assert worker.determine_available_memory() == taken

@@ -11,13 +11,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rl import stop
-from rl.fsdp import Dist
+from rl.fsdp import Dist, memory_in_use
 from rl.types import Completion, OnGroup, Sampling
 
 
 class Engine(NamedTuple):
     model: nn.Module
     d: Dist
+    memory: int  # bytes on the device
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
 
@@ -43,11 +44,13 @@ def make_engine(
         raise ValueError(
             f"--tensor-model-parallel-size {tensor_parallel_size} needs --engine vllm; --engine hf runs on one device"
         )
+    before = memory_in_use(d)
     replica = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     replica = replica.to(d.device).eval().requires_grad_(False)
     eos = replica.generation_config.eos_token_id
     eos = replica.config.eos_token_id if eos is None else eos
-    return Engine(replica, d, max_num_seqs, tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)))
+    stops = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+    return Engine(replica, d, memory_in_use(d) - before, max_num_seqs, stops)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from rl import stop
-from rl.fsdp import Dist, final_barrier
+from rl.fsdp import Dist, final_barrier, memory_in_use
 from rl.types import Completion, OnGroup, Sampling
 
 STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
@@ -38,6 +38,7 @@ class Engine(NamedTuple):
     d: Dist
     tp_group: dist.ProcessGroup | None  # CPU group of the ranks that form this engine; None for a group of one
     can_sleep: bool
+    memory: int  # bytes on the device while awake
     scheduler: Any  # vLLM's, with shortcuts
     tokens: Tokens
 
@@ -71,6 +72,7 @@ def make_engine(
     from vllm import LLM
     from vllm.distributed import parallel_state
 
+    before = memory_in_use(d)
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -81,6 +83,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(8192, max_model_len),
         gpu_memory_utilization=gpu_memory_utilization,
+        worker_cls="auto" if on_cpu else "rl.engines.vllm_worker.Worker",
         load_format="auto" if load_weights else "dummy",
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top-k and top-p
         enable_prefix_caching=True,
@@ -93,8 +96,9 @@ def make_engine(
         seed=seed,
     )
     tp_group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
+    memory = memory_in_use(d) - before
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, scheduler, _take_shortcuts(scheduler))
+    return Engine(llm, d, tp_group, free_cache_engine and not on_cpu, memory, scheduler, _take_shortcuts(scheduler))
 
 
 def _take_shortcuts(scheduler: Any) -> Tokens:
