@@ -134,7 +134,7 @@ def main(args: Args) -> dict[str, float]:
     for step in progress("sft", range(start, total_steps + 1)):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check`, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained), partial(tracker.close, 5.0))
+        stop.arm(checkpoint.leaving(run, step, trained), partial(tracker.close, 5.0))
         stop.check(d)
 
         # 1. Evaluate: the same loss on held-out rows, without gradients.

@@ -339,9 +339,7 @@ def main(args: Args) -> dict[str, float]:
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(
-            partial(checkpoint.leave, run, step, trained, extra=loop_state(drawn, surplus)), partial(tracker.close, 5.0)
-        )
+        stop.arm(checkpoint.leaving(run, step, trained, extra=loop_state(drawn, surplus)), partial(tracker.close, 5.0))
 
         # The engine gets this step's policy, and keeps it until the batch is full.
         backend.wake(engine)
@@ -414,6 +412,7 @@ def main(args: Args) -> dict[str, float]:
         clock("batch")
 
         # 5. Fixed log-probs: of the policy that starts this step, for the ratio.
+        # Every rank has those of its own rows, and zeros in the others.
         if not on_policy:
             own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
             old_logp = fixed_logprobs(policy, batch, own_micros, temperature=args.temperature, device=d.device)

@@ -327,15 +327,15 @@ def main(args: Args) -> dict[str, float]:
         f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
         f"{reward_check}\n{memory_plan}".rstrip()
     )
-    saved = checkpoint.extra(resume_from) if args.kl_ctrl_type == "adaptive" else {}
-    kl_coef = saved.get("kl_coef", args.kl_coef)
+    saved = checkpoint.extra(resume_from)
+    kl_coef = saved.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
     gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
     for step in range(start, total_steps + 1):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}), partial(tracker.close, 5.0))
+        stop.arm(checkpoint.leaving(run, step, trained, extra={"kl_coef": kl_coef}), partial(tracker.close, 5.0))
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
@@ -387,6 +387,7 @@ def main(args: Args) -> dict[str, float]:
         clock("batch")
 
         # 5. Fixed log-probs: of the policy that starts this step, for the ratio, and of the reference, for the KL term.
+        # Every rank has those of its own rows, and zeros in the others.
         own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
         if not on_policy or args.use_kl_in_reward:
             old_logp = fixed_logprobs(policy, batch, own_micros, temperature=args.temperature, device=d.device)

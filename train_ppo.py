@@ -348,8 +348,8 @@ def main(args: Args) -> dict[str, float]:
         f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
         f"{reward_check}\n{memory_plan}".rstrip()
     )
-    saved = checkpoint.extra(resume_from) if args.kl_ctrl_type == "adaptive" else {}
-    kl_coef = saved.get("kl_coef", args.kl_coef)
+    saved = checkpoint.extra(resume_from)
+    kl_coef = saved.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
     bring_back = []  # a critic that is on the host when the run is asked to stop
     if args.critic_offload:
         bring_back = [partial(backend.sleep, engine), partial(fsdp.onload, critic, d.device, critic_optimizer)]
@@ -361,7 +361,7 @@ def main(args: Args) -> dict[str, float]:
         # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these.
         stop.arm(
             *bring_back,
-            partial(checkpoint.leave, run, step, trained, extra={"kl_coef": kl_coef}),
+            checkpoint.leaving(run, step, trained, extra={"kl_coef": kl_coef}),
             partial(tracker.close, 5.0),
         )
 
@@ -420,6 +420,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Fixed values, of the critic that starts this step, and fixed log-probs, of the policy that starts it, for
         # the ratio, and of the reference, for the KL term.
+        # Every rank has those of its own rows, and zeros in the others.
         own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
         values = fixed_values(critic, batch, own_micros, device=d.device)  # zero in rows of other ranks
         batch = replace(batch, values=fsdp.all_reduce_sum(values))

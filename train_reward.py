@@ -152,7 +152,7 @@ def main(args: Args) -> dict[str, float]:
     for step in progress("reward", range(start, total_steps + 1)):  # the last round only evaluates
         clock = Timer(d.device)
         # Asked to stop, the run leaves at the next `stop.check`, and calls these two.
-        stop.arm(partial(checkpoint.leave, run, step, trained), partial(tracker.close, 5.0))
+        stop.arm(checkpoint.leaving(run, step, trained), partial(tracker.close, 5.0))
         stop.check(d)
 
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the preferred response wins.

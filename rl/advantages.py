@@ -99,7 +99,8 @@ def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Group-centred advantage, scaled up when few responses of the batch earn anything.
 
     A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch; a group of one
-    has mean 0. alpha belongs to the batch, so `rewards` must hold every group of the step.
+    has mean 0. alpha belongs to the batch, so `rewards` must hold every group of the step. It is verl's; the paper
+    divides by the number of responses whose group has different rewards, not by that of responses that earn something.
 
     Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.

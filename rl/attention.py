@@ -50,8 +50,8 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     position = torch.arange(query.shape[2], device=query.device)  # (N,)
     row = torch.searchsorted(borders[1:], position, right=True)
-    offset = key_borders.diff()[row] - (borders[row + 1] - position)  # counted from the end of its sequence
-    return out.transpose(1, 2)[row, offset][None], None
+    place = key_borders.diff()[row] - (borders[row + 1] - position)  # in its sequence, counted from the end
+    return out.transpose(1, 2)[row, place][None], None
 
 
 def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):

@@ -84,6 +84,7 @@ def plan_micro_batches(
         return micros, tokens
 
     count = math.ceil(len(cut(max_tokens)[0]) / world_size)  # micro-batches of a rank
+    # The smallest limit that makes no more, so that they are of about equal size: a larger one never makes more.
     limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * world_size)
     micros, tokens = cut(limit)
     largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]

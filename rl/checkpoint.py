@@ -25,11 +25,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from threading import Event
 from typing import IO, Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -97,6 +96,7 @@ class Run:
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
     copied: Event | None = None  # set when the newest save is on the host
     hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copied`
+    encoded: bool = False  # whether `extra` of the loop is known to fit into JSON
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
@@ -122,7 +122,8 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     _together(claim)
     run.resume_from = find(args.resume_mode, root, d)
     if run.resume_from:
-        _together(lambda: _compare(run.resume_from, run.record, args.force_resume) if d.is_main else None)
+        ours = (run.record, _defaults(args), args.force_resume)
+        _together(lambda: _compare(run.resume_from, *ours) if d.is_main else None)
         step = _step_of(run.resume_from)
         if run.resume_from.resolve().parent == root.resolve():
             run.saved = step
@@ -140,8 +141,9 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
 
     Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
     changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules must be on the
-    device they were sharded on, and the same at every save of a run. `extra` is JSON of the loop that does not follow
-    from the step, {} if None; numpy arrays in it become lists.
+    device they were sharded on, and the same at every save of a run. `extra` is what the loop carries from step to step
+    and does not follow from the step's number, {} if None; `extra(path)` gives it back as JSON has it: keys of dicts
+    are strings then, and arrays, tensors and tuples are lists.
 
     Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
     left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in
@@ -154,7 +156,7 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
-    text = json.dumps({} if extra is None else extra, default=np.ndarray.tolist) if run.d.is_main else ""
+    text = _as_json(extra) if run.d.is_main else ""
     run.copied = Event()
     for hook in run.hooks:
         hook.remove()
@@ -168,16 +170,38 @@ def wait_until_copied(run: Run) -> None:
         run.copied.wait()
 
 
-def leave(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
-    """End a run that was asked to stop after `step`: save that, unless it is on disk or 0, and wait. All ranks enter.
+def leaving(run: Run, step: int, trained: Trained, *, extra: Any = None) -> Callable[[], None]:
+    """What ends a run that is asked to stop after `step`: a call that saves that, unless it is on disk or 0, and waits.
 
-    The same command continues it. Raises RuntimeError as `close`.
+    All ranks must make the call; it raises RuntimeError as `close`. The same command continues the run. `extra`, as in
+    `save`, is copied now: what the loop changes in it afterwards belongs to the next step. Raises TypeError, the first
+    time, if JSON cannot hold it.
     """
-    _settle(run)
-    if step != run.saved:
-        save(run, step, trained, extra=extra)
+    if not run.encoded:  # not when the run is over, and would lose its only checkpoint
+        _as_json(extra)
+        run.encoded = True
+    extra = copy.deepcopy(extra)
+
+    def leave() -> None:
         _settle(run)
-    _end(run, "stopped", step)
+        if step != run.saved:
+            save(run, step, trained, extra=extra)
+            _settle(run)
+        _end(run, "stopped", step)
+
+    return leave
+
+
+def _as_json(extra: Any) -> str:
+    def plain(x: Any) -> Any:
+        if hasattr(x, "tolist"):  # arrays, tensors, numpy's numbers
+            return x.tolist()
+        raise TypeError(
+            f"`extra` of a checkpoint has a {type(x).__name__} in it, which JSON cannot hold; make it of numbers, "
+            "strings, lists and dicts"
+        )
+
+    return json.dumps({} if extra is None else extra, default=plain)
 
 
 def close(run: Run) -> None:
@@ -502,18 +526,28 @@ def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -
     }
 
 
-def _compare(path: pathlib.Path, now: dict[str, Any], force: bool) -> None:
-    """Raise ValueError if a run described by `now` would not be the continuation of the checkpoint in `path`."""
+def _defaults(args: Any) -> dict[str, Any]:
+    known = {x.name: x.default for x in fields(args) if x.default is not MISSING}
+    return json.loads(json.dumps(known, default=str))
+
+
+def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], force: bool) -> None:
+    """Raise ValueError if a run described by `now` would not be the continuation of the checkpoint in `path`.
+
+    A flag that the script did not have then may be there at its default.
+    """
     then = json.loads((path / "trainer_state.json").read_text())
+    new = {flag: defaults[flag] for flag in now["args"].keys() - then["args"].keys() if flag in defaults}
+    before = new | then["args"]
     if then["step"] > now["total_steps"]:
         raise ValueError(
             f"{path} is beyond the {now['total_steps']} steps of this run; raise --total-training-steps (or "
             "--total-epochs) to train on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
         )
     changed = [
-        f"--{flag.replace('_', '-')}: was {then['args'].get(flag, 'unknown')}, is {now['args'].get(flag, 'unknown')}"
-        for flag in sorted((then["args"].keys() | now["args"].keys()) - FREE_TO_CHANGE)
-        if flag not in then["args"] or flag not in now["args"] or then["args"][flag] != now["args"][flag]
+        f"--{flag.replace('_', '-')}: was {before.get(flag, 'unknown')}, is {now['args'].get(flag, 'unknown')}"
+        for flag in sorted((before.keys() | now["args"].keys()) - FREE_TO_CHANGE)
+        if flag not in before or flag not in now["args"] or before[flag] != now["args"][flag]
     ]
     if then.get("script", now["script"]) != now["script"]:
         changed.insert(0, f"script: was {then['script']}.py, is {now['script']}.py")

@@ -180,7 +180,7 @@ def shard(
     """
     master = next(model.parameters()).dtype
     compute = d.dtype if master == torch.float32 else master
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     check_size(fsdp_size, d)
     size = fsdp_size or d.world_size
     mesh = init_device_mesh(d.device.type, (d.world_size // size, size), mesh_dim_names=("copy", "shard"))
@@ -201,12 +201,12 @@ def shard(
                 if not isinstance(tensor, DTensor):
                     dist.broadcast(tensor.data, src=0)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if size > 1 else False)
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=None if size > 1 else False)
     for module in model.modules():
         if isinstance(module, FSDPModule) and d.world_size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.is_whole = size == 1
+    model.is_whole = size == 1  # every rank has all of it; see last_micro_batch
     model.train()
     keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
     return add_packed_forward(model, compile=compile, keep_logits=keep_logits)
@@ -300,9 +300,9 @@ def last_micro_batch(model: nn.Module, is_last: bool) -> None:
     add up their gradients then, once an update instead of once a micro-batch.
     """
     if model.is_whole:
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
     else:
-        model.set_requires_all_reduce(is_last)
+        model.set_requires_all_reduce(is_last)  # shards of a copy are summed every time, or they would not fit
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

@@ -106,6 +106,8 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
             f"{model.longest} tokens, also for shorter ones packed with it, and here one has {T}; lower "
             "--max-prompt-length and --max-response-length (or --max-length), or choose another model"
         )
+    # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
+    # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
     own = real & (position >= shared_prefix(batch)[:, None])  # (b, T) computed for this row, the others for one above
@@ -126,8 +128,9 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
 def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: bool = False) -> nn.Module:
     """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
 
-    Call it after sharding. compile: whether the LM head runs compiled. keep_logits: whether the backward pass finds the
-    logits (2 V bytes a token in bfloat16) or computes them again. Raises ValueError for architectures that have more
+    `fsdp.shard` calls it again: FSDP2 must learn of the method, and a compiled head replaces the plain one. compile:
+    whether the LM head runs compiled. keep_logits: whether the backward pass finds the logits (2 V bytes a token in
+    bfloat16) or computes them again. Raises ValueError for architectures that have more
     than plain attention.
     """
     config = model.config.get_text_config()

@@ -11,12 +11,12 @@ import math
 def constant_with_warmup(step: int, *, warmup_steps: int) -> float:
     """Linear warm-up, then 1.
 
-    min(1, (step + 1) / max(1, warmup_steps)): update 0 has 1 / warmup_steps, never 0; update warmup_steps - 1 is the
+    min(1, (step + 1) / max(1, warmup_steps)): step 0 has 1 / warmup_steps, never 0; step warmup_steps - 1 is the
     first with 1. Example: warmup_steps 4 -> 0.25, 0.5, 0.75, 1, 1, ...
 
-    Args: step >= 0, 0 for the first update; warmup_steps, 0 or 1 for none. Returns: a factor in (0, 1].
+    Args: step >= 0, 0 for the first step; warmup_steps, 0 or 1 for none. Returns: a factor in (0, 1].
     """
-    assert step >= 0, f"step counts updates from 0, got {step}"
+    assert step >= 0, f"step counts from 0, got {step}"
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
@@ -25,14 +25,14 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, min_lr
 
     Warm-up as in constant_with_warmup. From step = warmup_steps on, p = (step - warmup_steps) / (total_steps -
     warmup_steps) and the factor is min + (1 - min) * (1 + cos(pi * p)) / 2. p reaches 1 at step = total_steps, one past
-    the last update, so the last update is not wasted on a learning rate of 0; beyond, the factor stays at the minimum.
+    the last step, so the last step is not wasted on a learning rate of 0; beyond, the factor stays at the minimum.
 
-    Args: step >= 0, 0 for the first update; total_steps, updates of the whole run; min_lr_ratio in [0, 1].
+    Args: step >= 0, 0 for the first step; total_steps, of the whole run; min_lr_ratio in [0, 1].
     Returns: a factor in [0, 1].
     Raises: ValueError if min_lr_ratio is not in [0, 1].
     Source: SGDR: Stochastic Gradient Descent with Warm Restarts, eq. 5 without restarts, arXiv 1608.03983.
     """
-    assert step >= 0, f"step counts updates from 0, got {step}"
+    assert step >= 0, f"step counts from 0, got {step}"
     if not 0.0 <= min_lr_ratio <= 1.0:
         raise ValueError(f"min_lr_ratio must be in [0, 1], got {min_lr_ratio}")
     if step < warmup_steps:

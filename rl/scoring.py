@@ -104,7 +104,7 @@ class Scorer:
         size = len(samples) if self.batched else 1
         for i in range(0, len(samples), size):
             key, twice = (samples[i].row_index, i), self.total % RECHECK_EVERY == 0
-            assert key not in self.submitted, f"row {key[0]} was submitted twice without a collect between"
+            assert key not in self.submitted, f"row {key[0]} was submitted twice; rows scored together must differ"
             self.tasks.put((key, row, samples[i : i + size], twice))
             self.submitted.add(key)
             self.total += 1

@@ -225,7 +225,7 @@ def _drop_after(file: pathlib.Path, step: int) -> None:
     """
 
     def evaluates(line: dict) -> bool:
-        return line.get("kind") == "val" or any(name.startswith("val") for name in line)
+        return line.get("kind") == "val" or any(name.startswith(("val/", "val-")) for name in line)
 
     if not file.exists():
         return

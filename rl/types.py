@@ -64,8 +64,9 @@ class Sample:
 class Batch:
     """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
 
-    response_mask is 1 for tokens the policy sampled, EOS included. All other per-token tensors are zero where it is
-    zero, and the optional ones are None until a phase of the step adds them to a new Batch.
+    response_mask is 1 for tokens that the policy sampled and learns from, EOS included; a script clears it for
+    responses that got no score. rollout_logp is zero for tokens that were not sampled, all other per-token tensors
+    where the mask is zero. The optional ones are None until a phase of the step adds them to a new Batch.
     """
 
     input_ids: torch.Tensor  # (B, T) int64

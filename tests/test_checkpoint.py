@@ -359,9 +359,9 @@ def test_a_run_that_goes_on_from_elsewhere_has_saved_nothing_itself(task, policy
     trained = {"actor": (policy, optimizer)}
     run = open_run(task, tmp_path / "one", d)
     path = save_and_wait(run, 3, trained)
-    checkpoint.leave(run, 3, trained)
+    checkpoint.leaving(run, 3, trained)()
     run = open_run(task, tmp_path / "two", d, resume_mode=str(path))
-    checkpoint.leave(run, 3, trained)
+    checkpoint.leaving(run, 3, trained)()
     assert checkpoint.list_steps(tmp_path / "two") == checkpoint.list_steps(tmp_path / "one") == [3]
 
 
@@ -410,11 +410,32 @@ def test_what_the_loop_carries_comes_back(task, policy_of, tmp_path):
     changing = [1]
     checkpoint.save(run, 1, trained, extra=changing)
     changing.append(2)
-    second = save_and_wait(run, 2, trained, extra=carried | {"array": np.float32([0.1, -2])})
+    others = {"array": np.float32([0.1, -2]), "tensor": torch.tensor([[1], [2]]), "number": np.int64(3), "tuple": (4,)}
+    second = save_and_wait(run, 2, trained, extra=carried | others)
     assert checkpoint.extra(tmp_path / "global_step_1") == [1]  # as it was
-    assert checkpoint.extra(second) == carried | {"array": [float(np.float32(0.1)), -2.0]}
+    lists = {"array": [float(np.float32(0.1)), -2.0], "tensor": [[1], [2]], "number": 3, "tuple": [4]}
+    assert checkpoint.extra(second) == carried | lists
     assert checkpoint.extra(save_and_wait(run, 3, trained)) == {}
     assert checkpoint.extra(None) == {}
+
+
+def test_a_run_that_leaves_saves_what_the_loop_carried_when_its_step_began(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run, trained = open_run(task, tmp_path, d), {"actor": (policy, optimizer)}
+    mean, counts = torch.zeros(2), {"7": [1]}
+    leave = checkpoint.leaving(run, 3, trained, extra={"mean": mean, "counts": counts})
+    mean += 1  # by a step that does not get to its end
+    counts["7"].append(2)
+    leave()
+    assert checkpoint.extra(tmp_path / "global_step_3") == {"mean": [0, 0], "counts": {"7": [1]}}
+
+
+def test_what_json_cannot_hold_is_refused_in_the_first_step(task, policy_of, tmp_path):
+    policy, optimizer, d = policy_of(task.model)
+    run = open_run(task, tmp_path, d)
+    with pytest.raises(TypeError, match="`extra` of a checkpoint has a set in it"):
+        checkpoint.leaving(run, 0, {"actor": (policy, optimizer)}, extra={"seen": {1, 2}})
+    checkpoint.leaving(run, 0, {"actor": (policy, optimizer)})()
 
 
 def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path):
@@ -736,25 +757,25 @@ def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, d = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
     slow_disk.go_on.set()
-    checkpoint.leave(open_run(task, tmp_path, d), 0, trained)
+    checkpoint.leaving(open_run(task, tmp_path, d), 0, trained)()
     assert (slow_disk.steps, status_of(tmp_path)) == ([], ("stopped", 0))  # nothing to save
 
     run = open_run(task, tmp_path, d)
     checkpoint.save(run, 2, trained)
-    checkpoint.leave(run, 3, trained, extra={"kl_coef": 0.5})
+    checkpoint.leaving(run, 3, trained, extra={"kl_coef": 0.5})()
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))
     assert checkpoint.extra(tmp_path / "global_step_3") == {"kl_coef": 0.5}
 
     run = open_run(task, tmp_path, d)
     assert run.resume_from == tmp_path / "global_step_3"
-    checkpoint.leave(run, 3, trained)
+    checkpoint.leaving(run, 3, trained)()
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))  # it is what the run began with
 
     run = open_run(task, tmp_path, d)
     slow_disk.go_on.clear()
     checkpoint.save(run, 5, trained)
     threading.Timer(0.2, slow_disk.go_on.set).start()
-    checkpoint.leave(run, 5, trained)  # it is being written: not a second time, but to its end
+    checkpoint.leaving(run, 5, trained)()  # it is being written: not a second time, but to its end
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3, 5], ("stopped", 5))
     assert checkpoint.find("auto", tmp_path, d) == tmp_path / "global_step_5"
 
@@ -769,13 +790,13 @@ def test_leaving_tries_again_what_has_failed_and_never_says_stopped_if_nothing_w
     checkpoint._settle(run)
     assert run.failures == 1
     monkeypatch.undo()
-    checkpoint.leave(run, 2, trained)
+    checkpoint.leaving(run, 2, trained)()
     assert status_of(tmp_path) == ("stopped", 2) and checkpoint.list_steps(tmp_path) == [2]
 
     run = open_run(task, tmp_path, d)
     monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)
     with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
-        checkpoint.leave(run, 3, trained)
+        checkpoint.leaving(run, 3, trained)()
     assert status_of(tmp_path) == ("running", 2) and checkpoint.list_steps(tmp_path) == [2]
 
 
@@ -862,11 +883,14 @@ def test_another_script_and_flags_that_one_side_lacks_are_refused(task, tmp_path
     then = checkpoint._describe(args, tokenizer, 10)
     assert then["script"] == "train_grpo"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"step": 1, **then}))
-    checkpoint._compare(tmp_path, then, force=False)
+    checkpoint._compare(tmp_path, then, {}, force=False)
     flags = {"new_flag": 3, **then["args"]}
+    checkpoint._compare(tmp_path, then | {"args": flags}, {"new_flag": 3, "kl_coef": 1.0}, force=False)
+    with pytest.raises(ValueError, match="--new-flag: was 4, is 3"):  # it changed while the script got it
+        checkpoint._compare(tmp_path, then | {"args": flags}, {"new_flag": 4}, force=False)
     del flags["kl_coef"]
     with pytest.raises(ValueError, match="other settings") as error:
-        checkpoint._compare(tmp_path, then | {"script": "train_dapo", "args": flags}, force=False)
+        checkpoint._compare(tmp_path, then | {"script": "train_dapo", "args": flags}, {"kl_coef": 1.0}, force=False)
     assert (
         "script: was train_grpo.py, is train_dapo.py\n--kl-coef: was 0.001, is unknown\n--new-flag: was unknown, is 3"
         in (str(error.value))

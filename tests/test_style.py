@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
+SCRIPTS = [ROOT / f"{name}.py" for name in ("eval", "sft", "train_dapo", "train_grpo", "train_ppo", "train_reward")]
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
 FORMULAS = [ROOT / "rl" / f"{name}.py" for name in ("advantages", "losses", "schedule")]
 SCRIPT_NAMES = {path.stem for path in SCRIPTS}

@@ -602,6 +602,14 @@ def test_drop_after_forgives_a_line_that_a_crash_cut(tmp_path):
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_only_the_evaluation_of_the_step_that_is_resumed_is_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 2, "value/loss": 1}', '{"step": 2, "val/accuracy": 1}', '{"step": 2, "val-core/x/mean@1": 1}']
+    file.write_text("".join(f"{line}\n" for line in lines))
+    _drop_after(file, 2)
+    assert file.read_text() == lines[0] + "\n"
+
+
 def test_dropping_lines_leaves_the_file_alone_if_there_is_no_space_for_the_rest(tmp_path, file_limit):
     file = tmp_path / "metrics.jsonl"
     text = "".join(f'{{"step": {step}}}\n' for step in range(1, 6))

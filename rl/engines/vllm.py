@@ -118,6 +118,7 @@ def _take_shortcuts(scheduler: Any) -> Tokens:
     def schedule_what_happens(*args: Any) -> Any:
         plain, others = [], []
         for request in scheduler.running:
+            # in_flight: tokens that are being sampled and not known yet, none unless steps are scheduled ahead
             position, in_flight = request.num_computed_tokens, request.num_output_placeholders
             is_plain = (
                 0 < position % block_size < block_size - 1 + ahead  # ahead, a full block is noted when the next begins
@@ -242,7 +243,8 @@ def generate(
         requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(sampling.n)]
         names = engine.llm.enqueue(requests, params, use_tqdm=False)
         place = {name: divmod(k, sampling.n) for k, name in enumerate(names)}  # prompt and response
-        # vLLM's own loop over its outputs takes a tenth of the time of generation: its core is read here instead.
+        # vLLM's own loop over its outputs takes a tenth of the time of generation: its core is read here instead. What
+        # is aborted is that loop's interest in the requests; the core goes on with them.
         engine.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         core = engine.llm.llm_engine.engine_core
         engine.tokens.completions = {name: groups[i][j] for name, (i, j) in place.items()}
@@ -260,7 +262,7 @@ def generate(
                 if output.new_token_ids:
                     [token_id] = output.new_token_ids
                     completion.token_ids.append(token_id)
-                    completion.logprobs.append(output.new_logprobs)
+                    completion.logprobs.append(output.new_logprobs)  # a number, see _Logprobs
                 if output.finish_reason is None:
                     continue
                 reason = str(output.finish_reason)
