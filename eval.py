@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from transformers import AutoTokenizer
 
-from rl.data import encode_prompts, read_rows
+from rl.data import encode_prompts, load_tokenizer, read_rows
 from rl.engines import hf, vllm
 from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
+from rl.limits import check_limits
 from rl.metrics import accuracy, majority_vote, pass_at_k, scoring_metrics
 from rl.rollout import check_context, fold, sample_groups, stop_token_ids
 from rl.scoring import Scorer
@@ -69,15 +69,17 @@ def last_number(text: str) -> str | None:
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
-    if args.rollout_n < 1 or (args.max_samples is not None and args.max_samples < 1):
-        raise ValueError(f"--rollout-n {args.rollout_n} and --max-samples {args.max_samples} must be at least 1")
+    check_limits(args)
     if args.temperature < 0 or not 0 < args.top_p <= 1:
         raise ValueError(f"--temperature {args.temperature} must be 0 or more, --top-p {args.top_p} in (0, 1]")
     if args.rollout_n > 1 and args.temperature <= 0:
         raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")
     if bad := [k for k in args.k if not 1 <= k <= args.rollout_n]:
         raise ValueError(f"--k {bad[0]} needs at least as many responses per prompt; --rollout-n is {args.rollout_n}")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        open(args.output, "a").close()  # what cannot be written shows before anything is sampled
+    tokenizer = load_tokenizer(args.model)
     rows = read_rows(args.val_files)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
@@ -142,7 +144,6 @@ def main(args: Args) -> dict[str, float]:
         for name, value in metrics.items():
             print(f"  {name:28} {value:.4f}")
         if args.output:
-            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
             with open(args.output, "w") as f:
                 for s, x in zip(samples, scores, strict=True):
                     truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]

@@ -17,11 +17,11 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoTokenizer
 
 from rl import checkpoint, fsdp, losses, schedule, stop, watchdog
 from rl.batching import collate, plan_updates
-from rl.data import encode_sft, prompts_for_step, read_sft_rows
+from rl.data import encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
+from rl.limits import check_limits
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer
 from rl.rollout import check_context
@@ -89,16 +89,14 @@ def encode(tokenizer, rows: list[dict], args: Args) -> list[Sample]:
 
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
+    check_limits(args)
     if args.max_token_len_per_gpu < args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
-    for flag in ("train_batch_size", "total_training_steps", "max_ckpt_to_keep"):
-        if vars(args)[flag] is not None and vars(args)[flag] < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
+    tokenizer = load_tokenizer(args.model)
     check_context(args.model, args.max_length, "--max-length")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     train = encode(tokenizer, read_sft_rows(args.train_files), args)
     val = encode(tokenizer, read_sft_rows(args.val_files), args) if args.val_files else []
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data

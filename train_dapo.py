@@ -26,12 +26,12 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoTokenizer
 
 from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
 from rl.batching import collate, plan_updates, shared_prefix
-from rl.data import encode_prompts, prompts_for_step, read_rows
+from rl.data import encode_prompts, load_tokenizer, prompts_for_step, read_rows
 from rl.engines import hf, vllm
+from rl.limits import check_limits
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.memory import rehearse
 from rl.metrics import (
@@ -159,10 +159,7 @@ class Args:
 
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
-    counts = "train_batch_size ppo_mini_batch_size ppo_epochs rollout_n max_response_length total_training_steps"
-    for flag in (*counts.split(), "max_ckpt_to_keep", "reward_workers", "gen_batch_size", "max_num_gen_batches"):
-        if vars(args)[flag] is not None and vars(args)[flag] < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
+    check_limits(args)
     if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
@@ -178,11 +175,6 @@ def validate(args: Args) -> None:
             f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one conversation of "
             f"--reward-model-max-length {args.reward_model_max_length} tokens; change one of them"
         )
-    if not args.reward_timeout > 0 or not 0 <= args.reward_max_error_frac <= 1:
-        raise ValueError(
-            f"--reward-timeout {args.reward_timeout} must be positive, "
-            f"--reward-max-error-frac {args.reward_max_error_frac} within 0 and 1"
-        )
     for alarm in args.alarms:
         parse_alarm(alarm)
     if not args.temperature > 0:
@@ -190,9 +182,8 @@ def validate(args: Args) -> None:
     if args.engine == "hf" and args.tensor_model_parallel_size != 1:
         size = args.tensor_model_parallel_size
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
-    if args.clip_ratio_c <= 1 or args.rollout_is_threshold <= 0:
-        c, cap = args.clip_ratio_c, args.rollout_is_threshold
-        raise ValueError(f"--clip-ratio-c {c} must be above 1 and --rollout-is-threshold {cap} above 0")
+    if args.clip_ratio_c <= 1:
+        raise ValueError(f"--clip-ratio-c {args.clip_ratio_c} must be above 1")
     if not 0 <= (args.overlong_buffer_len or 0) <= args.max_response_length:
         raise ValueError(
             f"--overlong-buffer-len {args.overlong_buffer_len} must be within 0 (no punishment) and "
@@ -235,7 +226,7 @@ def main(args: Args) -> dict[str, float]:
     """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
     # Everything a user can get wrong is checked before a model is loaded.
     validate(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
     limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
     train_rows = encode_prompts(tokenizer, read_rows(args.train_files), **limits)
     evaluates = args.val_before_train or args.test_freq > 0
@@ -333,6 +324,8 @@ def main(args: Args) -> dict[str, float]:
     drawn = saved.get("drawn", 0)  # rounds of sampling since the run began: the next one takes the next prompts
     surplus = [[(Sample(**s), Score(*x)) for s, x in group] for group in saved.get("surplus", [])]  # groups that wait
     sources = {row["row_index"]: row["data_source"] for row in train_rows}
+    # With --force-resume, those of another size or another file's rows wait no longer.
+    surplus = [g for g in surplus if len(g) == args.rollout_n and g[0][0].row_index in sources]
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
     gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
@@ -481,8 +474,9 @@ def main(args: Args) -> dict[str, float]:
             elif bad_updates_in_a_row == 3:
                 raise RuntimeError(
                     f"step {step + 1}: three updates in a row were useless, the last one with gradient norm "
-                    f"{grad_norms[-1]} over {denominators['num_tokens']:.0f} tokens that have a reward; if the norm is "
-                    "not finite lower --lr, if there are no tokens mend the reward; the step's batch is in "
+                    f"{grad_norms[-1]} over {denominators['num_tokens']:.0f} tokens that are learned from; if the norm "
+                    "is not finite lower --lr, if there are no tokens mend the reward, or raise --max-response-length "
+                    "where --overlong-filtering leaves none; the step's batch is in "
                     f"{checkpoint.save_batch(run, step + 1, batch)}"
                 )
             optimizer.zero_grad(set_to_none=True)

@@ -17,11 +17,11 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoTokenizer
 
 from rl import checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
 from rl.batching import collate, plan_updates
-from rl.data import encode_conversation, prompts_for_step, read_preference_rows
+from rl.data import encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
+from rl.limits import check_limits
 from rl.metrics import Sums, Timer
 from rl.rollout import check_context
 from rl.tracking import Backend, Tracker, progress
@@ -104,17 +104,15 @@ def collate_pairs(tokenizer, pairs: list[tuple[Sample, Sample]], planning: dict)
 
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
+    check_limits(args)
     if args.max_token_len_per_gpu < 2 * args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one pair of 2 x --max-length = "
             f"{2 * args.max_length} tokens; raise it to at least that"
         )
-    for flag in ("train_batch_size", "total_training_steps", "max_ckpt_to_keep"):
-        if vars(args)[flag] is not None and vars(args)[flag] < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {vars(args)[flag]} must be at least 1")
-    check_context(args.model, args.max_length, "--max-length")
     reward_model.check_reward_model(args.model, flag="--model", new_head=True)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = load_tokenizer(args.model)
+    check_context(args.model, args.max_length, "--max-length")
     train = encode(tokenizer, read_preference_rows(args.train_files), args)
     val = encode(tokenizer, read_preference_rows(args.val_files), args) if args.val_files else []
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data

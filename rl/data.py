@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
@@ -24,6 +24,18 @@ Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder or Hugging Face id. Raises ValueError naming --model if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--model {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
+            "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
+        ) from error
 
 
 def read_rows(path: Paths) -> list[Row]:
@@ -281,7 +293,7 @@ def encode_prompts(
     overlong = [row for row in encoded if len(row["prompt_ids"]) > max_prompt_length]
     if overlong and (not filter_overlong_prompts or len(overlong) == len(encoded)):
         longest = max(len(row["prompt_ids"]) for row in overlong)
-        fix = "" if len(overlong) == len(encoded) else " or pass --filter-overlong-prompts"
+        fix = "" if len(overlong) == len(encoded) else ", or pass --filter-overlong-prompts in training"
         raise ValueError(
             f"{_name(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
             f"{max_prompt_length} (so have {len(overlong)} of {len(encoded)} rows, up to {longest}); raise it{fix}"

@@ -122,9 +122,15 @@ def shutdown_distributed() -> None:
 def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal LM with master weights in `dtype` on the host.
 
-    Rank 0 reads the files; other ranks get storage that `shard` fills.
+    Rank 0 reads the files; other ranks get storage that `shard` fills. Raises ValueError if the files lack weights.
     """
-    return add_response_logprobs(load_pretrained(AutoModelForCausalLM, path, d, dtype=dtype)[0])
+    model, missing = load_pretrained(AutoModelForCausalLM, path, d, dtype=dtype)
+    if missing:
+        raise ValueError(
+            f"--model {path}: its files lack {len(missing)} of the weights of a language model, {min(missing)} among "
+            "them, which would be random; use a whole one"
+        )
+    return add_response_logprobs(model)
 
 
 def load_pretrained(

@@ -253,6 +253,15 @@ def assert_same_end(left, right, step):
 BUSY = dict(total_training_steps=4, save_freq=1, ppo_mini_batch_size=2, lr_warmup_steps=3, lr=3e-3, rollout_n=3)
 
 
+def test_groups_of_another_size_wait_no_longer(dapo, task):
+    """A run that is forced to go on with larger groups."""
+    dapo(**BUSY | dict(total_training_steps=2))
+    assert checkpoint.extra(dapo.dir(1) / "global_step_2")["surplus"]
+    start = dict(resume_mode=str(dapo.dir(1) / "global_step_2"), force_resume=True)
+    dapo(**BUSY | start | dict(rollout_n=4, total_training_steps=3))
+    assert all(len(group) == 4 for group in checkpoint.extra(dapo.dir(2) / "global_step_3")["surplus"])
+
+
 def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path):
     dapo(**BUSY)
     run_dir = tmp_path / "broken"
@@ -357,7 +366,7 @@ MISTAKES = {
     "mini": (dict(ppo_mini_batch_size=5), ["--ppo-mini-batch-size 5", "--train-batch-size 4", "lower it"]),
     "budget": (dict(ppo_max_token_len_per_gpu=43), ["--ppo-max-token-len-per-gpu 43", "= 44 tokens", "raise it"]),
     "dual clip": (dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
-    "cap": (dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "above 0"]),
+    "cap": (dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "must be positive"]),
     "temperature": (dict(temperature=0.0), ["--temperature 0.0", "positive"]),
 }
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as evaluation
@@ -23,8 +24,10 @@ import sft
 import train_dapo
 import train_grpo
 import train_ppo
-from rl import fsdp
+import train_reward
+from rl import fsdp, limits
 from rl.engines import hf
+from rl.fsdp import Dist
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -790,7 +793,7 @@ GRPO_MISTAKES = {
         ["--loss-mode gmpo", "--loss-agg-mode seq-mean-token-mean"],
     ),
     "dual clip": (lambda f: dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
-    "cap": (lambda f: dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "above 0"]),
+    "cap": (lambda f: dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "must be positive"]),
     "reward path": (
         lambda f: dict(custom_reward_function=("rewards/none.py:score",)),
         ["--custom-reward-function 'rewards/none.py:score'", "path/to/file.py:function"],
@@ -912,8 +915,43 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (train_grpo, dict(max_ckpt_to_keep=-1), "--max-ckpt-to-keep -1 must be at least 1"),
         (sft, dict(max_ckpt_to_keep=0), "--max-ckpt-to-keep 0 must be at least 1"),
         (sft, dict(max_length=400), "--max-length = 400 tokens, but"),
+        (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
+        (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
+        (train_grpo, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
+        (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
+        (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
+        (sft, dict(total_epochs=0), "--total-epochs 0 must be at least 1"),
+        (sft, dict(model="runs/no/global_step_5/huggingface"), "--model runs/no/.* no tokenizer can be loaded from"),
     ],
 )
-def test_impossible_counts_are_refused(task, module, settings, words):
+def test_impossible_values_are_refused(task, module, settings, words):
     with pytest.raises(ValueError, match=words):
         module.main(module.Args(**dict(model=str(task.model), train_files=(str(task.train),)) | settings))
+
+
+def test_every_number_of_a_script_has_a_limit_or_may_be_any():
+    free = """
+        reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef temperature clip_ratio_c fsdp_size seed
+        ppo_max_token_len_per_gpu max_token_len_per_gpu test_freq save_freq log_freq log_samples_freq
+        log_val_generations overlong_buffer_len top_p top_k correct_at
+    """.split()  # any number has a meaning, or the script compares it with another flag
+    known = {*limits.AT_LEAST_1, *limits.POSITIVE, *limits.NOT_NEGATIVE, *limits.WITHIN_0_AND_1}
+    numbers = set()
+    for script in (train_grpo, train_ppo, train_dapo, sft, train_reward, evaluation):
+        kinds = {field.name: str(field.type) for field in dataclasses.fields(script.Args)}
+        numbers |= {name for name, kind in kinds.items() if "tuple" not in kind and ("int" in kind or "float" in kind)}
+    assert numbers == known | set(free) and not known & set(free)
+
+
+def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
+    model = shutil.copytree(task.model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="--model .* lack 1 of the weights .* model.norm.weight"):
+        fsdp.load_policy(str(model), Dist(0, 1, torch.device("cpu"), torch.float32))
+
+
+def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):
+    with pytest.raises(IsADirectoryError):
+        evaluation.main(evaluation.Args(model="no/such/model", output=str(tmp_path)))
