@@ -110,8 +110,8 @@ def main(args: Args) -> dict[str, float]:
             f"--max-token-len-per-gpu {args.max_token_len_per_gpu} cannot hold one pair of 2 x --max-length = "
             f"{2 * args.max_length} tokens; raise it to at least that"
         )
-    reward_model.check_reward_model(args.model, flag="--model", new_head=True)
     tokenizer = load_tokenizer(args.model)
+    reward_model.check_reward_model(args.model, flag="--model", new_head=True)
     check_context(args.model, args.max_length, "--max-length")
     train = encode(tokenizer, read_preference_rows(args.train_files), args)
     val = encode(tokenizer, read_preference_rows(args.val_files), args) if args.val_files else []

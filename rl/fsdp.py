@@ -125,12 +125,16 @@ def load_policy(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn
     Rank 0 reads the files; other ranks get storage that `shard` fills. Raises ValueError if the files lack weights.
     """
     model, missing = load_pretrained(AutoModelForCausalLM, path, d, dtype=dtype)
+    check_whole(path, missing)
+    return add_response_logprobs(model)
+
+
+def check_whole(path: str, missing: set[str], *, flag: str = "--model") -> None:
+    """Raise ValueError naming `flag` if the files of the model in `path` lack weights, which would be random."""
     if missing:
         raise ValueError(
-            f"--model {path}: its files lack {len(missing)} of the weights of a language model, {min(missing)} among "
-            "them, which would be random; use a whole one"
+            f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
         )
-    return add_response_logprobs(model)
 
 
 def load_pretrained(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from rl.batching import collate, plan_micro_batches
 from rl.data import encode_conversation
-from rl.fsdp import Dist, all_gather, load_pretrained, offload, onload
+from rl.fsdp import Dist, all_gather, check_whole, load_pretrained, offload, onload
 from rl.logprobs import run_packed
 from rl.rollout import check_context
 from rl.scoring import Score
@@ -80,10 +80,8 @@ def load_reward_model(
         raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
     if missing == {"score.weight"} and new_head is not None:
         new_head(head.weight)
-    elif missing:
-        raise ValueError(
-            f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
-        )
+    else:
+        check_whole(path, missing, flag=flag)
     return model
 
 

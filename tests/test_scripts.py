@@ -948,8 +948,11 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
     weights = load_file(model / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="--model .* lack 1 of the weights .* model.norm.weight"):
-        fsdp.load_policy(str(model), Dist(0, 1, torch.device("cpu"), torch.float32))
+    d = Dist(0, 1, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
+        fsdp.load_policy(str(model), d)
+    with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
+        hf.make_engine(str(model), d=d, dtype=d.dtype, max_model_len=64)
 
 
 def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rl import stop
-from rl.fsdp import Dist, memory_in_use
+from rl.fsdp import Dist, check_whole, memory_in_use
 from rl.types import Completion, OnGroup, Sampling
 
 
@@ -38,14 +38,15 @@ def make_engine(
 ) -> Engine:
     """A second copy of the model on this rank's device. Arguments about vLLM's memory are accepted and unused.
 
-    Raises ValueError for tensor_parallel_size > 1.
+    Raises ValueError for tensor_parallel_size > 1, or if the model's files lack weights.
     """
     if tensor_parallel_size != 1:
         raise ValueError(
             f"--tensor-model-parallel-size {tensor_parallel_size} needs --engine vllm; --engine hf runs on one device"
         )
     before = memory_in_use(d)
-    replica = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+    check_whole(model, set(info["missing_keys"]))
     replica = replica.to(d.device).eval().requires_grad_(False)
     eos = replica.generation_config.eos_token_id
     eos = replica.config.eos_token_id if eos is None else eos
