@@ -7,8 +7,9 @@ everywhere until the first update.
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from rl.data import load_tokenizer
 from rl.fsdp import Dist
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
 from rl.reward_model import check_reward_model, load_reward_model
@@ -16,12 +17,13 @@ from rl.types import Batch
 
 
 def check_critic(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if `path` is a classifier whose head gives more than one number, or reads tokens otherwise.
+    """Raise ValueError if `path` has a head that gives more than one number, no tokenizer, or reads tokens otherwise.
 
     `tokenizer` is the policy's: the critic gets its token ids, so both must give a token the same id.
     """
+    own = load_tokenizer(path, flag="--critic-model")
     check_reward_model(path, flag="--critic-model", new_head=True)
-    if AutoTokenizer.from_pretrained(path).get_vocab() != tokenizer.get_vocab():
+    if own.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
             "model of the same family"

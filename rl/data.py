@@ -26,14 +26,14 @@ Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or
 # Files
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder or Hugging Face id. Raises ValueError naming --model if there is none."""
+def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder or Hugging Face id. Raises ValueError naming `flag` if there is none."""
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"--model {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
+            f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
             "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
         ) from error
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.batching import collate, plan_micro_batches
-from rl.data import encode_conversation
+from rl.data import encode_conversation, load_tokenizer
 from rl.fsdp import Dist, all_gather, check_whole, load_pretrained, offload, onload
 from rl.logprobs import run_packed
 from rl.rollout import check_context
@@ -46,12 +46,12 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
 def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
     """The tokenizer of a reward model that can be asked about responses to prompts like that of `row`.
 
-    Raises ValueError, before its weights are loaded, if it has no score head, fewer than `max_length` positions, or no
-    chat template for messages.
+    Raises ValueError, before its weights are loaded, if it has no score head, fewer than `max_length` positions, no
+    tokenizer, or no chat template for messages.
     """
+    tokenizer = load_tokenizer(path, flag="--reward-model")
     check_reward_model(path)
     check_context(path, max_length, "--reward-model-max-length")
-    tokenizer = AutoTokenizer.from_pretrained(path)
     try:
         encode_conversation(tokenizer, row, "a response")
     except ValueError as error:

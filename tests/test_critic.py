@@ -309,6 +309,8 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
     tokenizer.add_tokens("<tool>")
     with pytest.raises(ValueError, match="--critic-model .*: its tokenizer is not that of --model"):
         critic.check_critic(judge, tokenizer)
+    with pytest.raises(ValueError, match="--critic-model runs/no/huggingface: no tokenizer can be loaded from there"):
+        critic.check_critic("runs/no/huggingface", tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -313,6 +313,8 @@ def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loa
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(judge).get_vocab()
     with pytest.raises(ValueError, match="--reward-model-max-length = 5000000 tokens, but .* positions"):
         reward_model.open_reward_model(judge, chat, 5_000_000)
+    with pytest.raises(ValueError, match="--reward-model runs/no/huggingface: no tokenizer can be loaded from there"):
+        reward_model.open_reward_model("runs/no/huggingface", chat, 64)
     shutil.copytree(judge, tmp_path / "plain")
     tokenizer.chat_template = None
     for file in (tmp_path / "plain").glob("*template*"):
