@@ -89,7 +89,7 @@ class Args:
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: int = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
     temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
-    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine; raise it when the model does not fit on one
+    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine: for a large model, or a few long responses
     gpu_memory_utilization: float = 0.5  # share of GPU memory that vLLM may take while it generates
     max_num_seqs: int = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
@@ -381,7 +381,6 @@ def main(args: Args) -> dict[str, float]:
             clock("reward")
         groups, surplus = groups[: args.train_batch_size], groups[args.train_batch_size :]
         backend.sleep(engine)
-        clock("gen")
         verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
         clock("verify")
         samples, scores = zip(*(pair for group in groups for pair in group), strict=True)  # B each

@@ -104,7 +104,7 @@ class Args:
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: int = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
     temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
-    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine; raise it when the model does not fit on one
+    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine: for a large model, or a few long responses
     gpu_memory_utilization: float = 0.5  # share of GPU memory that vLLM may take while it generates
     max_num_seqs: int = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)

@@ -43,7 +43,7 @@ LINES = {  # section -> how many lines only train_grpo.py has there, and how man
         "validate": (3, 8),
         "evaluate": (0, 0),
         "main": (7, 15),
-        "rollouts": (8, 26),
+        "rollouts": (8, 25),
         "phase 4": (0, 2),
         "phase 5": (6, 2),
         "phase 7": (8, 5),
