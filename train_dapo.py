@@ -324,8 +324,11 @@ def main(args: Args) -> dict[str, float]:
     drawn = saved.get("drawn", 0)  # rounds of sampling since the run began: the next one takes the next prompts
     surplus = [[(Sample(**s), Score(*x)) for s, x in group] for group in saved.get("surplus", [])]  # groups that wait
     sources = {row["row_index"]: row["data_source"] for row in train_rows}
-    # With --force-resume, those of another size or another file's rows wait no longer.
-    surplus = [g for g in surplus if len(g) == args.rollout_n and g[0][0].row_index in sources]
+    prompts = {row["row_index"]: row["prompt_ids"] for row in train_rows}
+    # With --force-resume, those of another size, or whose prompt stands there no more, wait no longer.
+    surplus = [
+        g for g in surplus if len(g) == args.rollout_n and g[0][0].prompt_ids.tolist() == prompts.get(g[0][0].row_index)
+    ]
     metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
     gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
@@ -380,6 +383,7 @@ def main(args: Args) -> dict[str, float]:
             sampled, drawn = sampled + fresh, drawn + 1
             clock("reward")
         groups, surplus = groups[: args.train_batch_size], groups[args.train_batch_size :]
+        clock("gen")  # where groups that waited fill a step, it samples nothing
         backend.sleep(engine)
         verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
         clock("verify")

@@ -142,7 +142,7 @@ def evaluation_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[
     """One score per held-out prompt -> val-core/<source>/reward/mean@1, components, and val/accuracy over all of them.
 
     A response without a score counts as 0. The accuracy is the mean of the component `acc` (verl's name for right or
-    wrong) where a reward has it, and of the score elsewhere.
+    wrong) where a reward has it, with or without a score, and of the score elsewhere.
     """
     values: dict[str, list[float]] = {}
     for score, source in zip(scores, sources, strict=True):
@@ -154,7 +154,7 @@ def evaluation_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[
 
 
 def accuracy(score: Score) -> float:
-    """The component `acc` if the reward has it, else the score; 0 without a score."""
+    """The component `acc` if the reward has it, else the score; 0 without either."""
     return score.components.get("acc", score.value or 0.0)
 
 

@@ -56,10 +56,13 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def as_number(value: Any) -> float:
-    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, and for NaN."""
+    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e30.
+
+    The scripts compute advantages in float32, where the differences of such numbers would no longer be finite.
+    """
     plain = value.item() if hasattr(value, "item") else value
-    if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain):
-        raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a finite number")
+    if not isinstance(plain, (numbers.Real, Decimal)) or not abs(plain) <= 1e30:
+        raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e30 and 1e30")
     return float(plain)
 
 

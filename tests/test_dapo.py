@@ -6,6 +6,7 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dapo
 import train_grpo
 from rl import checkpoint
+from rl.batching import collate
+from rl.data import encode_prompts, read_rows
 from rl.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -260,6 +263,25 @@ def test_groups_of_another_size_wait_no_longer(dapo, task):
     start = dict(resume_mode=str(dapo.dir(1) / "global_step_2"), force_resume=True)
     dapo(**BUSY | start | dict(rollout_n=4, total_training_steps=3))
     assert all(len(group) == 4 for group in checkpoint.extra(dapo.dir(2) / "global_step_3")["surplus"])
+
+
+def test_groups_whose_prompt_has_changed_wait_no_longer(dapo, task, tmp_path, monkeypatch):
+    """A run that is forced to go on with the rows in another order."""
+    dapo(**BUSY | dict(total_training_steps=2))
+    folder = dapo.dir(1) / "global_step_2"
+    waiting = {sample["row_index"] for group in checkpoint.extra(folder)["surplus"] for sample, _ in group}
+    rows = pq.read_table(task.train)
+    pq.write_table(rows.take(list(reversed(range(len(rows))))), tmp_path / "reversed.parquet")
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    changed = encode_prompts(tokenizer, read_rows(tmp_path / "reversed.parquet"), max_prompt_length=32)
+    assert waiting and all(changed[i]["prompt_ids"] != changed[len(rows) - 1 - i]["prompt_ids"] for i in waiting)
+    trained_on = []
+    monkeypatch.setattr(
+        train_dapo, "collate", lambda samples, **kw: trained_on.extend(samples) or collate(samples, **kw)
+    )
+    start = dict(resume_mode=str(folder), force_resume=True, train_files=(str(tmp_path / "reversed.parquet"),))
+    dapo(**BUSY | start | dict(total_training_steps=3))
+    assert trained_on and all(s.prompt_ids.tolist() == changed[s.row_index]["prompt_ids"] for s in trained_on)
 
 
 def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path):
