@@ -66,7 +66,7 @@ class Args:
     gen_batch_size: int | None = None  # prompts sampled at a time until the step has its P; default --train-batch-size
     max_prompt_length: int = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: int = 1024  # tokens; longer responses are cut and counted in response_length/clip_ratio
-    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length, and say how many
+    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
 
     # --- reward
 

@@ -68,7 +68,7 @@ class Args:
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "reward"  # run in the trackers, and part of the folder
-    log_freq: int = 10  # print a line every this many steps
+    log_freq: int = 10  # print a line every this many steps; 0 only at the end
     seed: int = 0  # decides the order of the data, together with the step, and the weights of a new head
 
 
@@ -213,7 +213,7 @@ def main(args: Args) -> dict[str, float]:
             f"accuracy {metrics['train/accuracy']:.3f} | |g| {grad_norm:.2f} | "
             f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU"
         )
-        tracker.log(step + 1, metrics, line if last or (step + 1) % args.log_freq == 0 else "")
+        tracker.log(step + 1, metrics, line if last or (args.log_freq and (step + 1) % args.log_freq == 0) else "")
 
         # 5. Checkpoint: weights, optimizer and the step; the order of the data follows from the step.
         if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):

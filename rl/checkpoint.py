@@ -41,6 +41,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import checkpoint_files as files
 from rl import checkpoint_tensors as tensors
+from rl import watchdog
 from rl.checkpoint_files import list_steps
 from rl.checkpoint_tensors import Trained
 from rl.fsdp import Dist, known_parameters
@@ -449,7 +450,7 @@ def export_hf(
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if module.can_generate():
-        module.generation_config.save_pretrained(path)
+        module.generation_config.to_json_file(path / "generation_config.json")  # save_pretrained refuses many a model's
     save_torch_state_dict(weights, path, metadata={"format": "pt"})
     for name, content in tokenizer_files.items():
         (path / name).parent.mkdir(exist_ok=True)
@@ -475,6 +476,7 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
     except Exception as e:  # a full disk or memory has many names, and the other ranks wait
         cause, error = e, str(e) if isinstance(e, ValueError) else f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
     outcomes = _gather((result, error), group)
+    watchdog.beat("checkpoint")  # the main thread may be waiting for nothing else
     errors = [error for _, error in outcomes if error is not None]
     if errors:
         raise Failed(errors[0]) from cause

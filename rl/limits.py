@@ -17,6 +17,7 @@ NOT_NEGATIVE = """
     lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
     overlong_penalty_factor reward_memory_mb
 """.split()
+FINITE = ["stall_timeout"]
 WITHIN_0_AND_1 = "reward_max_error_frac gamma lam beta2 gpu_memory_utilization".split()
 
 
@@ -33,6 +34,7 @@ def check_limits(args: Any) -> None:
             "at least 1": flag in AT_LEAST_1 and value < 1,
             "positive": flag in POSITIVE and value <= 0,
             "at least 0": flag in NOT_NEGATIVE and value < 0,
+            "finite": flag in FINITE and math.isinf(value),
             "within 0 and 1": flag in WITHIN_0_AND_1 and not 0 <= value <= 1,
         }
         for needed, is_missed in problems.items():

@@ -50,7 +50,12 @@ def rehearse(
     weights = sum(_bytes(module.parameters()) for module in modules)
     gradients = sum(_bytes(p for p in module.parameters() if p.requires_grad) for module in modules)
     states = sum(_bytes(_moments(optimizer)) for _, optimizer in trained.values())
-    coming = 0 if states else 2 * gradients  # AdamW makes its two moments in its first step
+    # AdamW makes its two moments in its first step, which a resumed critic may have behind it and the actor not.
+    coming = 2 * sum(
+        _bytes(p for p in module.parameters() if p.requires_grad)
+        for module, optimizer in trained.values()
+        if not optimizer.state
+    )
     there = _bytes(p.grad for p in policy.parameters() if p.grad is not None)
     micro_batch = torch.cuda.max_memory_allocated() - before - there
     policy.zero_grad(set_to_none=True)
@@ -61,7 +66,7 @@ def rehearse(
     beside = weights + states + coming + (0 if frozen is None else _bytes(frozen.parameters()))
     for name in offloaded:
         own = _bytes(trained[name][0].parameters())
-        beside -= own + (_bytes(_moments(trained[name][1])) if states else 2 * own)
+        beside -= own + (_bytes(_moments(trained[name][1])) or 2 * own)
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {(states + coming) / GIB:.1f}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "

@@ -182,7 +182,8 @@ def main() -> None:
         results.flush()
 
     functions, timeout_s, memory_mb = pickle.loads(read_message(tasks))
-    if memory_mb:
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)  # a limit of the user's own may be lower, and cannot be raised
+    if memory_mb and (most == resource.RLIM_INFINITY or memory_mb << 20 < most):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
     try:
         rewards = []
@@ -199,7 +200,9 @@ def main() -> None:
             return
         calls, twice = pickle.loads(message)
         soft = math.ceil(time.process_time() + timeout_s * len(calls) * (1 + twice))
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))  # beyond it SIGXCPU kills this process
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = soft if most == resource.RLIM_INFINITY else min(soft, most)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, most))  # beyond it SIGXCPU kills this process
         last = number + 1 == TASKS_PER_WORKER
         try:
             scored = score(rewards, calls)

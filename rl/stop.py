@@ -96,9 +96,13 @@ def _write(text: bytes) -> None:
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was; with a group (on the CPU), whether one of
-    its ranks says so, and all its ranks must enter.
+    its ranks says so, and all its ranks must enter. What the group says this rank then knows.
     """
-    return _any_rank(_asked(), group) if group is not None else _asked()
+    global _known
+    known = _asked()
+    if group is not None:
+        known = _known = _any_rank(known, group)
+    return known
 
 
 def _asked() -> bool:

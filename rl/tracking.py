@@ -35,9 +35,14 @@ SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that fla
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print at once, by default to stdout. A full disk or a reader that has gone is no reason to lose a run."""
+    """Print at once, by default to stdout. A full disk, a reader that has gone or letters that the terminal's encoding
+    lacks are no reason to lose a run.
+    """
     with contextlib.suppress(OSError):  # the text stays in the stream's buffer
-        print(text, file=stream, flush=True)
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
 
 
 class Tracker:

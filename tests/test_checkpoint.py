@@ -286,6 +286,18 @@ def test_all_files_of_a_tokenizer_are_exported(task, policy_of, tmp_path):
         assert (saved / path.relative_to(tmp_path / "expected")).read_bytes() == path.read_bytes()
 
 
+def test_a_generation_config_that_transformers_would_not_save_is_exported(task, policy_of, tmp_path):
+    """Published models have such: transformers refuses or warns of sampling settings beside greedy decoding."""
+    policy, optimizer, d = policy_of(task.model)
+    own = dict(temperature=0.9, top_p=0.6, num_return_sequences=3)
+    vars(policy.generation_config).update(own)
+    with pytest.raises(ValueError):
+        policy.generation_config.save_pretrained(tmp_path / "refused")
+    saved = save_and_wait(open_run(task, tmp_path / "run", d), 1, {"actor": (policy, optimizer)}) / "huggingface"
+    written = json.loads((saved / "generation_config.json").read_text())
+    assert own.items() <= written.items() and written["eos_token_id"] == policy.generation_config.eos_token_id
+
+
 def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
     config = AutoConfig.from_pretrained(task.model)
     config.tie_word_embeddings = False

@@ -47,14 +47,19 @@ def plan(monkeypatch):
     def weights(count):
         return nn.Linear(UNIT // 4, count, bias=False)
 
-    def run(engine, names=("actor", "critic"), **arguments):
+    def run(engine, names=("actor", "critic"), stepped=(), **arguments):
         trained = {name: (model := weights(6), torch.optim.AdamW(model.parameters())) for name in names}
+        for model, optimizer in (trained[name] for name in stepped):  # as a resumed run has it: 12 GiB of moments
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.state[model.weight].pop("step")
         counts = dict(
             empty_cache=lambda: None,
             reset_peak_memory_stats=lambda: None,
             memory_allocated=lambda: 0,
             max_memory_allocated=lambda: 10 * UNIT + 6 * UNIT,  # with the actor's gradients
-            mem_get_info=lambda device: ((80 - 6 * len(names) - 1) * UNIT, 80 * UNIT),
+            mem_get_info=lambda device: ((80 - 6 * len(names) - 12 * len(stepped) - 1) * UNIT, 80 * UNIT),
         )
         for name, function in counts.items():
             monkeypatch.setattr(torch.cuda, name, function)
@@ -77,6 +82,14 @@ def test_the_plan_adds_up_what_is_on_the_device(plan):
     )
     assert plan(40).endswith(both + "the engine's 40.0 and 36.0 while generating")
     assert plan(40, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
+
+
+def test_a_resumed_run_needs_what_a_new_one_does(plan):
+    """Of an actor whose first step is still to come the moments are not there, though the critic's are."""
+    new = plan(40)
+    assert plan(40, stepped=("critic",)) == plan(40, stepped=("actor", "critic")) == new
+    for names in (("critic",), ("actor", "critic")):
+        assert plan(40, stepped=names, offloaded=("critic",)) == plan(40, offloaded=("critic",))
 
 
 def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):

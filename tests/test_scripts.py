@@ -97,6 +97,13 @@ def test_sft_from_the_command_line(trained, task):
     assert [x["train/lr"] for x in train] == pytest.approx(cosine)
 
 
+@pytest.mark.parametrize(("script", "settings"), [(sft, h.sft_settings), (train_reward, h.reward_settings)])
+def test_without_log_freq_only_the_last_step_is_printed(script, settings, task, tmp_path, capsys):
+    script.main(script.Args(**settings(task, tmp_path, total_training_steps=3, log_freq=0)))
+    assert re.findall(r"^step (\d)/3 ", capsys.readouterr().out, re.MULTILINE) == ["3"]
+    assert [x["step"] for x in h.read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
 def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     stub = tmp_path / "stub" / "vllm"
     stub.mkdir(parents=True)
@@ -918,6 +925,7 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
         (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
         (train_grpo, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
+        (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be finite"),
         (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
         (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
         (sft, dict(total_epochs=0), "--total-epochs 0 must be at least 1"),

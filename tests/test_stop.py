@@ -48,6 +48,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 )
 
 
+ASKED_TOGETHER = """
+import os, signal, time
+import torch.distributed as dist
+from rl import stop
+
+dist.init_process_group("gloo")
+stop.start(None)
+stop.arm(lambda: None)
+assert not stop.requested()  # has looked, and will not look again for a while
+dist.barrier()
+if dist.get_rank() == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not stop.requested():
+        time.sleep(0.001)
+assert stop.requested(dist.group.WORLD) and stop.requested()
+print("knows", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     task = h.make_task(tmp_path_factory.mktemp("task"))
@@ -339,6 +358,12 @@ def test_two_ranks_leave_together_whichever_was_asked(own_task, tmp_path):
     chain.stops_at(1, partial(ask_while_generating, 2, rank=1))  # the tokens of the other are slow as well
     chain.stops_while_rewards_sleep(2, 2, 0, number=signal.SIGINT)  # and so are its rewards
     chain.ends_like_the_unbroken_one(partial(lag, 1))  # being slow is no fault
+
+
+def test_what_a_group_says_its_ranks_know(tmp_path):
+    """Ranks of an engine leave a generation together, and the one that was not asked must know why it is incomplete."""
+    (tmp_path / "script.py").write_text(ASKED_TOGETHER)
+    assert h.run(tmp_path / "script.py", nproc=2, PYTHONPATH=Path(__file__).parent.parent).count("knows") == 2
 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_another(task, tmp_path):

@@ -5,6 +5,7 @@ And that no tracker and no full disk can delay or stop it. About 25 s, most of i
 
 import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -72,6 +73,13 @@ def test_generations_keep_their_text(tmp_path):
         {"step": 3, "kind": "val", "prompt": "2+2\n=?", "response": "zażółć \u2028 \U0001f600", "score": None},
         {"step": 4, "kind": "train", "prompt": "p", "response": "", "score": 0.5, "truth": "4"},
     ]
+
+
+def test_letters_that_a_terminal_lacks_are_spelled_out():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    for text in ("response: \u4f60\u597d", "caf\u00e9"):
+        say(text, stream)
+    assert stream.buffer.getvalue() == b"response: \\u4f60\\u597d\ncaf\xe9\n"
 
 
 def test_console_is_a_backend_that_can_be_left_out(tmp_path, capsys):
