@@ -303,7 +303,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer)}
     start = checkpoint.load(resume_from, trained) if resume_from else 0
-    tracker = Tracker(run_dir, args, start, args.logger, args.project_name, args.experiment_name, enabled=d.is_main)
+    tracker = Tracker(run_dir, args, start, total_steps, enabled=d.is_main)
     memory_plan = rehearse(
         trained,
         max_tokens=args.ppo_max_token_len_per_gpu,

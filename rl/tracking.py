@@ -49,25 +49,16 @@ class Tracker:
     """Writes on rank 0 and does nothing elsewhere, so that scripts call it without asking which rank they are.
 
     Files under `run_dir`: config.json (without `secrets`), metrics.jsonl (one line a step), generations.jsonl (one line
-    a logged response). `start` is the step a run resumes from: lines of later steps are dropped. With 0, for a new run,
-    files that an earlier one has left get other names.
+    a logged response). `start` is the step a run resumes from: lines that it writes again are dropped. With 0, for a
+    new run, files that an earlier one has left get other names. `config` is the script's Args; its `logger`,
+    `project_name` and `experiment_name` say which trackers to start.
 
     Raises OSError if `run_dir` or config.json cannot be written, and nothing later: lines that a full disk refuses are
     kept in memory, up to PENDING_BYTES a file, and written when there is space again.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        config: Any,
-        start: int,
-        backends: tuple[Backend, ...],
-        project_name: str,
-        experiment_name: str,
-        *,
-        enabled: bool,
-    ):
-        self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), backends
+    def __init__(self, run_dir: str, config: Any, start: int, total_steps: int, *, enabled: bool):
+        self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), config.logger
         self.pending = {"metrics.jsonl": bytearray(), "generations.jsonl": bytearray()}
         self.lost = dict.fromkeys(self.pending, 0)  # lines
         self.failing: set[str] = set()
@@ -77,13 +68,14 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if start == 0:
             _set_aside(self.run_dir)
+        due = config.test_freq > 0 and (start % config.test_freq == 0 or start == total_steps)
         for name in self.pending:  # a resumed run repeats the steps after its checkpoint
-            _drop_after(self.run_dir / name, start)
-        config = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
-        (self.run_dir / "config.json").write_text(json.dumps(config, indent=2))
-        for backend in backends:
+            _drop_after(self.run_dir / name, start, evaluates=due and bool(config.val_files))
+        flags = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
+        (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2))
+        for backend in self.backends:
             if backend != "console":
-                self._start(backend, project_name, experiment_name)
+                self._start(backend, config.project_name, config.experiment_name)
 
     def _start(self, backend: str, project_name: str, experiment_name: str) -> None:
         """Start the process that hands every line from here on to `backend`."""
@@ -223,13 +215,14 @@ def _numbered(file: pathlib.Path, number: int) -> pathlib.Path:
     return file.with_name(f"{file.stem}.{number}{file.suffix}")
 
 
-def _drop_after(file: pathlib.Path, step: int) -> None:
-    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself.
+def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
+    """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself if the
+    run `evaluates` first. It does not where the step was evaluated only because it was the last, and now no longer is.
 
     Of a file with damaged lines a copy is kept.
     """
 
-    def evaluates(line: dict) -> bool:
+    def evaluation(line: dict) -> bool:
         return line.get("kind") == "val" or any(name.startswith(("val/", "val-")) for name in line)
 
     if not file.exists():
@@ -240,7 +233,9 @@ def _drop_after(file: pathlib.Path, step: int) -> None:
         shutil.copy(file, file.with_suffix(".damaged"))
         say(f"{damaged} line(s) of {file} are damaged and left out; {file.with_suffix('.damaged').name} has them")
     whole = [line for line in lines if line is not None]
-    kept = [line for line in whole if line["step"] < step or (line["step"] == step and not evaluates(line))]
+    kept = [
+        line for line in whole if line["step"] < step or (line["step"] == step and not (evaluates and evaluation(line)))
+    ]
     rest = "".join(json.dumps(line) + "\n" for line in kept)
     if rest != text:
         temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there

@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import helpers_scripts as h
@@ -30,10 +30,15 @@ class Config:
     lr: float = 1e-6
     files: tuple[str, ...] = ("a.parquet",)
     where: Path = Path("x")
+    val_files: tuple[str, ...] = ("b.parquet",)
+    test_freq: int = 2
+    logger: tuple[str, ...] = ("console",)
+    project_name: str = "project"
+    experiment_name: str = "experiment"
 
 
-def tracker(folder, start=0, backends=("console",), enabled=True):
-    return Tracker(str(folder), Config(), start, backends, "project", "experiment", enabled=enabled)
+def tracker(folder, start=0, backends=("console",), enabled=True, total_steps=6, **config):
+    return Tracker(str(folder), Config(logger=backends, **config), start, total_steps, enabled=enabled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,7 +58,7 @@ def test_every_step_is_a_line_of_strict_json(tmp_path, capsys):
     ]
     assert capsys.readouterr().out == "step 1 | fine\n"
     config = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
-    assert config == {"lr": 1e-6, "files": ["a.parquet"], "where": "x"}
+    assert config == json.loads(json.dumps(asdict(Config()), default=str)) and config["files"] == ["a.parquet"]
 
 
 def test_lines_are_there_as_soon_as_they_are_logged(tmp_path):
@@ -116,6 +121,15 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     tracker(tmp_path, start=4)  # evaluates step 4 again
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:6]
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0, 2, 2]
+    tracker(tmp_path, start=2, test_freq=3)  # evaluates step 3, not step 2, of which the evaluation stays
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]
+    assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0, 2, 2]
+    tracker(tmp_path, start=2, test_freq=-1)
+    tracker(tmp_path, start=2, val_files=())
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]
+    shutil.copytree(tmp_path, tmp_path / "ended")
+    tracker(tmp_path / "ended", start=2, test_freq=3, total_steps=2)  # the last step is always evaluated
+    assert (tmp_path / "ended" / "metrics.jsonl").read_text().splitlines() == before[:3]
     tracker(tmp_path, start=2)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:3]  # to the digit, time included
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0]
@@ -276,9 +290,12 @@ from rl.tracking import Tracker
 class Config:
     lr: float = 0.0078125
     judge: str = "http://judge/?key=" + os.environ["DUMMY_API_KEY"]
+    test_freq: int = -1
+    logger: tuple[str, ...] = tuple(sys.argv[2:])
+    project_name: str = "my-project"
+    experiment_name: str = "my-experiment"
 
-backends = tuple(sys.argv[2:])
-t = Tracker(sys.argv[1], Config(), 0, backends, "my-project", "my-experiment", enabled=True)
+t = Tracker(sys.argv[1], Config(), 0, 6, enabled=True)
 t.log(1, {"critic/score/mean": 1.15625, "actor/grad_norm": float("nan")}, "a line")
 t.log_generations(2, "val", [{"prompt": "a prompt", "response": "a response", "score": None}])
 t.log(2, {"critic/score/mean": 2.15625, "actor/grad_norm": 3.5})
@@ -370,6 +387,10 @@ from rl import tracking
 @dataclass
 class Config:
     lr: float = 1.0
+    test_freq: int = -1
+    logger: tuple[str, ...] = tuple(sys.argv[3:])
+    project_name: str = "my-project"
+    experiment_name: str = "my-experiment"
 
 def seconds(call, *args):
     begin = time.monotonic()
@@ -378,7 +399,7 @@ def seconds(call, *args):
 
 tracking.CLOSE_S = float(sys.argv[2])
 begin = time.monotonic()
-t = tracking.Tracker(sys.argv[1], Config(), 0, tuple(sys.argv[3:]), "my-project", "my-experiment", enabled=True)
+t = tracking.Tracker(sys.argv[1], Config(), 0, 6, enabled=True)
 start = time.monotonic() - begin
 logs = []
 for step in range(1, {STEPS} + 1):
@@ -606,7 +627,7 @@ def test_a_progress_bar_changes_nothing_and_is_silent_off_the_terminal(capsys, m
 def test_drop_after_forgives_a_line_that_a_crash_cut(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "crit')
-    _drop_after(file, 2)
+    _drop_after(file, 2, evaluates=True)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -614,7 +635,7 @@ def test_only_the_evaluation_of_the_step_that_is_resumed_is_dropped(tmp_path):
     file = tmp_path / "metrics.jsonl"
     lines = ['{"step": 2, "value/loss": 1}', '{"step": 2, "val/accuracy": 1}', '{"step": 2, "val-core/x/mean@1": 1}']
     file.write_text("".join(f"{line}\n" for line in lines))
-    _drop_after(file, 2)
+    _drop_after(file, 2, evaluates=True)
     assert file.read_text() == lines[0] + "\n"
 
 
@@ -624,5 +645,5 @@ def test_dropping_lines_leaves_the_file_alone_if_there_is_no_space_for_the_rest(
     file.write_text(text)
     file_limit(15)
     with pytest.raises(OSError):
-        _drop_after(file, 3)
+        _drop_after(file, 3, evaluates=True)
     assert file.read_text() == text
