@@ -476,7 +476,7 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
     except Exception as e:  # a full disk or memory has many names, and the other ranks wait
         cause, error = e, str(e) if isinstance(e, ValueError) else f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
     outcomes = _gather((result, error), group)
-    watchdog.beat("checkpoint")  # the main thread may be waiting for nothing else
+    watchdog.beat()  # the main thread may be waiting for nothing else
     errors = [error for _, error in outcomes if error is not None]
     if errors:
         raise Failed(errors[0]) from cause

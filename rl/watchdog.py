@@ -26,11 +26,11 @@ def start(limit_s: float, rank: int) -> None:
     threading.Thread(target=_watch, args=(limit_s, rank, _stopped), daemon=True).start()
 
 
-def beat(phase: str) -> None:
-    """A sign of life: `phase` has ended. Does nothing unless `start` was called."""
+def beat(phase: str | None = None) -> None:
+    """A sign of life: `phase` has ended, or work beside the phases goes on. Does nothing unless `start` was called."""
     global _last
     if _stopped is not None:
-        _last = time.monotonic(), phase
+        _last = time.monotonic(), phase or _last[1]
         faulthandler.dump_traceback_later(_backstop_s, exit=True, file=sys.__stderr__)
 
 
