@@ -61,7 +61,7 @@ def as_number(value: Any) -> float:
     The scripts compute advantages in float32, where the differences of such numbers would no longer be finite.
     """
     plain = value.item() if hasattr(value, "item") else value
-    if not isinstance(plain, (numbers.Real, Decimal)) or not abs(plain) <= 1e30:
+    if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain) or abs(plain) > 1e30:
         raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e30 and 1e30")
     return float(plain)
 

@@ -273,7 +273,7 @@ def test_none_means_that_there_is_no_score(returning, capfd):
 def test_the_numbers_of_a_dict_are_components(returning):
     expression = (
         "{'score': 0.5, 'acc': True, 'n': np.int32(4), 'half': Decimal('0.5'), 3: 1.5, 'note': 'text', 'list': [1],"
-        " 'nothing': None, 'nan': nan, 'big': 10 ** 400, 'pair': np.ones(2), 'inner': {'a': 1}}"
+        " 'nothing': None, 'nan': nan, 'big': 10 ** 400, 'none': Decimal('NaN'), 'pair': np.ones(2), 'inner': {'a': 1}}"
     )
     result = returning(expression)
     assert (result.value, result.status) == (0.5, "ok")
