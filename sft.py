@@ -25,7 +25,7 @@ from rl.limits import check_limits
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.metrics import Sums, Timer
 from rl.rollout import check_context
-from rl.tracking import Backend, Tracker, progress
+from rl.tracking import Backend, Tracker, evaluation_is_due, progress
 from rl.types import Sample, select
 
 
@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
         stop.check(d)
 
         # 1. Evaluate: the same loss on held-out rows, without gradients.
-        if val and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
+        if val and evaluation_is_due(args.test_freq, step, total_steps):
             held_out = collate(val, pad_id=tokenizer.pad_token_id or 0)
             [(_, micros)] = plan_updates(held_out.lengths.tolist(), mini_batch_size=len(val), **planning)
             logp = fixed_logprobs(policy, held_out, micros, temperature=1.0, device=d.device)

@@ -46,7 +46,7 @@ from rl.metrics import (
 )
 from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
 from rl.scoring import Score, Scorer, stop_if_failing
-from rl.tracking import Backend, Tracker, progress, progress_line, show_sample
+from rl.tracking import Backend, Tracker, evaluation_is_due, progress, progress_line, show_sample
 from rl.types import Sample, Sampling, select
 
 ENGINES = {"vllm": vllm, "hf": hf}
@@ -335,7 +335,7 @@ def main(args: Args) -> dict[str, float]:
         backend.wake(engine)
         backend.update_weights(engine, fsdp.full_tensors(policy, d.dtype))
         clock("update_weights")
-        due = args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps)
+        due = evaluation_is_due(args.test_freq, step, total_steps)
         if args.val_before_train if step == 0 else due:
             val_metrics = evaluate(
                 args, backend, engine, sampling, val_rows, tokenizer, scorer.submit, collect, tracker, step, d

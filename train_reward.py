@@ -24,7 +24,7 @@ from rl.data import encode_conversation, load_tokenizer, prompts_for_step, read_
 from rl.limits import check_limits
 from rl.metrics import Sums, Timer
 from rl.rollout import check_context
-from rl.tracking import Backend, Tracker, progress
+from rl.tracking import Backend, Tracker, evaluation_is_due, progress
 from rl.types import Batch, Sample, select
 
 
@@ -154,7 +154,7 @@ def main(args: Args) -> dict[str, float]:
         stop.check(d)
 
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the preferred response wins.
-        if val and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps):
+        if val and evaluation_is_due(args.test_freq, step, total_steps):
             held_out, micros = collate_pairs(tokenizer, val, planning)
             own_scores = reward_model.fixed_scores(model, held_out, micros, device=d.device)  # zero in others' rows
             chosen, rejected = fsdp.all_reduce_sum(own_scores.to(d.device)).view(-1, 2).unbind(1)

@@ -46,29 +46,24 @@ def rehearse(
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
-    modules = [module for module, _ in trained.values()]
-    weights = sum(_bytes(module.parameters()) for module in modules)
-    gradients = sum(_bytes(p for p in module.parameters() if p.requires_grad) for module in modules)
-    states = sum(_bytes(_moments(optimizer)) for _, optimizer in trained.values())
+    own_weights = {name: _bytes(module.parameters()) for name, (module, _) in trained.items()}
+    own_gradients = {name: _bytes(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
+    own_states = {name: _bytes(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
     # AdamW makes its two moments in its first step, which a resumed critic may have behind it and the actor not.
-    coming = 2 * sum(
-        _bytes(p for p in module.parameters() if p.requires_grad)
-        for module, optimizer in trained.values()
-        if not optimizer.state
-    )
+    own_adamw = {name: own_states[name] or 2 * own_gradients[name] for name in trained}
+    weights, gradients, adamw = (sum(own.values()) for own in (own_weights, own_gradients, own_adamw))
+    states = sum(own_states.values())
     there = _bytes(p.grad for p in policy.parameters() if p.grad is not None)
     micro_batch = torch.cuda.max_memory_allocated() - before - there
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(d.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
-    needed = total - free + coming + gradients + micro_batch
-    beside = weights + states + coming + (0 if frozen is None else _bytes(frozen.parameters()))
-    for name in offloaded:
-        own = _bytes(trained[name][0].parameters())
-        beside -= own + (_bytes(_moments(trained[name][1])) or 2 * own)
+    needed = total - free + adamw - states + gradients + micro_batch
+    beside = weights + adamw + (0 if frozen is None else _bytes(frozen.parameters()))
+    beside -= sum(own_weights[name] + own_adamw[name] for name in offloaded)
     plan = (
-        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {(states + coming) / GIB:.1f}, gradients "
+        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {adamw / GIB:.1f}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
         f"of {total / GIB:.1f} while training; the engine's {engine_memory / GIB:.1f} and "
         f"{beside / GIB:.1f} while generating"

@@ -66,6 +66,12 @@ def as_number(value: Any) -> float:
     return float(plain)
 
 
+def allowed(limit: int, wanted: int) -> int:
+    """`wanted`, or less: a hard limit that the user has set cannot be raised."""
+    hard = resource.getrlimit(limit)[1]
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+
+
 def read_result(value: Any) -> tuple[float | None, dict[str, float]]:
     """What a reward function returned for one response -> (score, components); score None means "no score".
 
@@ -182,9 +188,9 @@ def main() -> None:
         results.flush()
 
     functions, timeout_s, memory_mb = pickle.loads(read_message(tasks))
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)  # a limit of the user's own may be lower, and cannot be raised
-    if memory_mb and (most == resource.RLIM_INFINITY or memory_mb << 20 < most):
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
+    if memory_mb:
+        memory = allowed(resource.RLIMIT_DATA, memory_mb << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
         rewards = []
         for label, weight, path, name in functions:
@@ -200,9 +206,8 @@ def main() -> None:
             return
         calls, twice = pickle.loads(message)
         soft = math.ceil(time.process_time() + timeout_s * len(calls) * (1 + twice))
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        soft = soft if most == resource.RLIM_INFINITY else min(soft, most)
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, most))  # beyond it SIGXCPU kills this process
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed(resource.RLIMIT_CPU, soft), hard))  # beyond it SIGXCPU kills
         last = number + 1 == TASKS_PER_WORKER
         try:
             scored = score(rewards, calls)

@@ -99,10 +99,10 @@ def requested(group: dist.ProcessGroup | None = None) -> bool:
     its ranks says so, and all its ranks must enter. What the group says this rank then knows.
     """
     global _known
-    known = _asked()
-    if group is not None:
-        known = _known = _any_rank(known, group)
-    return known
+    if group is None:
+        return _asked()
+    _known = _any_rank(_asked(), group)
+    return _known
 
 
 def _asked() -> bool:

@@ -45,6 +45,11 @@ def say(text: str, stream: TextIO | None = None) -> None:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
 
 
+def evaluation_is_due(test_freq: int, step: int, total_steps: int) -> bool:
+    """Whether a run evaluates when it has made `step` steps: every `test_freq` and after the last; 0 or less, never."""
+    return test_freq > 0 and (step % test_freq == 0 or step == total_steps)
+
+
 class Tracker:
     """Writes on rank 0 and does nothing elsewhere, so that scripts call it without asking which rank they are.
 
@@ -68,9 +73,9 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if start == 0:
             _set_aside(self.run_dir)
-        due = config.test_freq > 0 and (start % config.test_freq == 0 or start == total_steps)
+        evaluates = evaluation_is_due(config.test_freq, start, total_steps) and bool(config.val_files)
         for name in self.pending:  # a resumed run repeats the steps after its checkpoint
-            _drop_after(self.run_dir / name, start, evaluates=due and bool(config.val_files))
+            _drop_after(self.run_dir / name, start, evaluates=evaluates)
         flags = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2))
         for backend in self.backends:

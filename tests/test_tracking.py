@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import helpers_scripts as h
@@ -58,7 +58,9 @@ def test_every_step_is_a_line_of_strict_json(tmp_path, capsys):
     ]
     assert capsys.readouterr().out == "step 1 | fine\n"
     config = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
-    assert config == json.loads(json.dumps(asdict(Config()), default=str)) and config["files"] == ["a.parquet"]
+    trackers = {"logger": ["console"], "project_name": "project", "experiment_name": "experiment"}
+    own = {"lr": 1e-6, "files": ["a.parquet"], "where": "x", "val_files": ["b.parquet"], "test_freq": 2}
+    assert config == own | trackers
 
 
 def test_lines_are_there_as_soon_as_they_are_logged(tmp_path):
