@@ -9,15 +9,13 @@ from pathlib import Path
 import helpers_scripts as h
 import pytest
 import torch
+from launch import RANK_VARIABLES, ROOT
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from rl import fsdp, reward_model
 from rl.fsdp import Dist, init_distributed, shutdown_distributed
-
-ROOT = Path(__file__).parent.parent
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from launch import ROOT, TESTS
 
-ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
 SCRIPTS = ("train_grpo", "train_ppo", "train_dapo", "sft", "train_reward")
 PRELOADED = [*SCRIPTS, "transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
@@ -62,7 +62,7 @@ def start(
         port = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH")}
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{TESTS}"}
     try:
         CONTEXT.set_forkserver_preload(PRELOADED)  # the first start imports them, with this environment
         processes = []

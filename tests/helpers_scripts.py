@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from launch import RANK_VARIABLES, ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import rms_norm
@@ -32,8 +33,6 @@ from rl.engines import hf
 from rl.rollout import fold
 from rl.scoring import Scorer
 
-ROOT = Path(__file__).parent.parent
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CLOCKS = (  # differ from run to run
     "timing_s/",
     "perf/time_per_step",

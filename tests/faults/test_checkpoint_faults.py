@@ -18,6 +18,7 @@ from pathlib import Path
 import helpers_scripts as h
 import pytest
 import torch
+from launch import ROOT, TESTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -26,7 +27,7 @@ from rl import checkpoint, checkpoint_files, fsdp
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-HERE = Path(__file__).parent
+HERE = TESTS / "faults"
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
 KILLED = {  # script -> settings of a short run of it; one more script is one more line
     "train_grpo": h.grpo_settings,
@@ -345,7 +346,7 @@ def test_a_disk_that_is_full_for_the_log_too_costs_no_more(task, unbroken, tmp_p
     settings = h.sft_settings(task, tmp_path / "run", save_freq=1, logger=("tensorboard",))
     code = f"""
 import sys
-sys.path[:0] = {[str(HERE), str(HERE.parent)]!r}
+sys.path[:0] = {[str(HERE), str(TESTS)]!r}
 sys.stdout = sys.stderr = open("/dev/full", "w")
 import test_checkpoint_faults as faults
 from rl import checkpoint
@@ -389,7 +390,7 @@ def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch,
 
 RANK_1_FULL = f"""
 import sys
-sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE)!r}]
+sys.path[:0] = [{str(TESTS)!r}, {str(HERE)!r}]
 import tyro
 from rl import checkpoint
 import sft, test_checkpoint_faults as faults
@@ -411,7 +412,7 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
 def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_path):
     """33 saves are written while the main threads call collectives; failures on rank 1 are known to both, in time."""
     names = [str(HERE / "saving_ranks.py"), task.model, task.train, tmp_path / "run"]
-    output = h.run(*names, nproc=2, PYTHONPATH=os.pathsep.join(map(str, (h.ROOT, HERE.parent, HERE))))
+    output = h.run(*names, nproc=2, PYTHONPATH=os.pathsep.join(map(str, (ROOT, TESTS, HERE))))
     results = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
     assert sorted(x["rank"] for x in results) == [0, 1]
     for result in results:
@@ -449,7 +450,7 @@ def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_go
         [sys.executable, "-c", HOLD, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=h.ROOT,
+        cwd=ROOT,
         text=True,
     )
     try:

@@ -1,0 +1,513 @@
+"""The sandbox against 150 programs, as this user and as nobody; its layers, limits, leaks, wire format. About 35 s."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hostile.run import read_cases
+from launch import ROOT, TESTS
+
+from rewards import sandbox, sandbox_child
+from rewards.sandbox import Verdict, run_tests
+
+if not (sandbox._seccomp_available() and sandbox._landlock_abi()):
+    pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)
+
+CASES = read_cases()
+RUN = TESTS / "rewards" / "hostile" / "run.py"
+NOBODY = 65534
+ADD = ["assert f(1, 2) == 3", "assert f(0, 0) == 0", "assert f(-5, 2) == -3"]
+
+
+# === the programs of tests/rewards/hostile ===
+
+
+def lower_limits():
+    """An ordinary user cannot raise a hard limit: the sandbox must do with lower ones."""
+    resource.setrlimit(resource.RLIMIT_STACK, (4 << 20, 4 << 20))
+    resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
+
+
+def start(command, **options):
+    command = [str(part) for part in command]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+
+
+@functools.cache
+def interpreter_of_nobody() -> str | None:
+    """An interpreter that user nobody can run."""
+    for python in (sys._base_executable, "/usr/bin/python3"):
+        probe = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if subprocess.run(probe, user=NOBODY, group=NOBODY, cwd="/", capture_output=True).returncode == 0:
+                return python
+        except OSError:
+            continue
+    return None
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory):
+    """{user: process}: all programs are judged by both users at the same time."""
+    processes = {"self": start([sys.executable, RUN, ROOT])}
+    copy = tmp_path_factory.mktemp("copy")
+    if os.geteuid() == 0 and interpreter_of_nobody():
+        shutil.copytree(ROOT / "rewards", copy / "rewards", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(TESTS / "rewards" / "hostile", copy / "hostile")
+        command = [interpreter_of_nobody(), "-B", copy / "hostile" / "run.py", copy, "--uid", NOBODY]
+        for folder in (copy, *copy.parents[:-2]):
+            folder.chmod(0o755)
+        processes["nobody"] = start(command, cwd="/", preexec_fn=lower_limits)
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@functools.cache
+def results(process) -> dict:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+def of(passes, user) -> dict:
+    if user not in passes:
+        pytest.skip("needs root, and an interpreter of version 3.11 or later that user nobody can run")
+    return results(passes[user])
+
+
+@pytest.mark.parametrize("user", ["self", "nobody"])
+@pytest.mark.parametrize("name", CASES)
+def test_verdict(passes, name, user):
+    case, verdict = CASES[name], of(passes, user)["verdicts"][name]
+    assert verdict["status"] in case.expected, verdict
+    expected = verdict["total"] if verdict["status"] == "pass" else case.passed or 0
+    assert (verdict["passed"], verdict["total"]) == (expected, len(case.tests)), verdict
+
+
+@pytest.mark.parametrize("user", ["self", "nobody"])
+def test_nothing_is_left(passes, user):
+    result = of(passes, user)
+    assert result["left"] == []
+    assert result["layers"] == dict.fromkeys(["seccomp", "landlock", "limits", "user", "environment"], True)
+
+
+@pytest.mark.parametrize("layer", ["seccomp", "landlock"])
+def test_without_the_layer_the_attack_works(layer):
+    """Otherwise the verdicts above could come from mistakes in the attacks."""
+    process = start([sys.executable, RUN, ROOT, "--without", layer])
+    verdicts = results(process)["verdicts"]
+    assert len(verdicts) >= 7
+    assert {name: verdict["status"] for name, verdict in verdicts.items()} == dict.fromkeys(verdicts, "pass")
+
+
+def test_enough_programs():
+    assert sum(case.expected == ["pass"] for case in CASES.values()) >= 15
+    assert sum(case.expected != ["pass"] for case in CASES.values()) >= 100
+
+
+# === verdicts ===
+
+
+def test_a_verdict_in_full():
+    assert run_tests("def f(a, b): return a + b", ADD) == Verdict("pass", 3, 3)
+    assert run_tests("def f(a, b): return 3", ADD) == Verdict("fail", 1, 3, "AssertionError")
+    assert run_tests("def f(a, b): return 1 / a", ADD) == Verdict("fail", 0, 3, "AssertionError")
+    assert run_tests("def f(a, b): return a / b", ["assert f(1, 0)"]).detail == "ZeroDivisionError: division by zero"
+    assert run_tests("def f(:", ADD).detail.startswith("SyntaxError: invalid syntax")
+
+
+def test_status_is_that_of_the_first_test_that_does_not_hold():
+    code = "import os\ndef f(x):\n    if x == 1: raise MemoryError\n    if x == 2: os._exit(0)\n    return x"
+    tests = [f"assert f({x}) == {x}" for x in (0, 1, 2, 3)]
+    assert run_tests(code, tests) == Verdict("memory", 2, 4, "MemoryError: ")
+    assert run_tests(code, tests[::-1]) == Verdict("crash", 2, 4, "the process ended with exit code 0")
+    assert run_tests(code, ["assert f(0) == 5", *tests[1:]]) == Verdict("fail", 1, 4, "AssertionError")
+
+
+def test_loading_code_that_ends_the_process_only_the_second_time_changes_nothing_before():
+    code = "import os\ndef f(x): return x if x != 1 else os._exit(0)"
+    assert run_tests(code, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2"]).passed == 2
+
+
+def test_a_setup_that_the_candidate_breaks_is_the_candidates_fault():
+    verdict = run_tests("def f(n): return 1", ["assert f(root) == 1"], setup="root = Node(1)")
+    assert (verdict.status, verdict.passed) == ("fail", 0)
+
+
+def test_memory_limit():
+    code = "def f(): return len(bytearray(150 << 20))"
+    assert run_tests(code, [f"assert f() == {150 << 20}"], memory_mb=300).status == "pass"
+    assert run_tests(code, [f"assert f() == {150 << 20}"], memory_mb=150).status == "memory"
+
+
+def test_large_arguments_cross():
+    assert run_tests("def f(x): return sum(x)", ["assert f(list(range(200_000))) == 19999900000"]).status == "pass"
+
+
+@pytest.mark.parametrize(
+    "tests, setup, message",
+    [
+        ([], "", "tests is empty"),
+        (["f(1) == 2"], "", "test 0 has no assert statement"),
+        (["assert f(1) == 1", "assert f(1"], "", "test 1 is not Python"),
+        (["assert f(1) == 1"], "import no_such_module", "setup code raises ModuleNotFoundError"),
+        (["assert f(1) == 1"], "K = (", "setup code is not Python"),
+        (["assert f(lambda x: x) == 1"], "", "an object of type function: only plain data can cross"),
+        (["assert 1 == 1"], "", "the tests name no function of the candidate's"),
+        (["assert max(len(x)) == min(x)"], "x = [1]", "the tests name no function of the candidate's"),
+    ],
+)
+def test_unusable_tests_are_an_error_and_not_a_verdict(tests, setup, message):
+    with pytest.raises(ValueError, match=message):
+        run_tests("def f(x): return x", tests, setup=setup)
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 0}, {"memory_mb": 10}])
+def test_unusable_limits(limits):
+    with pytest.raises(ValueError, match=next(iter(limits))):
+        run_tests("def f(a, b): return a + b", ADD, **limits)
+
+
+def test_candidates_in_parallel_do_not_mix():
+    codes = [f"def f(): return {i}" for i in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        verdicts = list(pool.map(lambda code: run_tests(code, ["assert f() == 7"]), codes))
+    assert [verdict.status for verdict in verdicts] == ["fail"] * 7 + ["pass"] + ["fail"] * 8
+
+
+# === time ===
+
+
+@pytest.fixture
+def hogs():
+    """Twelve stopped processes on the one core that this process may use; awake, each takes an equal share of it."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    processes = []
+    for _ in range(12):  # of sessions of their own, as the sandbox is: some kernels share time between sessions
+        processes.append(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"], start_new_session=True))
+        processes[-1].send_signal(signal.SIGSTOP)
+    yield [process.pid for process in processes]
+    os.sched_setaffinity(0, cores)
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def waking(pids):
+    """Setup code: `wake()` lets the processes run."""
+    return f"import os, signal\ndef wake():\n    for pid in {pids}: os.kill(pid, signal.SIGCONT)\n    return True"
+
+
+@pytest.mark.parametrize(
+    "body, status", [("while True: pass", "sandbox_error"), ("import time; time.sleep(99)", "timeout")]
+)
+def test_a_starved_program_is_not_judged_but_a_sleeping_one_is(hogs, body, status):
+    verdict = run_tests(f"def f():\n    {body}", ["assert wake() and f() == 1"], setup=waking(hogs), timeout_s=0.4)
+    assert verdict.status == status, verdict
+
+
+def test_a_busy_core_does_not_change_the_verdict(hogs):
+    """A third of a second of CPU time takes twice that here; the limit is 0.5 s of CPU time."""
+    code = "import time\ndef f():\n    end = time.process_time() + 0.33\n    while time.process_time() < end: pass"
+    verdict = run_tests(code, ["assert wake() and f() is None"], setup=waking(hogs[:1]), timeout_s=0.5)
+    assert verdict.status == "pass", verdict
+
+
+def test_time_is_bounded():
+    """Of eight tests that would run for ever two are run, each to its limit of 0.2 s."""
+    code = "def f(x):\n    while x: pass\n    return x"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(9)], timeout_s=0.2)
+    assert (verdict.status, verdict.passed) == ("timeout", 1)
+    assert 0.35 < resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 0.9
+
+
+def test_sleep_is_bounded_over_all_tests():
+    """1.2 s of it: the third call is cut off; a new process has slept 1.0 s after the fifth and last."""
+    code = "import time\ndef f(x):\n    time.sleep(0.5)\n    return x"
+    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(5)], timeout_s=0.3)
+    assert (verdict.status, verdict.passed) == ("timeout", 4)
+
+
+# === nothing is left ===
+
+
+def count() -> tuple[list[str], int, int]:
+    fds = sorted(os.listdir("/proc/self/fd"))
+    processes = [path for path in Path("/proc").glob("[0-9]*/stat") if stat_parent(path) == os.getpid()]
+    return fds, len(processes), threading.active_count()
+
+
+def stat_parent(path: Path) -> int:
+    try:
+        return int(path.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def test_300_evaluations_leave_nothing():
+    codes = [
+        "def f(a, b): return a + b",
+        "def f(a, b): return 0",
+        "import os\nos._exit(0)",
+        "def f(",
+        "f = bytearray(1 << 40)",
+    ]
+    expected = ["pass", "fail", "crash", "error", "memory"]
+    run_tests(codes[0], ADD)
+    before = count()
+    assert [run_tests(codes[i % 5], ADD).status for i in range(300)] == expected * 60
+    assert count() == before
+
+
+def test_a_killed_judge_takes_its_child_with_it():
+    code = "def f():\n    import time\n    while True: time.sleep(1)"
+    program = f"from rewards.sandbox import run_tests; run_tests({code!r}, ['assert f() == 1'], timeout_s=60)"
+    judge = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        child = wait_for(lambda: next((p for p in Path("/proc").glob("[0-9]*/stat") if asleep(p, judge.pid)), None))
+    finally:
+        judge.kill()
+        judge.wait()
+    assert wait_for(lambda: not child.exists())
+
+
+def asleep(path: Path, parent: int) -> bool:
+    """A child of `parent` with the CPU time of a started interpreter, and now waiting."""
+    return stat_parent(path) == parent and time.clock_gettime((~int(path.parent.name) << 3) | 2) > 0.005
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        result = condition()
+        if result:
+            return result
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def test_a_child_killed_from_outside_says_nothing_about_the_code():
+    child = sandbox._Child(timeout_s=5, total_s=10, memory_mb=512)
+    try:
+        os.kill(child.process.pid, signal.SIGKILL)
+        with pytest.raises(sandbox._Stopped) as stop:
+            child.ask(["f = 1", ["f"]])
+    finally:
+        child.close()
+    assert stop.value.status == "sandbox_error"
+
+
+# === the layers ===
+
+
+def without(monkeypatch, **layers):
+    changed = dataclasses.replace(sandbox._layers(), **layers)
+    monkeypatch.setattr(sandbox, "_layers", lambda: changed)
+    sandbox._probe.cache_clear()
+    monkeypatch.delenv(sandbox.UNSAFE, raising=False)
+
+
+@pytest.fixture
+def fresh_probe():
+    yield
+    sandbox._probe.cache_clear()
+
+
+@pytest.mark.parametrize("layer, missing", [("seccomp", {"program": b""}), ("landlock", {"ruleset": -1})])
+def test_a_missing_layer_stops_everything(monkeypatch, fresh_probe, layer, missing):
+    without(monkeypatch, **missing)
+    for attempt in (sandbox.self_test, lambda: run_tests("def f(a, b): return a + b", ADD)):
+        with pytest.raises(sandbox.SandboxUnavailable, match=f"the sandbox lacks {layer}.*set {sandbox.UNSAFE}=1"):
+            attempt()
+    assert sandbox.self_test(allow_unsafe=True)[layer] is False
+    monkeypatch.setenv(sandbox.UNSAFE, "1")
+    assert sum(sandbox.self_test().values()) == 4
+    assert run_tests("def f(a, b): return a + b", ADD).status == "pass"
+
+
+def test_another_machine_has_no_layers(monkeypatch, fresh_probe):
+    monkeypatch.setattr(sandbox.platform, "machine", lambda: "aarch64")
+    assert not sandbox._seccomp_available() and sandbox._landlock_abi() == 0
+    without(monkeypatch, program=b"", ruleset=-1)
+    with pytest.raises(sandbox.SandboxUnavailable, match="aarch64.*lacks seccomp, landlock.*needs x86-64"):
+        sandbox.self_test()
+
+
+def test_a_step_of_locking_up_that_fails_means_no_sandbox(monkeypatch, fresh_probe):
+    without(monkeypatch, ruleset=0)  # standard input is no ruleset
+    with pytest.raises(sandbox.SandboxUnavailable, match="does not start.*landlock_restrict_self"):
+        sandbox.self_test()
+
+
+def test_the_self_test_is_cheap():
+    sandbox.self_test()
+    start = time.perf_counter()
+    for _ in range(100):
+        sandbox.self_test()
+    assert time.perf_counter() - start < 0.1  # once a process, then remembered
+
+
+def simulate(program: bytes, number: int, *arguments: int, arch: int = 0xC000003E) -> int:
+    """What the filter returns for a system call: the few operations of classic BPF that it uses, executed here."""
+    data = number.to_bytes(4, "little") + arch.to_bytes(4, "little") + bytes(8)
+    data += b"".join(x.to_bytes(8, "little") for x in [*arguments, 0, 0, 0, 0, 0, 0][:6])
+    at, accumulator = 0, 0
+    while True:
+        code, yes, no = int.from_bytes(program[at : at + 2], "little"), program[at + 2], program[at + 3]
+        k = int.from_bytes(program[at + 4 : at + 8], "little")
+        at += 8
+        if code == 0x20:  # load a word
+            accumulator = int.from_bytes(data[k : k + 4], "little")
+        elif code == 0x15:  # jump if equal
+            at += 8 * (yes if accumulator == k else no)
+        elif code == 0x45:  # jump if any bit is set
+            at += 8 * (yes if accumulator & k else no)
+        else:
+            assert code == 0x06  # return
+            return k
+
+
+def test_the_filter_lets_nothing_through_that_it_does_not_name():
+    program = sandbox._seccomp_program()
+    allow, eperm, enosys, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+    # connect, sendmsg, fork, execve, kill, ptrace, prctl, tgkill, execveat, memfd_create, io_uring_setup, landlock
+    assert {simulate(program, n) for n in (42, 46, 57, 59, 62, 101, 157, 234, 322, 319, 425, 446)} == {eperm}
+    assert {simulate(program, n) for n in (0, 1, 9, 231, 257)} == {allow}
+    allowed = {n for n in range(1024) if simulate(program, n) == allow}
+    assert allowed == {int(entry.split()[0]) for entry in sandbox._ALLOWED.split(",")} | {72, 302}
+    assert {simulate(program, 0x40000000 + n) for n in range(600)} == {eperm}  # x32
+    assert simulate(program, 0, arch=0x40000003) == kill  # 32-bit
+    assert simulate(program, 435) == enosys  # clone3
+    assert simulate(program, 56, 0x3D0F00) == allow  # clone, as pthread_create calls it
+    assert simulate(program, 56, 0x1200011) == eperm  # clone, as fork calls it
+    assert simulate(program, 16, 1, 0x5401) == allow and simulate(program, 16, 1, 0x5412) == eperm  # TCGETS, TIOCSTI
+    assert simulate(program, 72, 0, 1) == allow and simulate(program, 72, 0, 8) == eperm  # F_GETFD, F_SETOWN
+    assert simulate(program, 302, 0, 9, 0, 1) == allow  # own limits, read
+    assert simulate(program, 302, 0, 9, 1 << 40, 0) == simulate(program, 302, 77, 9, 0, 1) == eperm
+
+
+# === the wire format ===
+
+
+def no_handles(value):
+    raise LookupError(value)
+
+
+def encode(value):
+    return sandbox_child.encode(value, no_handles, 10_000, 100)
+
+
+def decode(message):
+    return sandbox_child.decode(message, no_handles, 100)
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (None, b"N\0\0\0\0"),
+        (True, b"B\0\0\0\1\1"),
+        (-1, b"i\0\0\0\1\xff"),
+        (128, b"i\0\0\0\2\0\x80"),
+        (1.5, b"f\0\0\0\x08\x3f\xf8\0\0\0\0\0\0"),
+        ("\u20ac", b"u\0\0\0\3\xe2\x82\xac"),
+        ((1, []), b"t\0\0\0\2i\0\0\0\1\1l\0\0\0\0"),
+        ({"a": b"b"}, b"d\0\0\0\1u\0\0\0\1ab\0\0\0\1b"),
+        (int, b"y\0\0\0\3int"),
+    ],
+)
+def test_wire_format(value, message):
+    assert encode(value) == message
+    assert decode(message) == value and type(decode(message)) is type(value)
+
+
+def test_round_trip_of_odd_values():
+    for value in (
+        0,
+        -128,
+        2**64,
+        -(2**63),
+        1e-320,
+        -math.inf,
+        1 - 2j,
+        "\ud800\0",
+        {(), frozenset({1})},
+        range(5, 0, -2),
+    ):
+        assert decode(encode(value)) == value
+    assert math.isnan(decode(encode(math.nan)))
+    assert math.copysign(1, decode(encode(-0.0))) == -1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"N",
+        b"N\0\0\0\0N\0\0\0\0",  # two values
+        b"N\0\0\0\1x",
+        b"B\0\0\0\1\2",
+        b"f\0\0\0\4\0\0\0\0",
+        b"u\0\0\0\1\xff",
+        b"u\0\0\0\5abc",
+        b"i\xff\xff\xff\xff1",
+        b"l\xff\xff\xff\xff" + b"N\0\0\0\0" * 200,  # too many
+        b"l\0\0\0\1" * 70 + b"N\0\0\0\0",  # too deep
+        b"s\0\0\0\1l\0\0\0\0",  # a list in a set
+        b"d\0\0\0\1l\0\0\0\0N\0\0\0\0",
+        b"r\0\0\0\3" + b"u\0\0\0\1a" * 3,
+        b"y\0\0\0\4eval",
+        b"h\0\0\0\4\0\0\0\1",  # an unknown handle
+        b"?\0\0\0\0",
+    ],
+)
+def test_malformed_messages(message):
+    with pytest.raises(ValueError):
+        decode(message)
+
+
+def test_random_messages_give_plain_data_or_a_value_error():
+    rng = random.Random(0)
+    good = encode([None, True, 7, 1.5, "text", b"b", (1, 2), {1: {2}}, range(3), int, 1j])
+    decoded = 0
+    for _ in range(20_000):
+        message = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            message[rng.randrange(len(message))] = rng.choice(b"NBifcubltszdryh\0\1\2\3\4\x08\xff")
+        try:
+            value = decode(bytes(message))
+        except ValueError:
+            continue
+        decoded += 1
+        assert type(value) in (list, tuple, set, frozenset, range)
+    assert decoded > 1000
+
+
+@pytest.mark.parametrize("value", [[0] * 100, "x" * 10_000, functools.reduce(lambda x, _: [x], range(70), 1)])
+def test_what_is_too_long_or_too_deep_is_not_sent(value):
+    with pytest.raises(ValueError, match="too long to cross|nested deeper than 60"):
+        encode(value)
+
+
+@pytest.mark.parametrize("kind", [int, str, list, dict, tuple, float])
+def test_a_subclass_is_not_data(kind):
+    class Sub(kind):
+        pass
+
+    assert sandbox_child.encode(Sub(), lambda value: 5, 100, 100) == b"h\0\0\0\4\0\0\0\5"

@@ -1,0 +1,377 @@
+"""The benchmarks' arithmetic, and one real run of step_time.py (20 to 40 s, mostly imports; the rest takes 2 s)."""
+
+import json
+import re
+import statistics
+from importlib.util import find_spec
+from itertools import pairwise
+
+import matplotlib
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import tyro
+from helpers_scripts import read_jsonl, run
+from launch import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
+
+import train_dapo
+import train_grpo
+import train_ppo
+from benchmarks import compare_trl, learning, learning_trl, step_time
+from data import arithmetic
+from rl.rollout import stop_token_ids
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+
+
+def test_train_flops_by_hand():
+    config = Qwen2Config(**SHAPE, intermediate_size=16)
+    # A layer has 8*8 (q) + 8*8 (o) + 2 * 8*4 (k, v) + 3 * 8*16 (mlp) = 576 weights: 6 * 2 * 576 * 10 = 69,120.
+    # Head: 6 * 32 * 8 * 4 = 6,144. Attention over 6 and 4 tokens: 6 * 2 * 8 * (36 + 16) = 4,992.
+    assert step_time.train_flops(config, tokens=10, response_tokens=4, sum_squares=52) == 69_120 + 6_144 + 4_992
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SHAPE | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
+        Qwen3Config(**SHAPE | {"hidden_size": 48}, head_dim=32),  # attention wider than the model
+    ],
+    ids=["qwen2", "qwen3"],
+)
+def test_train_flops_are_what_torch_counts(config):
+    config.intermediate_size = 80
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens, responses = 24, 10
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.arange(tokens)[None] % config.vocab_size
+        model(input_ids=ids, use_cache=False, logits_to_keep=responses).logits.sum().backward()
+    head_dim = config.head_dim if config.model_type == "qwen3" else 8
+    masked = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * tokens**2  # torch counts it too
+    ours = step_time.train_flops(config, tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
+    assert counter.get_total_flops() == ours + masked
+
+
+def test_stop_ids_give_the_mean_length():
+    vocabulary, eos = 151_936, 151_645
+    ids = step_time.geometric_stop_ids(vocabulary, 400, eos)
+    assert len(ids) == len(set(ids)) == 380 and ids[0] == eos and all(0 <= i < vocabulary for i in ids)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 4_000_000)  # what a uniform model samples
+    ends = np.flatnonzero(np.isin(tokens, ids))
+    assert statistics.mean(np.diff(ends)) == pytest.approx(400, rel=0.03)
+    for mean_length in (1, 200_000):
+        with pytest.raises(ValueError, match=f"--mean-length {mean_length} must"):
+            step_time.geometric_stop_ids(vocabulary, mean_length, eos)
+
+
+def test_length_models_share_weights_and_differ_in_stop_ids(tmp_path):
+    fixed = step_time.model_folder("tiny", None, tmp_path, "fixed", 16)
+    geometric = step_time.model_folder("tiny", None, tmp_path, "geometric", 16)
+    assert geometric == step_time.model_folder("tiny", None, tmp_path, "geometric", 16)  # and once more
+    tokenizer = AutoTokenizer.from_pretrained(fixed)
+    assert stop_token_ids(str(fixed), tokenizer) == (tokenizer.eos_token_id,)
+    stops = stop_token_ids(str(geometric), AutoTokenizer.from_pretrained(geometric))
+    assert len(stops) == 2048 // 16 and stops[0] == tokenizer.eos_token_id
+    assert (geometric / "model.safetensors").samefile(fixed / "model.safetensors")
+    with pytest.raises(ValueError, match="--shape 0.5B needs --tokenizer"):
+        step_time.model_folder("0.5B", None, tmp_path, "fixed", 16)
+
+
+def test_step_time_end_to_end(tmp_path):
+    flags = "--shape tiny --steps 3 --warmup 1 --bare-rounds 1 --prompt-length 20 --engine hf"
+    output = run(
+        "benchmarks/step_time.py",
+        *flags.split(),
+        *("--cache", tmp_path, "--out", tmp_path / "out", "--", "--rollout-n", 2, "--ppo-max-token-len-per-gpu", 128),
+    )
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["prompt_length/min"] == line["prompt_length/max"] == 20 for line in lines)
+    assert (report["prompts"], report["rollout_n"], report["max_response_length"]) == (8, 2, 32)
+
+    # Medians of the two steps after the warm-up are their means.
+    def mean(name):
+        return (lines[1][name] + lines[2][name]) / 2
+
+    phases = {name.removeprefix("timing_s/") for name in lines[0] if name.startswith("timing_s/")} - {"step"}
+    assert set(report["phases"]) == phases and {"gen", "update_actor", "update_weights"} <= phases
+    for name, phase in report["phases"].items():
+        assert phase["seconds"] == pytest.approx(mean(f"timing_s/{name}"))
+        assert phase["share"] == pytest.approx(mean(f"timing_s/{name}") / mean("timing_s/step"))
+    assert report["step_s"] == pytest.approx(mean("timing_s/step"))
+    assert report["period_s"] == pytest.approx((lines[2]["time"] - lines[0]["time"]) / 2)
+    rates = [16 * line["response_length/mean"] / line["timing_s/step"] for line in lines[1:]]
+    assert report["response_tokens_per_s"] == pytest.approx(statistics.mean(rates))
+    assert report["bare_tokens_per_s"] > 0
+    assert report["gen_over_bare"] == pytest.approx(mean("perf/gen_tokens_per_s") / report["bare_tokens_per_s"])
+
+    # The two sequences of a group, of 52 tokens and 20 in common, fit into 128: 8 micro-batches hold the 16.
+    assert report["micro_batch_fill"] == pytest.approx((mean("perf/total_num_tokens") - 8 * 20) / (8 * 128))
+    utilisation = []
+    for line in lines[1:]:
+        length = line["perf/total_num_tokens"] / 16
+        # A layer: q and o 64*64 each, k and v 64*32 each, mlp 3 * 64*128 weights. Nearly all lengths are equal.
+        layers = 6 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 16 * length
+        head = 6 * 2048 * 64 * 16 * (length - 20)
+        attention = 6 * 2 * 64 * 16 * length**2
+        utilisation.append((layers + head + attention) / line["timing_s/update_actor"] / report["matmul_peak_flops"])
+    assert report["mfu"] == pytest.approx(statistics.mean(utilisation), rel=0.01)
+
+    printed = {name: float(seconds) for name, seconds in re.findall(r"^(\w+) +(\d+\.\d{3}) +[\d.]+%", output, re.M)}
+    expected = {name: phase["seconds"] for name, phase in report["phases"].items()} | {"step": report["step_s"]}
+    assert printed == pytest.approx(expected, abs=6e-4)
+
+
+def test_rows_of_the_comparison_differ_in_what_they_say():
+    args = compare_trl.Args(prompts=4, rollout_n=4, max_response_length=16)
+    rows = {row: compare_trl.settings(args, row, 8, (7, 9), use_vllm=True) for row in "ABCDE"}
+    assert all(x["per_device_train_batch_size"] * x["gradient_accumulation_steps"] == 16 for x in rows.values())
+    assert all(x["generation_kwargs"]["stop_token_ids"] == [7, 9] for x in rows.values())
+
+    def differences(one, other):
+        names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+        return names - {"output_dir"}
+
+    assert differences(rows["A"], rows["B"]) == {"vllm_importance_sampling_correction"}
+    assert rows["A"]["vllm_importance_sampling_correction"] and not rows["B"]["vllm_importance_sampling_correction"]
+    assert differences(rows["B"], rows["C"]) == {"generation_kwargs"}
+    assert rows["C"]["generation_kwargs"]["detokenize"] is False
+    assert differences(rows["C"], rows["E"]) == {"model_init_kwargs"}
+    assert rows["E"]["model_init_kwargs"]["dtype"] == "bfloat16"
+    assert not {"gradient_checkpointing", "model_init_kwargs", "use_liger_kernel"} & rows["D"].keys()
+    with pytest.raises(ValueError, match="--per-device-train-batch-size 5 does not divide the 16 responses"):
+        compare_trl.settings(args, "A", 5, (), use_vllm=True)
+
+
+def test_a_row_that_fails_or_hangs_is_reported(tmp_path):
+    failing = "print('start')\nraise RuntimeError('out of memory')"
+    error = compare_trl.run(["-c", failing], tmp_path / "failing.log", timeout=60)
+    assert error == "exit 1: RuntimeError: out of memory"
+    hanging = "import time; time.sleep(600)"
+    assert compare_trl.run(["-c", hanging], tmp_path / "hanging.log", timeout=0.5) == "took longer than --timeout 0.5 s"
+    assert compare_trl.run(["-c", "pass"], tmp_path / "fine.log", timeout=60) is None
+    row = dict(row="A", batch_size=16, seconds=20.0, generate_s=12.0, response_tokens_per_s=26214.4, ours_over_trl=0.8)
+    heading, fine, failed = compare_trl.table([row, dict(row="B", batch_size=16, error=error)]).splitlines()
+    assert fine.split() == ["A", "16", "20.00", "12.00", "8.00", "26,214", "-", "-", "0.80"]
+    assert len(fine) == len(heading) and failed.endswith(error)
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
+def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
+    with pytest.raises(ModuleNotFoundError, match="pip install trl==1.16.0 datasets"):
+        compare_trl.main(compare_trl.Args(out=tmp_path), [])
+    with pytest.raises(ModuleNotFoundError, match="pip install trl==1.16.0 datasets"):
+        learning_trl.main(learning_trl.Args(work_dir=tmp_path))
+
+
+# --- learning.py
+
+
+def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
+    args = learning.Args(work_dir=tmp_path)
+    scripts = {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo, "train_dapo.py": train_dapo}
+    parsed = {}
+    for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
+        script, *flags = job.command.split()
+        x = parsed[job.name] = tyro.cli(scripts[script].Args, args=flags)
+        scripts[script].validate(x)
+        assert (
+            x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
+        )
+        assert x.train_batch_size * x.rollout_n == 256 and x.total_training_steps == 60
+    assert {x.adv_estimator for x in parsed.values() if isinstance(x, train_grpo.Args)} == set(train_grpo.ADVANTAGES)
+    losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
+    assert losses == set(train_grpo.LOSSES)
+    # One part of DAPO is off in each of the four.
+    parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
+    off = [name for name in parsed if name.startswith("dapo_no")]
+    changed = [part for name in off for part in parts if getattr(parsed[name], part) != getattr(parsed["dapo"], part)]
+    assert sorted(changed) == sorted(parts)
+
+
+def test_responses_are_counted_until_each_step():
+    config = {"train_batch_size": 4, "rollout_n": 2}
+    evaluation = {"step": 1, "val/accuracy": 0.5}
+    lines = [{"step": 1, "critic/score/mean": 0.1}, evaluation, {"step": 2, "critic/score/mean": 0.2}]
+    assert learning.responses_by_step(lines, config) == {0: 0, 1: 8, 2: 16}
+    for line, count in zip(lines[::2], (24.0, 0.0), strict=True):
+        line["train/num_sampled_responses"] = count  # three rounds, then none: groups that waited were enough
+    assert learning.responses_by_step(lines, config) == {0: 0, 1: 24, 2: 24}
+
+
+def test_trl_has_the_settings_of_our_run(tmp_path):
+    args = learning.Args(work_dir=tmp_path)
+    ours = tyro.cli(train_grpo.Args, args=learning.make_jobs(args, "m", ["grpo"], (5,))[0].command.split()[1:])
+    trl = learning_trl.settings(learning_trl.Args(), "trl", 5, tmp_path)
+    same = {
+        "learning_rate": ours.lr,
+        "lr_scheduler_type": ours.lr_scheduler_type,
+        "warmup_steps": ours.lr_warmup_steps,
+        "weight_decay": ours.weight_decay,
+        "max_grad_norm": ours.grad_clip,
+        "temperature": ours.temperature,
+        "epsilon": ours.clip_ratio_low,
+        "max_completion_length": ours.max_response_length,
+        "max_steps": ours.total_training_steps,
+        "num_generations": ours.rollout_n,
+        "per_device_train_batch_size": ours.train_batch_size * ours.rollout_n,
+        "seed": ours.seed,
+    }
+    assert {name: trl[name] for name in same} == same
+    assert ours.loss_agg_mode == "token-mean" and trl["loss_type"] == "dapo"  # two names of one thing
+    assert learning_trl.Args().test_freq == ours.test_freq
+    for variant, changed in learning_trl.VARIANTS.items():
+        other = learning_trl.settings(learning_trl.Args(), variant, 5, tmp_path)
+        assert {name for name in trl if trl[name] != other[name]} == set(changed) and other.keys() == trl.keys()
+
+
+def test_learning_rates_of_trl_are_what_the_variants_say(tmp_path):
+    def rates(variant):
+        x = learning_trl.settings(learning_trl.Args(), variant, 0, tmp_path)
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=x["learning_rate"])
+        schedule = get_scheduler(x["lr_scheduler_type"], optimizer, x["warmup_steps"], x["max_steps"])
+        values = []
+        for _ in range(x["max_steps"]):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return values
+
+    assert rates("trl") == rates("trl_bf16") == [1e-4] * 60
+    assert rates("trl_linear_decay") == pytest.approx([1e-4 * (60 - i) / 60 for i in range(60)])
+    assert rates("trl_warmup_10") == pytest.approx([1e-4 * min(i / 10, 1) for i in range(60)])
+
+
+def test_table_of_the_comparison_with_trl():
+    runs = [finished("grpo", 0, [0.25, 0.5]), finished("grpo", 1, [0.25, 1.0, 1.0]), finished("trl", 0, [0.5], "died")]
+    assert learning_trl.table(runs, (0, 10, 20)).splitlines()[2:] == [
+        "| `grpo` | 2 | 0.250 (0.250-0.250) | 0.750 (0.500-1.000) | 1.000 (1.000-1.000) |",
+        "| `trl` | 0 | - | - | - |",
+    ]
+
+
+def finished(name, seed, accuracy, error=None):
+    """A result of learning.py with evaluations at steps 0, 10, 20, ... and 100 responses a step."""
+    steps = [10 * i for i in range(len(accuracy))]
+    final = None if error else accuracy[-1]
+    responses = [100 * step for step in steps]
+    return dict(
+        name=name, seed=seed, error=error, steps=steps, responses=responses, accuracy=accuracy, final_accuracy=final
+    )
+
+
+def test_table_of_the_learning_benchmark():
+    results = [
+        finished("grpo", 0, [0.25, 0.9, 1.0]),
+        finished("grpo", 1, [0.25, 0.5, 0.75]),
+        finished("grpo", 2, [0.25, 0.5], "exit 1: ValueError: a|b"),
+        finished("rloo", 0, [], "took longer than --timeout 5 s"),
+    ]
+    assert learning.table(results).splitlines()[2:] == [
+        "| `grpo` | 0.875 | 0.750 | 1.000 | 10, never | 2,000 | seed 2 after step 10: exit 1: ValueError: a/b |",
+        "| `rloo` | - | - | - | - | - | seed 0 after step 0: took longer than --timeout 5 s |",
+    ]
+
+
+def test_curves_are_means_between_the_extremes(tmp_path):
+    _, axis = plt.subplots()
+    runs = [finished("grpo", 0, [0.25, 0.5]), finished("grpo", 1, [0.25, 1.0])]
+    runs[1]["responses"] = [0, 3000]
+    learning.curve(axis, runs, "responses", "grpo", "C0")
+    assert axis.lines[0].get_xydata().tolist() == [[0, 0.25], [2000, 0.75]]
+    corners = {tuple(point) for point in axis.collections[0].get_paths()[0].vertices.tolist()}
+    assert corners == {(0, 0.25), (2000, 0.5), (2000, 1.0)}
+    learning.plot(
+        [*runs, finished("ppo", 0, [0.1, 0.2]), finished("dapo", 0, [], "error")], "title", tmp_path / "x.png"
+    )
+    width, height = plt.imread(tmp_path / "x.png").shape[1::-1]
+    assert width == 1210 and height == 726  # 11 inches and two rows of 3.3 at 110 dots, none for what failed
+
+
+WORKER = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "config.json").write_text('{"train_batch_size": 2, "rollout_n": 4}')
+lines = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "critic/score/mean": 0.5}, {"step": 1, "val/accuracy": 0.5}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+if sys.argv[2] == "fail":
+    raise ValueError("--lr 7 is too much")
+if sys.argv[2] == "hang":
+    time.sleep(600)
+"""
+
+
+def test_runs_that_finish_fail_and_hang(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    jobs = [
+        learning.Job(how, 0, f"{tmp_path}/worker.py {tmp_path / how} {how}", tmp_path / how)
+        for how in ("finish", "fail", "hang")
+    ]
+    learning.run_all(jobs, at_a_time=3, timeout=5.0)
+    done, failed, hung = [learning.result(job) for job in jobs]
+    for x in (done, failed, hung):
+        assert x["steps"] == [0, 1] and x["responses"] == [0, 8] and x["accuracy"] == [0.25, 0.5] and x["seed"] == 0
+        assert re.fullmatch(r"[0-9a-f]{12}(\+changes)?", x["commit"])
+    assert done["error"] is None and done["final_accuracy"] == 0.5
+    assert failed["error"] == "exit 1: ValueError: --lr 7 is too much" and failed["final_accuracy"] is None
+    assert hung["error"] == "took longer than --timeout 5 s" and hung["seconds"] >= 5
+    assert learning.result(jobs[0]._replace(command="another")) is None  # to be run again
+
+
+def test_learning_benchmark_refuses_unknown_runs():
+    with pytest.raises(ValueError, match="--only gropo: unknown; choose from grpo, dr_grpo"):
+        learning.main(learning.Args(only=("gropo", "grpo")))
+    with pytest.raises(ValueError, match="--jobs 0 must be at least 1"):
+        learning.main(learning.Args(jobs=0))
+
+
+@pytest.mark.parametrize("max_total", [9, 12])
+def test_chains_with_larger_totals_are_all_there_once(max_total):
+    ways = {t: 1 for t in range(1, 10)}  # chains that have come to a total, counted step by step
+    for _ in range(4):
+        reached = dict.fromkeys(range(max_total + 1), 0)
+        for a, n in ways.items():
+            for b in reached:
+                reached[b] += n * (1 <= abs(a - b) <= 9)
+        ways = reached
+    indices = range(arithmetic.num_indices(max_total))
+    chains = {tuple(totals) for i in indices if (totals := arithmetic.chain_totals(i, max_total)) is not None}
+    assert len(chains) == sum(ways.values())
+    for totals in chains:
+        assert 1 <= totals[0] <= 9 and all(0 <= t <= max_total for t in totals)
+        assert all(1 <= abs(a - b) <= 9 for a, b in pairwise(totals))
+
+
+def test_data_with_larger_totals(tmp_path):
+    sizes = dict(num_sft=400, num_train=300, num_test=200)
+    arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=12, **sizes))
+    rows = [pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("sft", "train", "test")]
+    sft, train, test = ([x["prompt"][0]["content"] for x in xs] for xs in rows)
+    assert not set(test) & (set(train) | set(sft)) and len(set(train)) == 300 and len(set(test)) == 200
+    truths = [sum(int(number) for number in re.findall(r"[+-]?\d", x)) for x in train]
+    assert [row["reward_model"]["ground_truth"] for row in rows[1]] == [str(x) for x in truths]
+    assert max(truths) == 12 and min(truths) == 0
+    claimed = [int(row["response"].split()[-1]) for row in rows[0]]
+    assert max(claimed) == 12 and min(claimed) == 0  # guesses and mistakes stay in range as well
+    with pytest.raises(ValueError, match="--max-total 8 must be within 9 and 99"):
+        arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=8))
+
+
+# --- sampling_overhead.py
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+def test_sampling_overhead_measures_both_ways_to_sample():
+    output = run(ROOT / "benchmarks" / "sampling_overhead.py")
+    rows = dict(re.findall(r"^(rl/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
+    assert rows.keys() == {"rl/engines/vllm.py", "vLLM's generate"}
+    for row in rows.values():
+        everything, schedule, update = map(float, row.split())
+        assert 0 < schedule + update < everything

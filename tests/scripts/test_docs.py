@@ -1,0 +1,239 @@
+"""The documentation against the code: commands parse; flags, functions and metrics exist; nothing is left out."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import helpers_scripts as h
+import pytest
+import torch
+import tyro
+from launch import ROOT
+from torch.distributed.run import get_args_parser
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
+TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
+ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo"]
+DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
+OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
+ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
+
+# Right or wrong by parity, with parts, so that an untrained model earns both and every kind of metric is logged.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = (sum(map(ord, solution_str)) + int(ground_truth)) % 2
+    return {"score": float(right), "acc": float(right), "style": 0.5}
+"""
+
+
+def module_of(script: str) -> ModuleType:
+    """The module of a path such as data/gsm8k.py."""
+    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
+
+
+def flags(script: str) -> set[str]:
+    """All spellings of a script's flags."""
+    fields = dataclasses.fields(module_of(script).Args)
+    names = {f"--{field.name}".replace("_", "-") for field in fields}
+    return names | {f"--no-{field.name}".replace("_", "-") for field in fields if field.type is bool}
+
+
+def commands(page: Path) -> list[str]:
+    """Lines that call a script of the repository; those of benchmarks/ hand flags on to others."""
+    lines = [line.strip() for line in page.read_text().splitlines()]
+    return [line for line in lines if re.match(r"(torchrun|python) (?!.*\bbenchmarks/).*?\w\.py\b", line)]
+
+
+def without_blocks(text: str) -> str:
+    """A page without what stands between lines of three backticks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> list[str]:
+    """What stands between backticks, outside of blocks."""
+    return re.findall(r"`([^`]+)`", without_blocks(text))
+
+
+def section(text: str, title: str) -> str:
+    """From a heading to the next one of the same or a higher level."""
+    level, rest = re.search(rf"^(#+) {re.escape(title)}.*?\n(.*)", text, re.DOTALL | re.MULTILINE).groups()
+    return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+COMMANDS = [(page, line) for page in [ROOT / "README.md", *PAGES] for line in commands(page)]
+
+
+def test_commands_are_found():
+    assert {page.name for page, _ in COMMANDS} >= {"README.md", "train_grpo.md", "train_ppo.md", "train_dapo.md"}
+    assert len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS])
+def test_a_command_is_one_that_its_script_accepts(page, line):
+    words = shlex.split(line, comments=True)
+    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    assert (ROOT / words[at]).is_file()
+    script = module_of(words[at])
+    args = tyro.cli(script.Args, args=words[at + 1 :])  # exits for an unknown flag or value
+    if "validate" in vars(script):
+        script.validate(args)
+
+
+def unknown_flags(text: str, script: str | None) -> set[str]:
+    """Flags between backticks that do not exist. A span that names a script means its flags, others those of `script`
+    (None: of any), or of torchrun.
+    """
+    everywhere = set().union(*(flags(name) for name in [*SCRIPTS, *DATA]))
+    missing = set()
+    for span in spans(text):
+        named = re.search(r"\b(\w+)\.py\b", span)
+        meant = named[1] if named and named[1] in SCRIPTS else script
+        known = (flags(meant) if meant else everywhere) | TORCHRUN | OTHERS
+        missing |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", span)) - known
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_flags_exist(page):
+    assert unknown_flags(page.read_text(), page.stem if page.stem in ALGORITHMS else None) == set()
+
+
+def test_a_flag_of_another_script_would_be_found():
+    assert unknown_flags("a `--critic-lr`, see `train_ppo.py --gamma 1`", "train_grpo") == {"--critic-lr"}
+    assert unknown_flags("`--overlong-buffer`, `--no-filter-groups`, `--lr`", None) == {"--overlong-buffer"}
+
+
+@pytest.mark.parametrize("name", ["train_ppo", "train_dapo"])
+def test_a_page_explains_the_flags_that_train_grpo_does_not_have(name):
+    own = {field.name for field in dataclasses.fields(module_of(name).Args)}
+    own -= {field.name for field in dataclasses.fields(module_of("train_grpo").Args)}
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert len(own) > 5
+    assert [flag for flag in own if f"`--{flag.replace('_', '-')}" not in text] == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_page_has_the_deviations_of_its_script_under_the_same_numbers(name):
+    header, page = module_of(name).__doc__, (ROOT / "docs" / f"{name}.md").read_text()
+    in_header = re.findall(r"(?<=[\s:])(\d)\. ", header[header.index("Deviations") :])
+    in_page = re.findall(r"^(\d)\. ", section(page, "Deviations"), re.MULTILINE)
+    assert in_header == in_page and in_page == [str(i + 1) for i in range(len(in_page))] and len(in_page) >= 3
+    assert set(ARXIV.findall(header)) <= set(ARXIV.findall(page))
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *PAGES]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", without_blocks(page.read_text())):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# papers.md
+
+
+def public_functions(path: Path) -> set[str]:
+    module = ast.parse(path.read_text())
+    return {x.name for x in module.body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")}
+
+
+def test_every_formula_is_in_papers_and_every_name_there_exists():
+    text = (ROOT / "docs" / "papers.md").read_text()
+    named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
+    named = {(module, function) for module, function in named if (ROOT / "rl" / f"{module}.py").exists()}
+    existing = {(path.stem, name) for path in (ROOT / "rl").glob("*.py") for name in public_functions(path)}
+    formulas = {(m, f) for m, f in existing if m in ("advantages", "losses", "schedule", "critic")}
+    assert len(formulas) > 30
+    assert named - existing == set()
+    assert formulas - named == set()
+    for path in re.findall(r"`((?:rl|rewards)/[\w/]+\.py)`", text):
+        assert (ROOT / path).is_file()
+
+
+def test_every_paper_that_the_code_names_is_in_papers():
+    files = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py"), *(ROOT / "rewards").glob("*.py")]
+    cited = {paper for path in files for paper in ARXIV.findall(path.read_text())}
+    assert len(cited) > 20
+    assert cited - set(ARXIV.findall((ROOT / "docs" / "papers.md").read_text())) == set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics.md
+
+
+def documented(text: str) -> set[str]:
+    """Names in the first column of the tables; `a/mean`, `/max` stands for a/mean and a/max."""
+    names: list[str] = []
+    for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.MULTILINE):
+        for span in spans(cell):
+            names.append(names[-1].rsplit("/", 1)[0] + span if span.startswith("/") else span)
+    return set(names)
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a logged name is a documented one, in which <...> stands for anything without a slash."""
+    return re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.escape(pattern)), name) is not None
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> dict[str, set[str]]:
+    """Names of the metrics that a run of each script logs, with all that adds metrics switched on."""
+    folder = tmp_path_factory.mktemp("metrics")
+    task = h.make_task(folder)
+    (folder / "parts.py").write_text(REWARD)
+    both_kl = dict(use_kl_loss=True, use_kl_in_reward=True)
+    common = dict(total_training_steps=1, val_before_train=True, custom_reward_function=(str(folder / "parts.py"),))
+    changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    names = {}
+    for script, change in changes.items():
+        settings = h.grpo_settings(task, folder / script, ppo_mini_batch_size=2, save_freq=0, **common, **change)
+        module = module_of(script)
+        module.main(module.Args(**settings))
+        h.leave_distributed()
+        names[script] = set().union(*h.read_jsonl(folder / script / "metrics.jsonl"))
+    sft = module_of("sft")
+    settings = h.sft_settings(task, folder / "sft", val_files=(task.sft,), total_training_steps=1, save_freq=0)
+    sft.main(sft.Args(**settings))
+    h.leave_distributed()
+    names["sft"] = set().union(*h.read_jsonl(folder / "sft" / "metrics.jsonl"))
+    torch.set_num_threads(threads)
+    return {script: found - {"step", "time"} for script, found in names.items()}
+
+
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+TRAINING = section(METRICS, "train_grpo.py, train_ppo.py, train_dapo.py")
+
+
+@pytest.mark.parametrize("script", [*ALGORITHMS, "sft"])
+def test_every_metric_of_a_run_is_documented(logged, script):
+    patterns = documented(section(METRICS, "sft.py") if script == "sft" else TRAINING)
+    assert len(logged[script]) > 5 and len(patterns) > 5
+    assert [name for name in sorted(logged[script]) if not any(fits(name, p) for p in patterns)] == []
+
+
+@pytest.mark.parametrize("scripts", [ALGORITHMS, ["sft"]], ids="-".join)
+def test_every_documented_metric_is_one_of_a_run(logged, scripts):
+    patterns = documented(section(METRICS, "sft.py") if scripts == ["sft"] else TRAINING)
+    names = set().union(*(logged[script] for script in scripts))
+    absent = {p for p in patterns if not any(fits(name, p) for name in names)}
+    assert {p for p in absent if not p.startswith("memory_gb/")} == set()  # these are there on CUDA only
+
+
+@pytest.mark.parametrize(("title", "script"), [("Critic", "train_ppo"), ("Dynamic sampling", "train_dapo")])
+def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logged, title, script):
+    names = documented(section(TRAINING, title))
+    assert names and names <= logged[script]
+    assert not any(names & found for other, found in logged.items() if other != script)
+
+
+def test_how_tables_are_read():
+    table = "| name | x |\n|---|---|\n| `a/mean`, `/max` | `no/name` |\n| `r/<data_source>/<part>` | |\n"
+    assert documented(table) == {"a/mean", "a/max", "r/<data_source>/<part>"}
+    assert fits("r/gsm8k/acc", "r/<data_source>/<part>") and not fits("r/gsm8k", "r/<data_source>/<part>")
+    assert section("# a\n1\n## b\n2\n### c\n3\n## d\n4\n", "b") == "2\n### c\n3\n"

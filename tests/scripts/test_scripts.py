@@ -1,0 +1,969 @@
+"""The scripts as a user runs them: from the command line, with every choice they offer, and with every mistake."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import re
+import shutil
+import statistics
+from functools import partial
+
+import helpers_scripts as h
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import tyro
+from launch import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval as evaluation
+import sft
+import train_dapo
+import train_grpo
+import train_ppo
+import train_reward
+from rl import fsdp, limits
+from rl.engines import hf
+from rl.fsdp import Dist
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+SCRIPTS = {"train_grpo": train_grpo, "train_ppo": train_ppo, "train_dapo": train_dapo, "sft": sft, "eval": evaluation}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def grpo(task, tmp_path):
+    return h.Runs(train_grpo, partial(h.grpo_settings, task), tmp_path)
+
+
+def greedy(folder, file, count):
+    """What transformers itself answers to the first prompts of a file, one at a time."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
+    for row in pq.read_table(file).to_pylist()[:count]:
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        best = model.generate(ids, do_sample=False, max_new_tokens=40)[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(best, skip_special_tokens=True))
+    return answers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the command line, end to end
+
+
+@pytest.fixture(scope="module")
+def trained(task, tmp_path_factory):
+    """Folder of `python sft.py` for 40 steps: a model that answers, and its metrics."""
+    folder = tmp_path_factory.mktemp("sft")
+    settings = h.sft_settings(
+        task,
+        folder,
+        total_training_steps=40,
+        train_batch_size=32,
+        val_files=(task.sft,),
+        test_freq=20,
+        log_freq=15,
+        save_freq=20,
+    )
+    output = h.run("sft.py", *h.flags(settings))
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+def test_sft_from_the_command_line(trained, task):
+    lines = h.read_jsonl(trained / "metrics.jsonl")
+    train, val = [x for x in lines if "train/loss" in x], [x for x in lines if "val/loss" in x]
+    assert [x["step"] for x in train] == list(range(1, 41)) and [x["step"] for x in val] == [0, 20, 40]
+    assert statistics.mean(x["train/loss"] for x in train[-5:]) < 0.6 * train[0]["train/loss"]
+    assert val[2]["val/loss"] < val[1]["val/loss"] < val[0]["val/loss"]
+    assert val[0]["val/loss"] == pytest.approx(math.log(80), rel=0.05)  # an untrained model of 80 tokens
+    output = (trained / "output.txt").read_text()
+    shown = re.findall(r"step (\d+)/40 \| loss (\d\.\d{4})", output)
+    assert shown == [(str(x["step"]), f"{x['train/loss']:.4f}") for x in train if x["step"] in (15, 30, 40)]
+    assert f"held out: loss {val[2]['val/loss']:.4f}" in output
+    assert {p.name for p in trained.iterdir()} >= {"global_step_20", "global_step_40", "config.json", "metrics.jsonl"}
+    config = json.loads((trained / "config.json").read_text())
+    assert config["train_files"] == [task.sft] and config["lr"] == 4e-3
+    cosine = [4e-3 * (1 + math.cos(math.pi * k / 40)) / 2 for k in range(40)]
+    assert [x["train/lr"] for x in train] == pytest.approx(cosine)
+
+
+@pytest.mark.parametrize(("script", "settings"), [(sft, h.sft_settings), (train_reward, h.reward_settings)])
+def test_without_log_freq_only_the_last_step_is_printed(script, settings, task, tmp_path, capsys):
+    script.main(script.Args(**settings(task, tmp_path, total_training_steps=3, log_freq=0)))
+    assert re.findall(r"^step (\d)/3 ", capsys.readouterr().out, re.MULTILINE) == ["3"]
+    assert [x["step"] for x in h.read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
+    stub = tmp_path / "stub" / "vllm"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text('raise ImportError("there is no vllm here")\n')
+    path = f"{stub.parent}:{ROOT}"
+    blocked = h.start("-c", "import vllm", PYTHONPATH=path)
+    assert "there is no vllm here" in h.finish(blocked) and blocked.returncode == 1
+    settings = h.grpo_settings(
+        task,
+        tmp_path / "{project_name}-{experiment_name}",
+        model=trained / "global_step_40" / "huggingface",
+        max_response_length=40,
+        val_before_train=True,
+        test_freq=2,
+        log_samples_freq=1,
+        log_val_generations=16,
+        project_name="glass",
+        experiment_name="hf",
+    )
+
+    output = h.run("train_grpo.py", *h.flags(settings), PYTHONPATH=path)
+
+    folder = tmp_path / "glass-hf"
+    lines = h.read_jsonl(folder / "metrics.jsonl")
+    train = [x for x in lines if "actor/loss" in x]
+    assert [x["step"] for x in lines] == [0, 1, 2, 2] and [x["step"] for x in train] == [1, 2]
+    for x in train:
+        assert x["rollout/logprob_gap_max"] < 1e-4 and x["rollout/logprob_gap_mean"] < 1e-5
+        assert x["actor/grad_norm"] > 0 and x["actor/lr"] == 1e-3 and x["actor/skipped_updates"] == 0
+        assert x["perf/total_num_tokens"] == 4 * 4 * (30 + x["response_length/mean"])
+        phases = {k for k in x if k.startswith("timing_s/")} - {"timing_s/step", "timing_s/testing"}
+        assert phases == {
+            f"timing_s/{k}" for k in "update_weights gen verify reward batch adv update_actor".split()
+        }  # neither old_log_prob nor ref
+        assert sum(v for k, v in x.items() if k.startswith("timing_s/") and k != "timing_s/step") <= x["timing_s/step"]
+    # Held-out accuracy, counted again from what was generated with the final weights.
+    generations = [g for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 2]
+    assert len(generations) == 16
+    truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(task.test).to_pylist()]
+    scores = [h.parity(g["response"], truth) for g, truth in zip(generations, truths, strict=True)]
+    assert [g["score"] for g in generations] == scores and 0 < sum(scores) < 16
+    assert lines[-1]["val/accuracy"] == lines[-1]["val-core/arithmetic/reward/mean@1"] == sum(scores) / 16
+    assert f"accuracy {sum(scores) / 16:.3f} on 16 prompts" in output
+    untrained = [g["response"] for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 0]
+    assert untrained[:3] == greedy(settings["model"], task.test, 3)
+    # What the console shows.
+    assert "4 prompts x 4 = 16 responses and 1 update(s) a step, 1 rank(s), 64 prompts" in output
+    for k in (1, 2):
+        assert re.search(rf"^step {k}/2 \| reward {train[k - 1]['critic/score/mean']:.3f} \| ", output, re.MULTILINE)
+    assert output.count("  response: ") == 2 and output.count("<|im_start|>user") == 2
+    config = json.loads((folder / "config.json").read_text())
+    assert config["engine"] == "hf" and config["max_response_length"] == 40
+    assert (folder / "global_step_2" / "huggingface" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def lively(task, tmp_path_factory):
+    """A model whose answers differ from prompt to prompt: the task's, with larger weights."""
+    folder = tmp_path_factory.mktemp("lively") / "model"
+    shutil.copytree(task.model, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+GENERATE = dict(max_prompt_length=32, max_response_length=40)
+
+
+def reward(path):
+    """Flags that score with one function in one process."""
+    return dict(custom_reward_function=(str(path),), reward_workers=1)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_eval_from_the_command_line(task, lively, tmp_path, engine):
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
+    output = h.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
+    written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
+    rows = pq.read_table(task.test).to_pylist()
+    assert [x["row_index"] for x in written] == list(range(16))
+    assert [x["ground_truth"] for x in written] == [row["reward_model"]["ground_truth"] for row in rows]
+    scores = [h.parity(x["response"], x["ground_truth"]) for x in written]
+    assert [x["score"] for x in written] == scores and 0 < sum(scores) < 16
+    assert len({x["response"] for x in written}) > 8  # the model answers the question, whatever it answers
+    assert f"accuracy                     {sum(scores) / 16:.4f}" in output
+    assert "pass@" not in output and "maj@" not in output
+    assert [x["response"] for x in written[:6]] == greedy(lively, task.test, 6)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_explains_every_flag(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(SCRIPTS[name].Args, description=SCRIPTS[name].__doc__, args=["--help"])
+    assert end.value.code == 0
+    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
+    blocks = dict(re.findall(r"^ {1,3}--([a-z][a-z0-9-]*)(.*?)(?=^ {1,3}--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
+    for field in dataclasses.fields(SCRIPTS[name].Args):
+        flag = field.name.replace("_", "-")
+        assert flag in blocks, f"--{flag} is not in the help"
+        _, _, rest = re.sub(r"\s{2,}", "  ", blocks[flag]).partition("  ")  # after the names of the values
+        words = re.sub(r"\(default:.*", "", rest, flags=re.DOTALL).split()
+        assert len(words) >= 2, f"--{flag} has no help text: {blocks[flag]!r}"
+        assert "---" not in words, f"--{flag} shows a section heading: {blocks[flag]!r}"
+
+
+def test_help_from_the_command_line():
+    text = h.run("train_grpo.py", "--help")
+    assert "--adv-estimator" in text and "GRPO: sample a group of responses" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Algorithms
+
+
+def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formula_says(grpo):
+    names = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+    assert set(names) == set(train_grpo.ADVANTAGES)
+    runs = {name: grpo(adv_estimator=name, total_training_steps=1, max_response_length=24) for name in names}
+    assert all(math.isfinite(m["actor/loss"]) and m["actor/grad_norm"] > 0 for m in runs.values())
+    norm = {name: m["actor/grad_norm"] for name, m in runs.items()}
+    score = runs["grpo"]["critic/score/mean"]  # the same responses for all: seed 0, step 0
+    assert all(m["critic/score/mean"] == score for m in runs.values()) and 0 < score < 1
+    assert norm["rloo"] == pytest.approx(norm["dr_grpo"] * 4 / 3, rel=1e-4)  # G / (G - 1)
+    assert norm["gpg"] == pytest.approx(norm["dr_grpo"] / score, rel=1e-4)  # rewards are 0 or 1
+    for a, b in itertools.combinations(names, 2):
+        assert abs(norm[a] - norm[b]) > 1e-3 * norm[a], f"{a} and {b} do the same"
+
+
+def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypatch, in_double):
+    sampled = []
+
+    def generate(engine, prompts, *args, original=hf.generate, **kwargs):
+        groups = original(engine, prompts, *args, **kwargs)
+        sampled.extend(zip(prompts, groups, strict=True))
+        return groups
+
+    monkeypatch.setattr(hf, "generate", generate)
+    settings = dict(temperature=0.7, grad_clip=0.05, weight_decay=0.1, lr=1e-3, total_training_steps=1)
+    metrics = grpo(**settings)
+
+    truths = {}
+    tokenizer, model = AutoTokenizer.from_pretrained(task.model), AutoModelForCausalLM.from_pretrained(task.model)
+    model = model.double()
+    for row in pq.read_table(task.train).to_pylist():
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        truths[tuple(tokenizer(text)["input_ids"])] = row["reward_model"]["ground_truth"]
+    num_tokens = sum(len(c.token_ids) for _, group in sampled for c in group)
+    total = 0.0
+    for prompt, group in sampled:
+        texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+        rewards = [h.parity(text, truths[tuple(prompt)]) for text in texts]
+        for c, reward in zip(group, rewards, strict=True):
+            advantage = (reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            logits = model(torch.tensor([prompt + c.token_ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+            logp = logits.log_softmax(-1)[torch.arange(len(c.token_ids)), c.token_ids]
+            total = total - advantage * logp.sum() / num_tokens
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
+
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.1
+    assert h.distance(grpo.weights(1, 1), dict(model.named_parameters())) < 2e-6
+    assert metrics["perf/total_num_tokens"] == num_tokens + 16 * 30
+
+
+LOSS_MODES = ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "policy_gradient"]
+
+
+def test_on_policy_all_surrogates_have_the_same_gradient(grpo):
+    assert set(LOSS_MODES) == set(train_grpo.LOSSES)
+    runs = [grpo(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
+    assert all(math.isfinite(m["actor/loss"]) for m in runs)
+    assert [m["actor/grad_norm"] for m in runs] == pytest.approx([runs[0]["actor/grad_norm"]] * 6, rel=1e-4)
+    assert all(m["actor/pg_clipfrac"] == 0 and m["actor/ppo_kl"] == 0 for m in runs)
+    assert runs[0]["actor/grad_norm"] > 0.1
+
+
+def test_off_policy_every_surrogate_goes_its_own_way(grpo):
+    runs = [
+        grpo(
+            loss_mode=mode,
+            loss_agg_mode="seq-mean-token-mean",
+            total_training_steps=1,
+            ppo_epochs=4,
+            lr=1e-2,
+            adv_estimator="dr_grpo",
+        )
+        for mode in LOSS_MODES
+    ]
+    assert all(math.isfinite(m["actor/loss"]) and m["actor/ppo_kl"] != 0 for m in runs)
+    clipping = {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] > 0}
+    assert clipping == {"ppo_clip", "gspo", "cispo", "gmpo"}
+    final = [grpo.weights(i, 1) for i in range(1, 7)]
+    for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
+        assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"
+
+
+def test_aggregation_modes_weigh_the_same_terms_differently(grpo):
+    modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    runs = {m: grpo(loss_agg_mode=m, total_training_steps=1, max_response_length=24) for m in modes}
+    norm = {mode: m["actor/grad_norm"] for mode, m in runs.items()}
+    length = runs["token-mean"]["response_length/mean"]
+    assert norm["seq-mean-token-sum"] == pytest.approx(norm["token-mean"] * length, rel=1e-4)
+    assert norm["seq-mean-token-sum-norm"] == pytest.approx(norm["seq-mean-token-sum"] / 24, rel=1e-4)
+    assert abs(norm["seq-mean-token-mean"] - norm["token-mean"]) > 1e-3
+    scaled = grpo(
+        loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=6.0,
+        total_training_steps=1,
+        max_response_length=24,
+    )
+    assert scaled["actor/grad_norm"] == pytest.approx(norm["seq-mean-token-sum"] / 6, rel=1e-4)
+
+
+def test_kl_loss_pulls_towards_the_reference_and_is_part_of_the_loss(grpo):
+    strong = grpo(use_kl_loss=True, kl_loss_coef=100.0, total_training_steps=3)
+    weak = grpo(use_kl_loss=True, kl_loss_coef=0.0, total_training_steps=3)
+    without = grpo(total_training_steps=3)
+    lines = grpo.lines(1)
+    assert abs(lines[0]["actor/kl_loss"]) < 1e-7 < lines[1]["actor/kl_loss"]  # the first step is the reference
+    for x in lines:
+        assert x["actor/loss"] == pytest.approx(x["actor/pg_loss"] + 100 * x["actor/kl_loss"], abs=1e-5)
+        assert "timing_s/ref" in x
+    assert strong["actor/kl_loss"] < 0.75 * weak["actor/kl_loss"]
+    h.assert_same(grpo.weights(2, 3), grpo.weights(3, 3))
+    assert "actor/kl_loss" not in without
+
+
+def test_kl_estimators(grpo):
+    kinds = ["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"]
+    # The second epoch of a first step: the policy has moved, by the same amount for all kinds while the weight is 0.
+    runs = {
+        kind: grpo(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.0, ppo_epochs=2, total_training_steps=1)
+        for kind in kinds
+    }
+    kl = {kind: m["actor/kl_loss"] for kind, m in runs.items()}
+    assert kl["k3"] == kl["low_var_kl"] == kl["k3+"] > 0 and kl["k1"] == kl["k1+"]
+    assert kl["abs"] > abs(kl["k1"]) and kl["k2"] > 0
+    assert len({round(kl[kind], 9) for kind in ("k1", "k2", "k3", "abs")}) == 4
+    weighted = {}
+    for kind in ("k3", "k3+", "k2"):
+        grpo(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=50.0, ppo_epochs=2, total_training_steps=1)
+        weighted[kind] = grpo.weights(grpo.count, 1)
+    h.assert_same(weighted["k3+"], weighted["k2"])  # "+": the gradient of k2
+    assert h.distance(weighted["k3"], weighted["k2"]) > 1e-6
+
+
+def test_entropy_bonus(grpo):
+    runs = {c: grpo(entropy_coeff=c, total_training_steps=6, lr=3e-3) for c in (0.0, 0.5, -0.5)}
+    first = grpo.lines(2)[0]
+    assert first["actor/loss"] == pytest.approx(first["actor/pg_loss"] - 0.5 * first["actor/entropy"], rel=1e-5)
+    assert grpo.lines(1)[0]["actor/loss"] == grpo.lines(1)[0]["actor/pg_loss"]
+    assert runs[0.5]["actor/entropy"] > runs[0.0]["actor/entropy"] + 0.01
+    assert runs[-0.5]["actor/entropy"] < runs[0.0]["actor/entropy"] - 0.01
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollout_importance_weights(grpo, level):
+    plain = grpo(total_training_steps=1)
+    capped = grpo(total_training_steps=1, rollout_is=level, rollout_is_threshold=0.5)  # true weights are 1: all capped
+    for name in ("actor/pg_loss", "actor/grad_norm"):
+        assert capped[name] == pytest.approx(0.5 * plain[name], rel=1e-5, abs=1e-8)
+    free = grpo(total_training_steps=1, rollout_is=level)
+    assert free["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+
+
+def test_an_engine_that_is_too_sure_is_corrected_and_reported(grpo, monkeypatch):
+    plain = grpo(total_training_steps=1)
+
+    def generate(*args, on_group, original=hf.generate, **kwargs):
+        def surer(i, group):
+            on_group(i, [c._replace(logprobs=[x + math.log(2) for x in c.logprobs]) for c in group])
+
+        return original(*args, on_group=surer, **kwargs)
+
+    monkeypatch.setattr(hf, "generate", generate)
+    with pytest.raises(RuntimeError, match=r"log-probs differ by 6\.93e-01 on average"):
+        grpo(total_training_steps=1)
+    uncorrected = grpo(total_training_steps=1, max_logprob_gap=1.0)
+    assert uncorrected["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-6)
+    corrected = grpo(total_training_steps=1, max_logprob_gap=1.0, rollout_is="token")
+    assert corrected["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 2, rel=1e-5)
+    for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/kl"):
+        assert corrected[name] == pytest.approx(math.log(2), rel=1e-5), name
+    assert corrected["training/rollout_probs_diff_mean"] > 1e-3 > plain["training/rollout_probs_diff_mean"]
+
+
+def test_gradients_are_clipped_to_their_global_norm(grpo, task):
+    # Adam divides by |g| + 1e-8: only gradients far below that move a weight by less than the learning rate.
+    free = grpo(total_training_steps=1, weight_decay=0.0)
+    clipped = grpo(total_training_steps=1, weight_decay=0.0, grad_clip=1e-10)
+    assert clipped["actor/grad_norm"] == free["actor/grad_norm"] > 0.1  # reported as it was
+    assert h.distance(grpo.weights(1, 1), h.original(task)) == pytest.approx(1e-3, rel=0.01)
+    assert 0 < h.distance(grpo.weights(2, 1), h.original(task)) < 1e-5
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(grpo, task, monkeypatch):
+    bad = set()
+    norms = itertools.count()
+
+    def clip(model, max_norm, original=fsdp.clip_grad_norm):
+        norm = original(model, max_norm)
+        return math.inf if next(norms) in bad else norm
+
+    monkeypatch.setattr(fsdp, "clip_grad_norm", clip)
+    bad |= {0}
+    metrics = grpo(total_training_steps=1, weight_decay=0.0)
+    assert metrics["actor/skipped_updates"] == 1 and h.distance(grpo.weights(1, 1), h.original(task)) == 0
+    bad |= {2, 3, 5, 6, 8}  # of updates 1 to 8: never three in a row
+    grpo(total_training_steps=4, ppo_epochs=2)
+    assert [x["actor/skipped_updates"] for x in grpo.lines(2)] == [1, 1, 2, 1]
+    bad |= {10, 11, 12}
+    with pytest.raises(
+        RuntimeError, match=r"step 4: three updates in a row were useless.* gradient norm inf over \d+ tok"
+    ):
+        grpo(total_training_steps=5)
+
+
+def test_old_logprobs_are_computed_only_where_they_differ(grpo):
+    on = grpo(total_training_steps=1)
+    spelled = grpo(total_training_steps=1, ppo_mini_batch_size=None)
+    assert "timing_s/old_log_prob" not in on and on["actor/ppo_kl"] == on["actor/pg_clipfrac"] == 0
+    h.assert_same(grpo.weights(1, 1), grpo.weights(2, 1))
+    assert spelled["actor/loss"] == on["actor/loss"]
+    for changes in (dict(ppo_epochs=2), dict(ppo_mini_batch_size=2), dict(ppo_mini_batch_size=3, ppo_epochs=2)):
+        off = grpo(total_training_steps=1, **changes)
+        assert off["timing_s/old_log_prob"] > 0 and off["actor/ppo_kl"] != 0
+        assert h.distance(grpo.weights(1, 1), grpo.weights(grpo.count, 1)) > 1e-4
+    # A first epoch is on policy: two epochs with a learning rate of 0 report the loss and the norm of one.
+    still = grpo(total_training_steps=1, ppo_epochs=2, lr=0.0)
+    assert still["actor/grad_norm"] == pytest.approx(on["actor/grad_norm"], rel=1e-5)
+    assert still["actor/loss"] == pytest.approx(on["actor/loss"], abs=1e-6)
+    assert still["actor/ppo_kl"] == pytest.approx(0)
+
+
+def test_denominators_belong_to_the_mini_batch(grpo):
+    # Nothing moves at a learning rate of 0, and every mini-batch weighs its own tokens only.
+    metrics = grpo(total_training_steps=1, ppo_mini_batch_size=2, entropy_coeff=1.0, lr=0.0)
+    assert metrics["actor/entropy"] > 4
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] - metrics["actor/entropy"], rel=1e-3)
+    by_sequence = grpo(
+        total_training_steps=1,
+        ppo_mini_batch_size=2,
+        entropy_coeff=1.0,
+        lr=0.0,
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    difference = by_sequence["actor/pg_loss"] - by_sequence["actor/loss"]
+    assert difference == pytest.approx(by_sequence["actor/entropy"], rel=1e-2)
+
+
+def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
+    settings = dict(ppo_epochs=2, ppo_mini_batch_size=3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    expected = grpo(**settings)
+    assert h.distance(grpo.weights(1, 2), h.original(task)) > 1e-3
+    for changes in (dict(activation_checkpointing="none"), dict(ppo_max_token_len_per_gpu=44)):
+        metrics = grpo(**settings, **changes)
+        assert h.distance(grpo.weights(1, 2), grpo.weights(grpo.count, 2)) < 1e-6
+        for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+
+
+def test_the_learning_rate_follows_its_schedule(grpo, task):
+    grpo(total_training_steps=4, lr_warmup_steps=2, weight_decay=0.0, save_freq=1)
+    assert [x["actor/lr"] for x in grpo.lines(1)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+    assert h.distance(grpo.weights(1, 1), h.original(task)) == pytest.approx(0.5e-3, rel=0.01)  # Adam's first step
+    grpo(total_training_steps=4, lr_scheduler_type="cosine")
+    expected = [1e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
+    assert [x["actor/lr"] for x in grpo.lines(2)] == pytest.approx(expected)
+
+
+def test_epochs_are_counted_in_whole_batches(grpo):
+    grpo(total_training_steps=None, total_epochs=2, train_batch_size=20, ppo_mini_batch_size=20, rollout_n=2)
+    assert [x["step"] for x in grpo.lines(1)] == [1, 2, 3, 4, 5, 6]  # 64 prompts: 3 batches of 20, twice
+
+
+def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, monkeypatch, in_double):
+    # 5 prompts in mini-batches of 2, 2 and 1, on two ranks; responses depend on the prompt alone.
+    changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, lr=1e-4)
+    two = {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / "two", **changes), "comparable": True}
+    status, output = h.run_in_turn(tmp_path / "runs.json", two, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "one", **changes)))
+    lines = {name: h.timeless(h.read_jsonl(tmp_path / name / "metrics.jsonl")) for name in ("one", "two")}
+    assert [x["step"] for x in lines["two"]] == [1, 2]
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+        assert one["actor/grad_norm"] > 0.1 and one["actor/ppo_kl"] != 0
+    final = [h.weights(tmp_path / name / "global_step_2") for name in ("one", "two")]
+    assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The probe
+
+
+def test_weights_that_do_not_reach_the_engine_stop_the_run_within_a_step(grpo, monkeypatch):
+    pushes = []
+
+    def push(engine, named_tensors, original=hf.update_weights):
+        pushes.append(dict(named_tensors))
+        if len(pushes) == 1:
+            original(engine, pushes[0].items())
+
+    monkeypatch.setattr(hf, "update_weights", push)
+    with pytest.raises(RuntimeError, match="does not hold the policy's weights") as error:
+        grpo(total_training_steps=5, lr=1e-2)
+    assert len(pushes) == 2 and [x["step"] for x in grpo.lines(1)] == [1]
+    gap, limit = (float(x) for x in re.findall(r"\d\.?\d*e-\d+", str(error.value))[:2])
+    assert gap > limit == 1e-4 and "--max-logprob-gap" in str(error.value)
+    assert grpo(total_training_steps=1, lr=1e-2)["actor/grad_norm"] > 0  # one push is enough for one step
+
+
+def test_one_stale_matrix_is_enough_and_the_limit_is_a_flag(grpo, monkeypatch):
+    name = "model.layers.1.mlp.down_proj.weight"
+    first = {}
+
+    def push(engine, named_tensors, original=hf.update_weights):
+        tensors = dict(named_tensors)
+        first.setdefault(name, tensors[name].clone())
+        original(engine, (tensors | first).items())
+
+    monkeypatch.setattr(hf, "update_weights", push)
+    with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
+        grpo(total_training_steps=5, lr=1e-2)
+    assert grpo(total_training_steps=3, lr=1e-2, max_logprob_gap=50.0)["rollout/logprob_gap_mean"] > 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval.py
+
+
+def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained, tmp_path):
+    # A response is right if its last digit is even; half a point, which is not right, for 5 and 7.
+    (tmp_path / "digits.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    digits = [c for c in solution_str if c.isdigit()]\n"
+        "    return 0.0 if not digits else 0.5 if digits[-1] in '57' else float(int(digits[-1]) % 2 == 0)\n"
+    )
+    n, file = 5, tmp_path / "out.jsonl"
+    settings = dict(
+        model=str(trained / "global_step_40" / "huggingface"),
+        val_files=(task.test,),
+        engine="hf",
+        rollout_n=n,
+        temperature=1.0,
+        output=str(file),
+        **reward(tmp_path / "digits.py"),
+        **GENERATE,
+    )
+    metrics = evaluation.main(evaluation.Args(**settings, k=(1, 3, 5)))
+
+    groups = collections.defaultdict(list)
+    for line in h.read_jsonl(file):
+        groups[line["row_index"]].append(line)
+    assert [len(group) for group in groups.values()] == [n] * 16
+    scores = {i: [x["score"] for x in group] for i, group in groups.items()}
+    assert metrics["accuracy"] == pytest.approx(statistics.mean(itertools.chain(*scores.values())))
+    assert any(len(set(s)) > 1 for s in scores.values()) and 0.5 in itertools.chain(*scores.values())
+    for k in (1, 3, 5):
+        draws = [[max(draw) >= 1 for draw in itertools.combinations(s, k)] for s in scores.values()]
+        assert metrics[f"pass@{k}"] == pytest.approx(statistics.mean(statistics.mean(d) for d in draws))
+    elected = []
+    for group in groups.values():
+        numbers = [re.findall(r"-?\d+", x["response"].replace(",", "")) for x in group]
+        answers = [found[-1] if found else None for found in numbers]
+        most = max((answers.count(a) for a in answers if a is not None), default=0)
+        winner = next((i for i, a in enumerate(answers) if a is not None and answers.count(a) == most), None)
+        elected.append(0.0 if winner is None else group[winner]["score"])
+    assert metrics["maj@5"] == pytest.approx(statistics.mean(elected))
+    assert metrics["pass@1"] < metrics["pass@3"] < metrics["pass@5"]
+    # A lower bar: half a point counts, too. Default k are the powers of two.
+    lenient = evaluation.main(evaluation.Args(**settings, correct_at=0.5))
+    assert {name for name in lenient if name.startswith("pass@")} == {"pass@1", "pass@2", "pass@4"}
+    assert lenient["pass@1"] == pytest.approx(statistics.mean(x >= 0.5 for s in scores.values() for x in s))
+    assert lenient["accuracy"] == metrics["accuracy"]
+
+
+def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(task, tmp_path):
+    (tmp_path / "failing.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1 // (extra_info['index'] != 1), 'length': extra_info['response_length']}\n"
+    )
+    file = tmp_path / "out.jsonl"
+    settings = dict(
+        model=task.model, val_files=(task.test,), engine="hf", **reward(tmp_path / "failing.py"), **GENERATE
+    )
+    metrics = evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(file)))
+    assert (metrics["num_prompts"], metrics["accuracy"], metrics["reward/error_frac"]) == (5.0, 0.8, 0.2)
+    lines = h.read_jsonl(file)
+    assert [line["score"] for line in lines] == [1.0, None, 1.0, 1.0, 1.0]
+    lengths = [line["length"] for line in lines if line["score"] is not None]  # a component is written by its name
+    assert metrics["reward/arithmetic/length"] == pytest.approx(statistics.mean(lengths)) and min(lengths) > 0
+    assert metrics["response_length/clip_ratio"] <= 1 and metrics["response_length/mean"] <= 40
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1+1=2\n#### 17", "17"), ("-3.5 apples", "-3.5"), ("1,234,567 is it.", "1234567"), ("none", None)],
+)
+def test_an_answer_is_the_last_number(text, expected):
+    assert evaluation.last_number(text) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sft.py
+
+
+def nll(model_folder, conversations):
+    """Mean negative log-likelihood of the learned tokens, by transformers alone: [(text before, learned text), ...]."""
+    tokenizer, model = AutoTokenizer.from_pretrained(model_folder), AutoModelForCausalLM.from_pretrained(model_folder)
+    losses = []
+    for pieces in conversations:
+        ids, learned = [], []
+        for text, is_learned in pieces:
+            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids, learned = ids + piece, learned + [is_learned] * len(piece)
+        with torch.no_grad():
+            logp = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        losses += [-logp[t - 1, ids[t]].item() for t in range(1, len(ids)) if learned[t]]
+    return statistics.mean(losses)
+
+
+DEMONSTRATIONS = [("4+3=?", "4+3=7\n#### 7"), ("1+1+1=?", "#### 3"), ("9-8=?", "So 1"), ("2=?", "2"), ("5+4-9=?", "0")]
+
+
+def prompt_and_response(prompt, response):
+    row = {"prompt": [{"role": "user", "content": prompt}], "response": response}
+    before = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    return row, [(before, False), (f"{response}<|im_end|>", True)]
+
+
+def two_turns(prompt, response):
+    """Two questions and two answers; both answers are learned, with the token that ends them."""
+    turns = [("user", prompt), ("assistant", response), ("user", "and +1?"), ("assistant", f"that is {response}+1")]
+    pieces = []
+    for role, content in turns:
+        pieces += [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>", role == "assistant"), ("\n", False)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}, pieces
+
+
+@pytest.mark.parametrize("form", [prompt_and_response, two_turns])
+def test_sft_loss_is_the_mean_over_response_tokens(task, tmp_path, form):
+    rows, conversations = zip(*(form(*demonstration) for demonstration in DEMONSTRATIONS), strict=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
+    files = (str(tmp_path / "rows.parquet"),)
+    settings = h.sft_settings(
+        task, tmp_path / "run", train_files=files, val_files=files, train_batch_size=5, total_training_steps=8, lr=1e-2
+    )
+    metrics = sft.main(sft.Args(**settings))
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [x["step"] for x in lines if "val/loss" in x] == [0, 8]
+    before, after = nll(task.model, conversations), nll(tmp_path / "run/global_step_8/huggingface", conversations)
+    assert lines[0]["val/loss"] == pytest.approx(before, rel=1e-5)
+    assert lines[1]["train/loss"] == pytest.approx(before, rel=1e-5)
+    assert metrics["val/loss"] == lines[-1]["val/loss"] == pytest.approx(after, rel=1e-4)
+    assert after < before - 0.5
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    texts = ["".join(text for text, _ in pieces) for pieces in conversations]
+    assert metrics["train/global_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_sft_is_what_plain_transformers_computes(task, tmp_path, in_double):
+    rows, conversations = zip(*(prompt_and_response(*demonstration) for demonstration in DEMONSTRATIONS), strict=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
+    settings = dict(train_batch_size=5, total_training_steps=4, lr=1e-3, beta2=0.9, grad_clip=0.5, weight_decay=0.1)
+    files = (str(tmp_path / "rows.parquet"),)
+    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", train_files=files, **settings)))
+
+    tokenizer, model = AutoTokenizer.from_pretrained(task.model), AutoModelForCausalLM.from_pretrained(task.model)
+    model = model.double()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), weight_decay=0.1)
+    norms, losses = [], []
+    for step in range(4):
+        total, count = 0.0, 0
+        for (before, _), (learned, _) in conversations:
+            start = len(tokenizer(before)["input_ids"])
+            ids = torch.tensor(tokenizer(before + learned)["input_ids"])
+            logp = model(ids[None]).logits[0, start - 1 : -1].log_softmax(-1)
+            total, count = total - logp.gather(-1, ids[start:, None]).sum(), count + len(ids) - start
+        (total / count).backward()
+        losses.append((total / count).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + math.cos(math.pi * step / 4)) / 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [x["train/loss"] for x in lines] == pytest.approx(losses, rel=1e-9)
+    assert [x["train/grad_norm"] for x in lines] == pytest.approx(norms, rel=1e-6)
+    assert h.distance(h.weights(tmp_path / "run" / "global_step_4"), dict(model.named_parameters())) < 1e-6
+
+
+def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_double):
+    for name, changes in {
+        "base": {},
+        "small": dict(max_token_len_per_gpu=90, max_length=90),
+        "plain": dict(activation_checkpointing="none"),
+    }.items():
+        metrics = sft.main(sft.Args(**h.sft_settings(task, tmp_path / name, **changes)))
+        if name == "base":
+            expected = metrics
+        assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
+        final = [h.weights(tmp_path / folder / "global_step_4") for folder in ("base", name)]
+        assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
+
+
+def test_sft_drops_overlong_rows_when_told_to(task, tmp_path, capsys):
+    rows = pq.read_table(task.sft).to_pylist()[:20]
+    rows[3]["response"] = "1" * 200
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet")
+    settings = h.sft_settings(task, tmp_path / "run", train_files=(path,), train_batch_size=19)
+    with pytest.raises(ValueError, match=r"row 3: .* over --max-length 128; raise it or add --filter-overlong"):
+        sft.main(sft.Args(**settings))
+    metrics = sft.main(sft.Args(**settings, filter_overlong=True))
+    assert "dropped 1 of 20 rows longer than --max-length 128" in capsys.readouterr().out
+    assert math.isfinite(metrics["train/loss"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes: refused before a model is loaded, naming the flag or file, the value and the fix
+
+
+@pytest.fixture
+def weightless(task, tmp_path, monkeypatch):
+    """A model folder without weights, in a world where loading any is an error of its own."""
+    folder = tmp_path / "weightless"
+    shutil.copytree(task.model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded before the settings were checked")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    return str(folder)
+
+
+def broken_files(folder, task):
+    """Data files with one mistake each, by name."""
+    rows = pq.read_table(task.train).to_pylist()[:6]
+    long = [dict(row) for row in rows]
+    long[4]["prompt"] = [{"role": "user", "content": "1+" * 30}]
+    tables = {
+        "empty": pa.Table.from_pylist(rows).slice(0, 0),
+        "column": pa.Table.from_pylist([{k: v for k, v in row.items() if k != "reward_model"} for row in rows]),
+        "long": pa.Table.from_pylist(long),
+        "six": pa.Table.from_pylist(rows),
+    }
+    for name, table in tables.items():
+        pq.write_table(table, folder / f"{name}.parquet")
+    (folder / "text.parquet").write_text("not parquet")
+    return {name: str(folder / f"{name}.parquet") for name in [*tables, "text", "missing"]}
+
+
+def files(name):
+    return lambda f: dict(train_files=(f[name],))
+
+
+GRPO_MISTAKES = {
+    "long prompt": (files("long"), ["row 4", "--max-prompt-length", "32", "--filter-overlong-prompts"]),
+    "long held-out prompt": (lambda f: dict(val_files=(f["long"],), test_freq=1), ["row 4", "--max-prompt-length 32"]),
+    "empty": (files("empty"), ["empty.parquet", "no rows"]),
+    "column": (files("column"), ["column.parquet", "reward_model", "add or rename"]),
+    "not parquet": (files("text"), ["text.parquet", "not a readable parquet file"]),
+    "missing": (files("missing"), ["missing.parquet", "no such data file", "check the path"]),
+    "batch": (
+        lambda f: dict(train_files=(f["six"],), train_batch_size=7),
+        ["--train-batch-size 7", "the 6 rows of the training data"],
+    ),
+    "mini": (
+        lambda f: dict(ppo_mini_batch_size=5),
+        ["--ppo-mini-batch-size 5", "--train-batch-size 4", "leave it out"],
+    ),
+    "budget": (
+        lambda f: dict(ppo_max_token_len_per_gpu=43),
+        ["--ppo-max-token-len-per-gpu 43", "--max-prompt-length + --max-response-length = 44", "raise it"],
+    ),
+    "context": (
+        lambda f: dict(max_response_length=97),
+        ["--max-prompt-length + --max-response-length = 129", "128 positions", "lower"],
+    ),
+    "temperature": (lambda f: dict(temperature=0.0), ["--temperature 0.0", "positive"]),
+    "gspo": (lambda f: dict(loss_mode="gspo"), ["--loss-mode gspo", "--loss-agg-mode seq-mean-token-mean"]),
+    "gmpo": (
+        lambda f: dict(loss_mode="gmpo", loss_agg_mode="seq-mean-token-sum"),
+        ["--loss-mode gmpo", "--loss-agg-mode seq-mean-token-mean"],
+    ),
+    "dual clip": (lambda f: dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
+    "cap": (lambda f: dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "must be positive"]),
+    "reward path": (
+        lambda f: dict(custom_reward_function=("rewards/none.py:score",)),
+        ["--custom-reward-function 'rewards/none.py:score'", "path/to/file.py:function"],
+    ),
+    "reward name": (
+        lambda f: dict(custom_reward_function=("rewards/gsm8k.py:grade",)),
+        ["--custom-reward-function", "has no function 'grade'"],
+    ),
+    "tensor parallel": (
+        lambda f: dict(tensor_model_parallel_size=2),
+        ["--tensor-model-parallel-size 2", "--engine vllm"],
+    ),
+    "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
+    "seed": (lambda f: dict(seed=-1), ["--seed -1", "0 or more"]),
+    "reward weight": (
+        lambda f: dict(custom_reward_function=("rewards/gsm8k.py::half",)),
+        ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is no number"],
+    ),
+    "reward timeout": (lambda f: dict(reward_timeout=0.0), ["--reward-timeout 0.0", "must be positive"]),
+    "reward memory": (lambda f: dict(reward_memory_mb=-1), ["--reward-memory-mb -1", "at least 0"]),
+    "error share": (lambda f: dict(reward_max_error_frac=5.0), ["--reward-max-error-frac 5.0", "within 0 and 1"]),
+    "KL target": (lambda f: dict(kl_target=0.0), ["--kl-target 0.0", "must be positive"]),
+    **{
+        name: (lambda f, name=name: {name: 0}, [f"--{name.replace('_', '-')} 0", "at least 1"])
+        for name in (
+            *("train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "rollout_n", "max_response_length"),
+            *("reward_workers", "kl_horizon"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", GRPO_MISTAKES)
+def test_grpo_refuses(case, task, weightless, tmp_path):
+    changes, words = GRPO_MISTAKES[case]
+    settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
+    with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
+        train_grpo.main(train_grpo.Args(**settings))
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_overlong_prompts_are_dropped_when_told_to(grpo, task, tmp_path):
+    path = broken_files(tmp_path, task)["long"]
+    settings = dict(train_files=(path,), filter_overlong_prompts=True, total_training_steps=None)
+    grpo(**settings, train_batch_size=5, ppo_mini_batch_size=5)
+    assert [x["prompt_length/max"] for x in grpo.lines(1)] == [30.0]  # one epoch of the five that are left
+    with pytest.raises(ValueError, match="--train-batch-size 6 must be between 1 and the 5 rows"):
+        grpo(**settings, train_batch_size=6, ppo_mini_batch_size=6)
+
+
+SFT_MISTAKES = {
+    "budget": (lambda f: dict(max_token_len_per_gpu=127), ["--max-token-len-per-gpu 127", "--max-length 128", "raise"]),
+    "long row": (lambda f: dict(max_length=35), ["row ", "over --max-length 35", "--filter-overlong"]),
+    "all long": (lambda f: dict(max_length=10, filter_overlong=True), ["all 256 rows", "--max-length 10", "raise it"]),
+    "batch": (lambda f: dict(train_batch_size=257), ["--train-batch-size 257", "256 rows"]),
+    "no response": (files("six"), ["six.parquet: row 0", "messages", "prompt and response", "add or rename"]),
+    "missing": (files("missing"), ["missing.parquet", "no such data file"]),
+    "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
+}
+
+
+@pytest.mark.parametrize("case", SFT_MISTAKES)
+def test_sft_refuses(case, task, weightless, tmp_path):
+    changes, words = SFT_MISTAKES[case]
+    settings = h.sft_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
+    with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
+        sft.main(sft.Args(**settings))
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+
+
+EVAL_MISTAKES = {
+    "greedy n": (lambda f: dict(rollout_n=4), ["--rollout-n 4", "positive --temperature"]),
+    "k": (lambda f: dict(rollout_n=4, temperature=1.0, k=(2, 8)), ["--k 8", "--rollout-n is 4"]),
+    "k 0": (lambda f: dict(k=(0,)), ["--k 0"]),
+    "long prompt": (lambda f: dict(val_files=(f["long"],)), ["row 4", "--max-prompt-length 32"]),
+    "missing": (lambda f: dict(val_files=(f["missing"],)), ["missing.parquet", "no such data file"]),
+    "reward name": (lambda f: dict(custom_reward_function=("rewards/gsm8k.py:grade",)), ["has no function 'grade'"]),
+    "reward workers": (lambda f: dict(reward_workers=0), ["--reward-workers 0 must be at least 1"]),
+    "tensor parallel": (lambda f: dict(tensor_model_parallel_size=2), ["--tensor-model-parallel-size 2"]),
+}
+
+
+@pytest.mark.parametrize("case", EVAL_MISTAKES)
+def test_eval_refuses(case, task, weightless, tmp_path):
+    changes, words = EVAL_MISTAKES[case]
+    settings = dict(model=weightless, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
+    with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
+        evaluation.main(evaluation.Args(**settings | changes(broken_files(tmp_path, task))))
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train_grpo", ["--loss-mode", "ppo"]),
+        ("train_grpo", ["--rollout-n", "many"]),
+        ("train_grpo", ["--logger", "mlflow"]),
+        ("sft", ["--lr-scheduler-type", "linear"]),
+        ("eval", ["--engine", "tgi"]),
+    ],
+)
+def test_unknown_values_name_the_flag(name, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(SCRIPTS[name].Args, args=words)
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert words[0] in text and words[1] in text
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "words"),
+    [
+        (train_grpo, dict(temperature=float("nan")), "--temperature nan"),
+        (train_grpo, dict(total_training_steps=0), "--total-training-steps 0 must be at least 1"),
+        (train_grpo, dict(max_ckpt_to_keep=-1), "--max-ckpt-to-keep -1 must be at least 1"),
+        (sft, dict(max_ckpt_to_keep=0), "--max-ckpt-to-keep 0 must be at least 1"),
+        (sft, dict(max_length=400), "--max-length = 400 tokens, but"),
+        (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
+        (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
+        (train_grpo, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
+        (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be finite"),
+        (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
+        (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
+        (sft, dict(total_epochs=0), "--total-epochs 0 must be at least 1"),
+        (sft, dict(model="runs/no/global_step_5/huggingface"), "--model runs/no/.* no tokenizer can be loaded from"),
+    ],
+)
+def test_impossible_values_are_refused(task, module, settings, words):
+    with pytest.raises(ValueError, match=words):
+        module.main(module.Args(**dict(model=str(task.model), train_files=(str(task.train),)) | settings))
+
+
+def test_every_number_of_a_script_has_a_limit_or_may_be_any():
+    free = """
+        reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef temperature clip_ratio_c fsdp_size seed
+        ppo_max_token_len_per_gpu max_token_len_per_gpu test_freq save_freq log_freq log_samples_freq
+        log_val_generations overlong_buffer_len top_p top_k correct_at
+    """.split()  # any number has a meaning, or the script compares it with another flag
+    known = {*limits.AT_LEAST_1, *limits.POSITIVE, *limits.NOT_NEGATIVE, *limits.WITHIN_0_AND_1}
+    numbers = set()
+    for script in (train_grpo, train_ppo, train_dapo, sft, train_reward, evaluation):
+        kinds = {field.name: str(field.type) for field in dataclasses.fields(script.Args)}
+        numbers |= {name for name, kind in kinds.items() if "tuple" not in kind and ("int" in kind or "float" in kind)}
+    assert numbers == known | set(free) and not known & set(free)
+
+
+def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
+    model = shutil.copytree(task.model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    d = Dist(0, 1, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
+        fsdp.load_policy(str(model), d)
+    with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
+        hf.make_engine(str(model), d=d, dtype=d.dtype, max_model_len=64)
+
+
+def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):
+    with pytest.raises(IsADirectoryError):
+        evaluation.main(evaluation.Args(model="no/such/model", output=str(tmp_path)))
