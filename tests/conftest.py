@@ -1,15 +1,11 @@
-"""Shared fixtures: a tiny model, a process group of one in this process, a launcher of several ranks, and more."""
+"""Shared fixtures: a tiny model, a process group of one in this process, and more."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
-from launch import RANK_VARIABLES, ROOT
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -47,8 +43,7 @@ def world() -> Iterator[Dist]:
     """A process group of one rank on the CPU, for as long as a test module runs."""
     yield init_distributed()
     shutdown_distributed()
-    for name in RANK_VARIABLES:  # else processes started later would take themselves for this rank
-        os.environ.pop(name, None)
+    launch.forget_rank()
 
 
 @pytest.fixture
@@ -80,30 +75,3 @@ def sometimes(tmp_path) -> tuple[str]:
     """A value of --custom-reward-function."""
     (tmp_path / "sometimes.py").write_text(h.SOMETIMES)
     return (str(tmp_path / "sometimes.py"),)
-
-
-@pytest.fixture(scope="session")
-def torchrun() -> Callable[..., str]:
-    """torchrun(script, nproc, *args, timeout=120) -> output of a script that all ranks ran to the end."""
-
-    def run(script: str | Path, nproc: int, *args: object, timeout: float = 120) -> str:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        process = subprocess.Popen(
-            [*command, str(script), *map(str, args)],
-            cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks
-            output, _ = process.communicate()
-            pytest.fail(f"{script} on {nproc} ranks took longer than {timeout} s:\n{output[-4000:]}")
-        assert process.returncode == 0, f"{script} on {nproc} ranks failed:\n{output[-8000:]}"
-        return output
-
-    return run

@@ -1,15 +1,13 @@
 """What the tests of the scripts share: a small task, the scripts run for real, and readers of what they leave behind.
 
-Run by torchrun it is a worker: `helpers_scripts.py RUNS.json` runs main of a script once for each entry, in order.
-Each run forms a process group of its own, on a port of its own.
+Run by torchrun it is a worker: `helpers_scripts.py RUNS.json` is `run_entries`.
 """
 
 import importlib
+import itertools
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -17,10 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import launch
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-from launch import RANK_VARIABLES, ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import rms_norm
@@ -160,57 +158,6 @@ def flags(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-def start(*command: object, nproc: int = 0, **env: object) -> subprocess.Popen:
-    """Start `python command` (or torchrun with `nproc` ranks) in the repository, one thread a process, no network."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)] if nproc else []
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, *map(str, command)],
-        cwd=ROOT,
-        env=environment | {name: str(value) for name, value in env.items()},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen, *, timeout: float = 90) -> str:
-    """Wait for a started process; returns what it printed, and leaves the exit status in `process.returncode`."""
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks
-        output, _ = process.communicate()
-        raise AssertionError(f"{process.args} took longer than {timeout} s:\n{output[-4000:]}") from None
-    return output
-
-
-def run(*command: object, nproc: int = 0, **env: object) -> str:
-    """`start` and `finish` a command that must succeed; returns its output."""
-    process = start(*command, nproc=nproc, **env)
-    output = finish(process)
-    assert process.returncode == 0, f"{process.args} ended with {process.returncode}:\n{output[-6000:]}"
-    return output
-
-
-def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
-    """Run mains one after the other on `nproc` ranks; returns exit status and output. A run that dies is the last.
-
-    An entry is {"script": module, "settings": arguments}. If it is "comparable", see `generate_by_prompt` and
-    `load_in_double`; with "crash_at": [rank, n], see `crash_at`.
-    """
-    ports = [socket.create_server(("127.0.0.1", 0)) for _ in entries]
-    numbered = [entry | {"port": str(port.getsockname()[1])} for entry, port in zip(entries, ports, strict=True)]
-    for port in ports:
-        port.close()
-    file.write_text(json.dumps(numbered))
-    process = start(__file__, file, nproc=nproc)
-    output = finish(process)
-    return process.returncode, output
-
-
 class Runs:
     """runs(**changes) runs a script in this process and returns its metrics; runs.dir(i) is the folder of the i-th."""
 
@@ -235,8 +182,7 @@ def leave_distributed() -> None:
     """Undo what a script's main leaves behind when it raises: the process group, and the rank in the environment."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in RANK_VARIABLES:
-        os.environ.pop(name, None)
+    launch.forget_rank()
 
 
 def read_jsonl(path: str | Path) -> list[dict]:
@@ -373,7 +319,11 @@ def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: fl
     return -advantage * torch.where(advantage >= 0, good, bad)
 
 
-def crash_at(rank: int, n: int, collect: Callable = Scorer.collect, *, after: Path | None = None) -> Callable:
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults, and several runs in one process
+
+
+def crash_at(rank: int, n: int, after: str | None = None, *, collect: Callable = Scorer.collect) -> Callable:
     """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time, and
     the folder `after` exists.
 
@@ -385,7 +335,7 @@ def crash_at(rank: int, n: int, collect: Callable = Scorer.collect, *, after: Pa
         nonlocal calls
         calls += 1
         if calls == n and int(os.environ["RANK"]) == rank:
-            while after is not None and not after.exists():
+            while after is not None and not os.path.exists(after):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return collect(scorer, samples)
@@ -393,14 +343,36 @@ def crash_at(rank: int, n: int, collect: Callable = Scorer.collect, *, after: Pa
     return crashing
 
 
-if __name__ == "__main__":
-    for entry in json.loads(Path(sys.argv[1]).read_text()):
+def at_call(owner: Any, name: str, n: int, act: Callable[[], object]) -> None:
+    """From now on `act()` is called before the n-th call of owner.name."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        if next(calls) == n:
+            act()
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+def run_entries(entries: Iterable[dict]) -> None:
+    """Run main of a script for each {"script": module, "settings": arguments}, with a process group of its own.
+
+    Its "port" is where the ranks meet. From a "comparable" one on, see `generate_by_prompt` and `load_in_double`. With
+    "crash_at": arguments of `crash_at`.
+    """
+    for entry in entries:
         if entry.get("comparable"):
             hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
             Qwen2RMSNorm.forward = norm_in_double
             reward_model.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])
-        os.environ |= {"MASTER_PORT": entry["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        if entry["port"] is not None:  # None: the process group is the one that torchrun has prepared
+            os.environ |= {"MASTER_PORT": str(entry["port"]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         script = importlib.import_module(entry["script"])
         script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))
+
+
+if __name__ == "__main__":
+    run_entries(json.loads(Path(sys.argv[1]).read_text()))

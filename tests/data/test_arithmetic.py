@@ -1,11 +1,9 @@
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
+import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -148,11 +146,8 @@ def test_everything_is_a_function_of_the_seed(folder, tmp_path):
 
 
 def test_runs_as_a_script_from_anywhere(tmp_path):
-    script = Path(arithmetic.__file__).resolve()
     flags = ["--num-sft", "5", "--num-train", "4", "--num-test", "3"]
-    out = subprocess.run(
-        [sys.executable, script, *flags], cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout
+    out = launch.run_elsewhere(arithmetic.__file__, *flags, cwd=tmp_path)
     assert re.search(r"test\.parquet: 3 rows, sha256 [0-9a-f]{64}\n", out)
     assert pq.read_table(tmp_path / "data/arithmetic/train.parquet").num_rows == 4
 

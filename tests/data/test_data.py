@@ -1,9 +1,7 @@
 import hashlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -579,6 +577,5 @@ def test_gsm8k_downloads_only_the_main_parquet_files(tmp_path, monkeypatch):
 
 
 def test_gsm8k_runs_as_a_script_from_anywhere(tmp_path):
-    command = [sys.executable, Path(gsm8k.__file__).resolve(), "--source", source(tmp_path)]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    launch.run_elsewhere(gsm8k.__file__, "--source", source(tmp_path), cwd=tmp_path)
     assert len(read_rows(tmp_path / "data/gsm8k/train.parquet")) == 3

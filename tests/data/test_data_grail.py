@@ -1,11 +1,9 @@
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
+import launch
 import pyarrow.parquet as pq
 import pytest
 from launch import SHARED
@@ -195,6 +193,5 @@ def test_qwens_own_template_renders_the_same():
 def test_runs_as_a_script_from_anywhere(tmp_path):
     write(tmp_path / "train.jsonl", GSM8K)
     write(tmp_path / "test.jsonl", GSM8K)
-    command = [sys.executable, Path(grail.__file__).resolve(), "--task", "gsm8k", "--source", tmp_path]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    launch.run_elsewhere(grail.__file__, "--task", "gsm8k", "--source", tmp_path, cwd=tmp_path)
     assert len(read_rows(tmp_path / "data/grail_gsm8k/test.parquet")) == 2

@@ -4,10 +4,8 @@ import collections
 import hashlib
 import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -221,8 +219,7 @@ def test_downloads_from_the_hub(tmp_path, monkeypatch, published):
 
 @needs_math500
 def test_math_runs_as_a_script_from_anywhere(tmp_path):
-    command = [sys.executable, Path(math_dataset.__file__).resolve(), "--split", "math500", "--source", MATH500]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    launch.run_elsewhere(math_dataset.__file__, "--split", "math500", "--source", MATH500, cwd=tmp_path)
     assert len(read_rows(tmp_path / "data/math/math500.parquet")) == 500
 
 

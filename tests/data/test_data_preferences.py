@@ -2,9 +2,8 @@ import fnmatch
 import gzip
 import hashlib
 import json
-import subprocess
-import sys
 
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -249,6 +248,5 @@ def test_bad_sources(tmp_path):
 
 def test_runs_as_a_script(tmp_path):
     write(tmp_path / "pairs.jsonl.gz", PLAIN)
-    command = [sys.executable, preferences.__file__, "--source", "pairs.jsonl.gz", "--test-fraction", "0.3"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    launch.run_elsewhere(preferences.__file__, "--source", "pairs.jsonl.gz", "--test-fraction", "0.3", cwd=tmp_path)
     assert pq.read_metadata(tmp_path / "data/preferences/test.parquet").num_rows == 3

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
-from launch import ROOT, TESTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -27,7 +27,7 @@ from rl import checkpoint, checkpoint_files, fsdp
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-HERE = TESTS / "faults"
+HERE = launch.TESTS / "faults"
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
 KILLED = {  # script -> settings of a short run of it; one more script is one more line
     "train_grpo": h.grpo_settings,
@@ -77,7 +77,7 @@ def files_of(folder):
 
 def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, tmp_path):
     """The worker stops the world at each file operation of saving step 2 after 1, keeping one, and 2 again."""
-    out = h.run(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
+    out = launch.run(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
     result = json.loads(out.splitlines()[-1])
     assert len(set(result["complete"])) == 3
     order = {digest: i for i, digest in enumerate(result["complete"])}
@@ -90,29 +90,23 @@ def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, 
         assert "global_step_2" in names or order[digest] == 0
 
 
-def processes_under(pid):
-    """A process and all its descendants."""
-    children = [int(x) for f in Path(f"/proc/{pid}/task").glob("*/children") for x in f.read_text().split()]
-    return [pid, *(x for child in children for x in processes_under(child))]
-
-
 def run_until_random_kill(script, settings, ranks, seconds):
     """Start a script, kill -9 all its processes `seconds` after its first new line of metrics; whether it was alive."""
     metrics = Path(settings["default_local_dir"]) / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-    process = h.start(f"{script}.py", *h.flags(settings), nproc=ranks)
+    process = launch.start(f"{script}.py", *h.flags(settings), nproc=ranks)
     started = time.monotonic()
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_mtime_ns != before):
         assert time.monotonic() - started < 90
         time.sleep(0.01)
     time.sleep(seconds)
     alive = process.poll() is None
-    for pid in processes_under(process.pid) if alive else []:
+    for pid in [process.pid, *launch.descendants(process.pid)] if alive else []:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    output = h.finish(process)
+    output = launch.finish(process)
     assert alive or process.returncode == 0, output
     return alive
 
@@ -121,7 +115,7 @@ def run_until_random_kill(script, settings, ranks, seconds):
 def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
     steps, rng = 24, random.Random(f"{script} {ranks}")
     make, changes = KILLED[script], dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
-    h.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
+    launch.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
     kills, run_dir = 0, tmp_path / "run"
     while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):
         killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 1.5))
@@ -129,7 +123,7 @@ def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script
         if not killed:  # it came to its end: this one is done, kill another
             assert_same_end(run_dir, tmp_path / "unbroken", steps)
             shutil.rmtree(run_dir)
-    h.run(f"{script}.py", *h.flags(make(task, run_dir, **changes)), nproc=ranks)
+    launch.run(f"{script}.py", *h.flags(make(task, run_dir, **changes)), nproc=ranks)
     assert_same_end(run_dir, tmp_path / "unbroken", steps)
     assert {p.name for p in run_dir.iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (steps - 1, steps)}
 
@@ -346,7 +340,7 @@ def test_a_disk_that_is_full_for_the_log_too_costs_no_more(task, unbroken, tmp_p
     settings = h.sft_settings(task, tmp_path / "run", save_freq=1, logger=("tensorboard",))
     code = f"""
 import sys
-sys.path[:0] = {[str(HERE), str(TESTS)]!r}
+sys.path[:0] = {[str(HERE), str(launch.TESTS)]!r}
 sys.stdout = sys.stderr = open("/dev/full", "w")
 import test_checkpoint_faults as faults
 from rl import checkpoint
@@ -356,7 +350,7 @@ sft.main(sft.Args(**{settings!r}))
 import os
 os._exit(0)  # or Python complains that it cannot flush stdout
 """
-    h.run("-c", code)
+    launch.run("-c", code)
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
     assert checkpoint.list_steps(tmp_path / "run") == [1, 3, 4]
 
@@ -390,7 +384,7 @@ def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch,
 
 RANK_1_FULL = f"""
 import sys
-sys.path[:0] = [{str(TESTS)!r}, {str(HERE)!r}]
+sys.path[:0] = [{str(launch.TESTS)!r}, {str(HERE)!r}]
 import tyro
 from rl import checkpoint
 import sft, test_checkpoint_faults as faults
@@ -404,7 +398,7 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
     """All ranks agree to leave step 2 out, and nobody waits for anybody; a second run in the folder is turned away."""
     (tmp_path / "worker.py").write_text(RANK_1_FULL)
     settings = h.sft_settings(task, tmp_path / "run", save_freq=1)
-    output = h.run(tmp_path / "worker.py", *h.flags(settings), nproc=2)
+    output = launch.run(tmp_path / "worker.py", *h.flags(settings), nproc=2)
     assert output.count("CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 1: ") == 1
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (1, 3, 4)}
 
@@ -412,7 +406,7 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
 def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_path):
     """33 saves are written while the main threads call collectives; failures on rank 1 are known to both, in time."""
     names = [str(HERE / "saving_ranks.py"), task.model, task.train, tmp_path / "run"]
-    output = h.run(*names, nproc=2, PYTHONPATH=os.pathsep.join(map(str, (ROOT, TESTS, HERE))))
+    output = launch.run(*names, nproc=2, PYTHONPATH=f"{launch.PATHS}:{HERE}")
     results = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
     assert sorted(x["rank"] for x in results) == [0, 1]
     for result in results:
@@ -450,14 +444,14 @@ def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_go
         [sys.executable, "-c", HOLD, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=ROOT,
+        cwd=launch.ROOT,
         text=True,
     )
     try:
         assert first.stdout.readline() == "held\n"
         settings = h.sft_settings(task, tmp_path / "run")
-        process = h.start("sft.py", *h.flags(settings), nproc=2)
-        output = h.finish(process, timeout=60)
+        process = launch.start("sft.py", *h.flags(settings), nproc=2)
+        output = launch.finish(process, timeout=60)
         assert process.returncode != 0
         assert f"{tmp_path / 'run'} is in use by another run (process {first.pid} on " in output, output
         assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.lock"]

@@ -11,8 +11,8 @@ import socket
 import time
 from functools import partial
 
-import helpers_forks as forks
 import helpers_scripts as h
+import launch
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -47,11 +47,11 @@ def engine_raises(n):
     def act():
         raise RuntimeError("the sampler has crashed")
 
-    forks.at_call(hf, "_generate_batch", n, act)
+    h.at_call(hf, "_generate_batch", n, act)
 
 
 def engine_hangs(n):
-    forks.at_call(hf, "_generate_batch", n, partial(time.sleep, 600))
+    h.at_call(hf, "_generate_batch", n, partial(time.sleep, 600))
 
 
 def memory_ends():
@@ -71,7 +71,7 @@ def memory_ends():
 
         train_grpo.token_logprobs = token_logprobs
 
-    forks.at_call(fsdp, "clip_grad_norm", 1, from_now_on)
+    h.at_call(fsdp, "clip_grad_norm", 1, from_now_on)
 
 
 def clock_jumps():
@@ -86,12 +86,12 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
     # Three micro-batches a step.
     settings = h.grpo_settings(task, run_dir, total_training_steps=4, save_freq=1, ppo_max_token_len_per_gpu=260)
     unbroken = settings | {"default_local_dir": str(tmp_path / "unbroken")}
-    assert forks.start("train_grpo", unbroken, log).ends() == [0]
+    assert launch.fork("train_grpo", unbroken, log).ends() == [0]
 
     def breaks(fault, step, **changes):
         """Returns what the run printed; it must have saved `step` and nothing later."""
         log.unlink()
-        assert forks.start("train_grpo", settings | changes, log, fault=fault).ends() == [1]
+        assert launch.fork("train_grpo", settings | changes, log, fault=fault).ends() == [1]
         assert checkpoint.list_steps(run_dir)[-1] == step
         same_checkpoint(run_dir / f"global_step_{step}", tmp_path / "unbroken" / f"global_step_{step}")
         return log.read_text()
@@ -105,7 +105,7 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
     assert (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed
     )
-    assert forks.start("train_grpo", settings | {"max_hours": 1.0}, log, fault=clock_jumps).ends() == [0]
+    assert launch.fork("train_grpo", settings | {"max_hours": 1.0}, log, fault=clock_jumps).ends() == [0]
     same_checkpoint(run_dir / "global_step_4", tmp_path / "unbroken" / "global_step_4")
     lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (run_dir, tmp_path / "unbroken")]
     assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == [1, 2, 3, 4]
@@ -204,7 +204,7 @@ def no_number_on_rank_1():
 
 def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_and_its_batch_is_kept(task, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=4, save_freq=1)
-    run = forks.start("train_grpo", settings, tmp_path / "log", fault=no_number_on_rank_1, ranks=2)
+    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=no_number_on_rank_1, ranks=2)
     assert run.ends() == [1, 1]
     printed = run.log.read_text()
     assert printed.count("RuntimeError: step 3: three updates in a row were useless") == 2
@@ -318,12 +318,12 @@ def rank_1_raises():
         raise RuntimeError("rank 1 cannot submit")
 
     if os.environ["RANK"] == "1":
-        forks.at_call(Scorer, "submit", 4, act)  # one was a try before training, two were of the first step
+        h.at_call(Scorer, "submit", 4, act)  # one was a try before training, two were of the first step
 
 
 def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_shown_first(task, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=3, save_freq=1)
-    run = forks.start("train_grpo", settings, tmp_path / "log", fault=rank_1_raises, ranks=2)
+    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=rank_1_raises, ranks=2)
     assert run.ends(30) == [1, 1]  # nobody had to end them
     printed = run.log.read_text()
     assert printed.index("RuntimeError: rank 1 cannot submit") < printed.index("Connection closed by peer")
@@ -340,7 +340,7 @@ def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
     def train(name, steps, ranks):
         changes = dict(total_training_steps=steps, lr_scheduler_type="constant")
         settings = h.sft_settings(task, tmp_path / name, **changes)
-        run = forks.start("sft", settings, tmp_path / "log", fault=in_double, ranks=ranks)
+        run = launch.fork("sft", settings, tmp_path / "log", fault=in_double, ranks=ranks)
         assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
 
     train("one", 3, 1)

@@ -4,9 +4,9 @@ import shutil
 from dataclasses import replace
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
-from launch import TESTS
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -25,7 +25,7 @@ from rl.types import select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = TESTS / "models" / "workers" / "values.py"
+WORKER = launch.TESTS / "models" / "workers" / "values.py"
 CPU = torch.device("cpu")
 ALONE = Dist(0, 1, CPU, torch.float64)
 TEMPERATURE = worker.TEMPERATURE
@@ -181,11 +181,11 @@ def test_fixed_values_fill_their_own_rows(judge, batch):
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_model, judge, batch, torchrun, tmp_path_factory):
+def measured(tiny_model, judge, batch, tmp_path_factory):
     """World size -> what tests/models/workers/values.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("values")
     torch.save(batch, folder / "batch.pt")
-    torchrun(WORKER, 2, tiny_model, judge, folder / "batch.pt", folder)
+    launch.run(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2)
     alone = worker.measure(tiny_model, judge, batch, fsdp.init_distributed())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}

@@ -3,16 +3,16 @@
 import copy
 import itertools
 
+import launch
 import pytest
 import torch
-from launch import TESTS
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
 
 from rl import fsdp
 from rl.batching import plan_micro_batches
 
-WORKERS = TESTS / "models" / "workers"
+WORKERS = launch.TESTS / "models" / "workers"
 CASE = ("ppo_clip", "token-mean")
 
 
@@ -27,7 +27,7 @@ def batch(plain):
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_model, batch, torchrun, tmp_path_factory):
+def measured(tiny_model, batch, tmp_path_factory):
     """World size -> what tests/models/workers/gradients.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("gradients")
     torch.save(batch, folder / "batch.pt")
@@ -35,7 +35,7 @@ def measured(tiny_model, batch, torchrun, tmp_path_factory):
     for world_size in (1, 2):
         out = folder / str(world_size)
         out.mkdir()
-        torchrun(WORKERS / "gradients.py", world_size, tiny_model, folder / "batch.pt", out)
+        launch.run(WORKERS / "gradients.py", tiny_model, folder / "batch.pt", out, nproc=world_size)
         results[world_size] = [torch.load(out / f"rank{rank}.pt") for rank in range(world_size)]
     return results
 
@@ -175,11 +175,11 @@ def test_hybrid_sharding_changes_nothing(plain, batch, ranks):
 
 
 @pytest.fixture(scope="module")
-def copies(tiny_model, batch, torchrun, tmp_path_factory):
+def copies(tiny_model, batch, tmp_path_factory):
     """What tests/models/workers/copies.py found on each of four ranks."""
     folder = tmp_path_factory.mktemp("copies")
     torch.save(batch, folder / "batch.pt")
-    torchrun(WORKERS / "copies.py", 4, tiny_model, folder / "batch.pt", folder)
+    launch.run(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
@@ -306,13 +306,13 @@ def untied_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])
-def rolled_out(request, tiny_model, untied_model, torchrun, tmp_path_factory):
+def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     """(plain model before training, batch, per rank what tests/models/workers/rollouts.py found)."""
     path = {1: tiny_model, 2: untied_model}[request.param]
     plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
     batch = make_batch(plain)
     torch.save(batch, out / "batch.pt")
-    torchrun(WORKERS / "rollouts.py", 2, path, out / "batch.pt", out, request.param)
+    launch.run(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
     results = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert all(rank["tied"] == (path == tiny_model) for rank in results)
     return plain, batch, results

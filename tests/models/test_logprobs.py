@@ -2,9 +2,9 @@ import copy
 import json
 from dataclasses import replace
 
+import launch
 import pytest
 import torch
-from launch import TESTS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -384,9 +384,10 @@ def test_packed_attention_refuses_what_it_does_not_compute(attention, option):
 # --- compiled ---
 
 
-def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, torchrun, tmp_path):
+def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, tmp_path):
     """One graph for the layers and one for the head, compiled by the first batch, serve every later length."""
-    torchrun(TESTS / "models" / "workers" / "compiled.py", 1, tiny_model, tmp_path / "out.json", timeout=300)
+    worker = launch.TESTS / "models" / "workers" / "compiled.py"
+    launch.run(worker, tiny_model, tmp_path / "out.json", nproc=1, timeout=300)
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["values"] < 1e-5 and results["gradients"] < 1e-5
     assert results["graph_breaks"] == 0 and results["graphs"] == [2, 2, 2, 2]

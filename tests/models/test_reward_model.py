@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 import helpers_scripts as h
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import TESTS
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen2ForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -29,7 +29,7 @@ from rl.types import Sample, select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = TESTS / "models" / "workers" / "scores.py"
+WORKER = launch.TESTS / "models" / "workers" / "scores.py"
 CPU = torch.device("cpu")
 PAD, EOS = 0, 2  # the tiny model's pad id is one of its two EOS ids
 
@@ -191,11 +191,11 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
 
 
 @pytest.fixture(scope="module")
-def measured(judge, torchrun, tmp_path_factory):
+def measured(judge, tmp_path_factory):
     """World size -> what tests/models/workers/scores.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("scores")
     torch.save(make_batch(), folder / "batch.pt")
-    torchrun(WORKER, 2, judge, folder / "batch.pt", folder)
+    launch.run(WORKER, judge, folder / "batch.pt", folder, nproc=2)
     alone = worker.measure(judge, make_batch(), fsdp.init_distributed())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}
@@ -447,7 +447,7 @@ def trained(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     settings = dict(max_length=64, train_batch_size=32, lr=2e-3, total_training_steps=30, test_freq=15, log_freq=20)
     words = h.flags(task | settings | dict(default_local_dir=folder, activation_checkpointing="none"))
-    (folder / "output.txt").write_text(h.run("train_reward.py", *words, nproc=2))
+    (folder / "output.txt").write_text(launch.run("train_reward.py", *words, nproc=2))
     return folder
 
 

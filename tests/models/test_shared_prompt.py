@@ -3,9 +3,9 @@
 import math
 from itertools import pairwise
 
+import launch
 import pytest
 import torch
-from launch import TESTS
 from transformers import (
     AutoModelForCausalLM,
     Lfm2Config,
@@ -26,7 +26,7 @@ from rl.fsdp import Dist, load_policy
 from rl.logprobs import add_packed_forward, add_response_logprobs, token_logprobs
 from rl.types import Sample, select
 
-WORKER = TESTS / "models" / "workers" / "shared.py"
+WORKER = launch.TESTS / "models" / "workers" / "shared.py"
 
 
 def rows_of(*rows):
@@ -152,10 +152,10 @@ def test_values_and_gradients_are_those_of_rows_that_share_nothing(exact, tiny_m
         assert largest_error(grads, alone[2]) < tolerance
 
 
-def test_two_ranks_share_and_split_groups(exact, batch, torchrun, tmp_path):
+def test_two_ranks_share_and_split_groups(exact, batch, tmp_path):
     expected = plain_step(plain_model(exact), batch)
     torch.save(batch, tmp_path / "batch.pt")
-    torchrun(WORKER, 2, exact, tmp_path / "batch.pt", tmp_path)
+    launch.run(WORKER, exact, tmp_path / "batch.pt", tmp_path, nproc=2)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert sorted(row for rank in ranks for micro in rank["plan"] for row in micro) == list(range(len(batch.lengths)))
     assert len(ranks[0]["plan"]) == len(ranks[1]["plan"]) > 1

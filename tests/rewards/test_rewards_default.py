@@ -1,9 +1,8 @@
 """The default reward, which finds a row's function by its data_source, and the length penalties."""
 
 import json
-import subprocess
-import sys
 
+import launch
 import pytest
 import torch
 from launch import ROOT
@@ -72,7 +71,7 @@ def test_a_gsm8k_run_imports_no_symbolic_maths():
         "assert reward.compute_score('grail_gsm8k', '<SOLUTION>4</SOLUTION>', '#### 4')['acc'] == 1\n"
         "assert not {'sympy', 'math_verify', 'torch', 'transformers', 'rewards.sandbox'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    launch.run("-c", program)
 
 
 # --- length_penalty --------------------------------------------------------------------------------------------------

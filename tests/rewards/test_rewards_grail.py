@@ -2,13 +2,12 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import time
 
+import launch
 import pytest
 import sympy.parsing.sympy_parser as parser
-from launch import ROOT, SHARED
+from launch import SHARED
 
 from rewards import grail, math_reward
 
@@ -581,6 +580,5 @@ def test_the_file_works_by_path():
         "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
         "print(module.compute_score_strict('grail_gsm8k', '<SOLUTION>5</SOLUTION>', '5', None)['score'])"
     )
-    command = [sys.executable, "-c", program, str(ROOT)]
-    output = subprocess.run(command, cwd="/", check=True, capture_output=True, text=True).stdout
+    output = launch.run_elsewhere("-c", program, launch.ROOT, cwd="/")
     assert float(output) == pytest.approx(0.9)

@@ -4,13 +4,14 @@ Tiny models are shown good and bad answers by sft.py; train_grpo.py then has to 
 about 90 s.
 """
 
+import os
 import random
 import re
 import statistics
-import time
 from pathlib import Path
 
 import helpers_scripts as h
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -181,20 +182,10 @@ def mbpp_row(task: str, index: int) -> dict:
     return mbpp.to_row(source, "train", index) | {"prompt": user(task)}
 
 
-def descendants(pid: int | str = "self") -> set[int]:
-    """Ids of all processes below one, however deep."""
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:  # it has just ended
-        return set()
-    children = {int(child) for text in lists for child in text.split()}
-    return children.union(*map(descendants, children))
-
-
 def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
     if not (sandbox._seccomp_available() and sandbox._landlock_abi()):
         pytest.skip("no sandbox on this machine")
-    before = descendants()
+    before = set(launch.descendants(os.getpid()))
     model = imitate(tmp_path, [(task, answer) for task in TASKS for answer in programs(task)], steps=200)
     rows = [mbpp_row(task, i) for i, task in enumerate(TASKS)]
     train, val = split(improve(tmp_path, model, rows, steps=16, lr=3e-4, max_response_length=64))
@@ -216,10 +207,7 @@ def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
         same = [a == b for a, b in zip(wanted, greedy(tmp_path, step), strict=True)]
         assert x["val/accuracy"] == statistics.mean(same)
         assert x["val/accuracy"] == x["val-aux/google-research-datasets/mbpp/acc/mean@1"]
-    deadline = time.monotonic() + 5
-    while descendants() - before:
-        assert time.monotonic() < deadline, "a process outlived the run"
-        time.sleep(0.01)
+    launch.until(lambda: not set(launch.descendants(os.getpid())) - before, 5, "a process outlived the run")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,7 +381,7 @@ def test_scoring_hides_behind_generation(tmp_path):
         {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / name, **settings, **changes)}
         for name, changes in runs.items()
     ]
-    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=1)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=1)
     assert status == 0, output
     serial = 16 * 8 * 0.02
     for name in runs:

@@ -9,6 +9,7 @@ import sys
 import threading
 from fractions import Fraction
 
+import launch
 import pytest
 from launch import ROOT, SHARED
 from math_verify import LatexExtractionConfig, parse, verify
@@ -502,7 +503,7 @@ def test_easy_answers_need_no_sympy():
         "\n    compute_score('', r'\\boxed{' + answer + '}', truth)\n"
         "assert not {'sympy', 'math_verify', 'torch', 'transformers'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    launch.run("-c", program)
 
 
 def test_alarms_of_the_caller_survive_and_threads_work():

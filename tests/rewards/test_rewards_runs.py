@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import helpers_scripts as h
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -140,8 +141,8 @@ return fine
 
 def test_too_many_failures_stop_the_run_after_the_first_is_printed(grpo, task, reward, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run", custom_reward_function=reward(FAILING), total_training_steps=3)
-    process = h.start("train_grpo.py", *h.flags(settings))
-    output = h.finish(process)
+    process = launch.start("train_grpo.py", *h.flags(settings))
+    output = launch.finish(process)
     assert process.returncode == 1
     first, _, last = output.partition("RuntimeError: a bug of the user")
     assert "reward: 2 problem(s), the first: row " in first and "mine.py" in first and "response: " in last
@@ -154,7 +155,7 @@ def test_too_many_failures_stop_the_run_after_the_first_is_printed(grpo, task, r
 def test_failures_of_one_rank_stop_all(task, reward, tmp_path):
     body = "if calls > 3 and os.environ['RANK'] == '1':\n    raise RuntimeError('a bug of the user')\nreturn fine"
     settings = h.grpo_settings(task, tmp_path / "run", custom_reward_function=reward(body), train_batch_size=5)
-    status, output = h.run_in_turn(tmp_path / "runs.json", {"script": "train_grpo", "settings": settings}, nproc=2)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", {"script": "train_grpo", "settings": settings}, nproc=2)
     assert status != 0
     assert output.count("RuntimeError: 12 of 20 responses could not be scored") == 2, output
 

@@ -16,9 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import launch
 import pytest
 from hostile.run import read_cases
-from launch import ROOT, TESTS
+from launch import ROOT, TESTS, until
 
 from rewards import sandbox, sandbox_child
 from rewards.sandbox import Verdict, run_tests
@@ -279,28 +280,18 @@ def test_300_evaluations_leave_nothing():
 def test_a_killed_judge_takes_its_child_with_it():
     code = "def f():\n    import time\n    while True: time.sleep(1)"
     program = f"from rewards.sandbox import run_tests; run_tests({code!r}, ['assert f() == 1'], timeout_s=60)"
-    judge = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    judge = launch.start("-c", program)
     try:
-        child = wait_for(lambda: next((p for p in Path("/proc").glob("[0-9]*/stat") if asleep(p, judge.pid)), None))
+        child = until(lambda: next((p for p in Path("/proc").glob("[0-9]*/stat") if asleep(p, judge.pid)), None), 20)
     finally:
         judge.kill()
         judge.wait()
-    assert wait_for(lambda: not child.exists())
+    until(lambda: not child.exists(), 20)
 
 
 def asleep(path: Path, parent: int) -> bool:
     """A child of `parent` with the CPU time of a started interpreter, and now waiting."""
     return stat_parent(path) == parent and time.clock_gettime((~int(path.parent.name) << 3) | 2) > 0.005
-
-
-def wait_for(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        result = condition()
-        if result:
-            return result
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")
 
 
 def test_a_child_killed_from_outside_says_nothing_about_the_code():

@@ -14,8 +14,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import launch
 import pytest
-from launch import ROOT
+from launch import alive, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -50,7 +51,7 @@ def no_processes_left():
     """What a test starts must end within seconds after it."""
     before = set(descendants(os.getpid()))
     yield
-    wait_until(lambda: not any(map(alive, set(descendants(os.getpid())) - before)), "a process outlived its Scorer")
+    until(lambda: not any(map(alive, set(descendants(os.getpid())) - before)), 3, "a process outlived its Scorer")
 
 
 @pytest.fixture
@@ -68,29 +69,6 @@ def pool(tokenizer, no_processes_left):
     yield start
     for scorer in scorers:
         scorer.close()
-
-
-def descendants(pid):
-    """Ids of all processes below one, however deep."""
-    try:
-        tasks = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:
-        return []
-    return [one for task in tasks for child in map(int, task) for one in (child, *descendants(child))]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, otherwise, seconds=3.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
 
 
 def row(row_index, *, source="set", truth="truth", **extra_info):
@@ -499,7 +477,7 @@ def test_what_a_reward_starts_ends_with_its_worker(pool, tokenizer, write, tmp_p
     if status == "ok":
         assert all(map(alive, pids))
         scorer.close()
-    wait_until(lambda: not any(map(alive, pids)), "a process outlived its worker")
+    until(lambda: not any(map(alive, pids)), 3, "a process outlived its worker")
 
 
 def test_a_fork_of_the_worker_gives_no_second_answer(pool, write):
@@ -551,7 +529,7 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     scorer = pool(path, workers=2)
     samples = [sample(tokenizer, 7, text) for text in ("a", "b", "c")]
     scorer.submit(row(7), samples)
-    wait_until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), "no worker took the first response")
+    until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 3, "no worker took the first response")
     os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
     assert statuses(scorer.collect(samples)) == ["error", "ok", "ok"]
     assert "signal SIGKILL" in capfd.readouterr().err
@@ -559,7 +537,7 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     idle = [int((tmp_path / name).read_text()) for name in "bc"]
     for pid in idle:
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(alive, idle)), "a worker survived SIGKILL")
+    until(lambda: not any(map(alive, idle)), 3, "a worker survived SIGKILL")
     time.sleep(1)  # and their guards notice
     assert statuses(score(scorer, "d", "e", "f")) == ["ok"] * 3
 
@@ -669,21 +647,20 @@ time.sleep(60)
 
 def test_workers_and_their_children_die_with_the_trainer(tiny_model, write, tmp_path):
     path = write(f"spawn({str(tmp_path)!r})\n9**9**9", SPAWN + SIGNATURE)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, tiny_model, path], env=environment)
-    wait_until(lambda: (tmp_path / "pids").exists() and len(spawned(tmp_path)) == 3, "no task began", seconds=30)
+    trainer = launch.start("-c", TRAINER, tiny_model, path)
+    until(lambda: (tmp_path / "pids").exists() and len(spawned(tmp_path)) == 3, 30, "no task began")
     everything = [*descendants(trainer.pid), *spawned(tmp_path)]
     assert len(set(everything)) >= 2 + 2 + 3 and all(map(alive, spawned(tmp_path)))
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not any(map(alive, everything)), "a process outlived the trainer", seconds=2)
+    until(lambda: not any(map(alive, everything)), 2, "a process outlived the trainer")
 
 
 def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, write):
     path = write("return 1.0", name="raise.py")
     trainer = subprocess.run(
         [sys.executable, "-c", TRAINER, tiny_model, path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=launch.environment(),
         capture_output=True,
         text=True,
         timeout=30,

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import helpers_scripts as h
+import launch
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,7 +108,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
     # Scores are collected by the check, an evaluation, two steps, an evaluation, and then in step 3.
     settings = h.grpo_settings(task, tmp_path, **BUSY)
     entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 6]}
-    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
     assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
@@ -179,8 +180,8 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     sft.main(sft.Args(**h.sft_settings(task, whole, **changes)))
     settings = h.sft_settings(task, broken, **changes)
-    process = h.start("-c", KILLED_WHILE_SAVING, *h.flags(settings))
-    output = h.finish(process)
+    process = launch.start("-c", KILLED_WHILE_SAVING, *h.flags(settings))
+    output = launch.finish(process)
     assert process.returncode == -signal.SIGKILL, output
     [left] = broken.glob(".tmp-global_step_3-*")
     assert (left / "state" / "rank_0.safetensors").is_file()  # half of it was there
@@ -197,7 +198,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
     pytest.importorskip("vllm")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = dict(engine="vllm", save_freq=1, total_training_steps=3, test_freq=3)
-    h.run("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))
+    launch.run("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))
     lines = h.read_jsonl(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
     assert all(line["actor/grad_norm"] > 0.1 and line["rollout/logprob_gap_mean"] < 1e-5 for line in lines[:3])
@@ -205,7 +206,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
     for step in (2, 3):
         shutil.rmtree(broken / f"global_step_{step}")
 
-    h.run("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
+    launch.run("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
 
     assert_same_run(broken, whole, 3)
 
@@ -218,11 +219,11 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
         {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
         {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "crash_at": [1, 3]},
     ]
-    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
     assert checkpoint.list_steps(broken) in ([], [1]), output  # it may have died while step 1 was written
 
-    h.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
+    launch.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
 
     assert_same_run(broken, whole, 3)
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.

@@ -5,12 +5,12 @@ Run by torchrun this file is a worker: `test_nodes.py FOLDER` trains once for ea
 
 import json
 import os
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,43 +37,29 @@ def train(folder: Path) -> None:
     found = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")}
     (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found | {"reward_workers": scorer.workers}))
     scorer.close()
-    for run in runs:
-        if run["port"]:  # the first process group is the one torchrun has prepared; the others meet by themselves
-            os.environ |= {"MASTER_PORT": run["port"], "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        if run["name"] == "unbroken":  # from here on one rank would give the same responses: see below
-            hf.generate, fsdp.load_policy = h.generate_by_prompt(), h.load_in_double()
-            Qwen2RMSNorm.forward = h.norm_in_double
-        if run["name"] == "crashed":
-            saved = Path(run["settings"]["default_local_dir"]) / "global_step_1"  # written in the background
-            Scorer.collect = h.crash_at(1, 3, after=saved)  # after the check before training and step 1
-        train_grpo.main(
-            train_grpo.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in run["settings"].items()})
-        )
+    h.run_entries(runs)
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-def launch(task: h.Task, folder: Path, names: list[str], *, nodes: int) -> list[tuple[int, str]]:
+def train_on(nodes: int, task: h.Task, folder: Path, names: list[str]) -> list[tuple[int, str]]:
     """Train `names` in turn on two ranks, one agent a node; returns each agent's exit status and output."""
     folder.mkdir()
-    meeting_point, *ports = free_ports(len(names))
+    meeting_point, *ports = launch.free_ports(len(names))
     runs = [
-        {"name": name, "port": port, "settings": h.grpo_settings(task, folder / name, **RUNS[name])}
+        {"script": "train_grpo", "port": port, "settings": h.grpo_settings(task, folder / name, **RUNS[name])}
         for name, port in zip(names, [None, *ports], strict=True)
     ]
+    for name, run in zip(names, runs, strict=True):
+        run["comparable"] = name == "unbroken"  # from here on one rank would give the same responses: see below
+        if name == "crashed":  # after the check before training and step 1, which is written in the background
+            run["crash_at"] = [1, 3, str(folder / name / "global_step_1")]
     (folder / "runs.json").write_text(json.dumps(runs))
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc_per_node", 2 // nodes]
+    torchrun = [*launch.TORCHRUN, "--nnodes", nodes, "--nproc_per_node", 2 // nodes]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{meeting_point}"]
     address = ["--local_addr", "127.0.0.1"]  # this machine's name need not resolve
-    agents = [h.start(*torchrun, *rendezvous, *address, __file__, folder) for _ in range(nodes)]
+    command = [*torchrun, *rendezvous, *address, __file__, folder]
+    agents = [launch.start(*command, PYTHONPATH=launch.PATHS) for _ in range(nodes)]
     with ThreadPoolExecutor(nodes) as pool:  # both at once, so that neither waits for its output to be read
-        outputs = list(pool.map(lambda agent: h.finish(agent, timeout=TIMEOUT), agents))
+        outputs = list(pool.map(lambda agent: launch.finish(agent, timeout=TIMEOUT), agents))
     return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
 
 
@@ -86,7 +72,7 @@ def task(tmp_path_factory):
 def one_node(task, tmp_path_factory):
     """Folder of the runs of one agent with two ranks."""
     folder = tmp_path_factory.mktemp("nodes") / "one"
-    ((status, output),) = launch(task, folder, ["sharded", "hybrid", "unbroken"], nodes=1)
+    ((status, output),) = train_on(1, task, folder, ["sharded", "hybrid", "unbroken"])
     assert status == 0, output
     return folder
 
@@ -95,7 +81,7 @@ def one_node(task, tmp_path_factory):
 def crash(task, tmp_path_factory):
     """Folder of the runs of two agents with one rank each, and how the agents ended."""
     folder = tmp_path_factory.mktemp("nodes") / "two"
-    return folder, launch(task, folder, ["sharded", "hybrid", "unbroken", "crashed"], nodes=2)
+    return folder, train_on(2, task, folder, ["sharded", "hybrid", "unbroken", "crashed"])
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import launch
 import pytest
-from launch import RANK_VARIABLES, ROOT
 
 RANK = """
 import os, sys, time
@@ -22,39 +19,18 @@ time.sleep(600)
 """
 
 
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 @pytest.mark.parametrize("when", ["joined", "before"])
 def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
     (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    launcher = subprocess.Popen(
-        [*command, str(tmp_path / "rank.py"), str(tmp_path), when],
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
+    launcher = launch.start(tmp_path / "rank.py", tmp_path, when, nproc=2)
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     try:
-        assert until(lambda: all(f.exists() and f.read_text() for f in files), 120)
+        launch.until(lambda: all(f.exists() and f.read_text() for f in files), 120)
         pids = [int(f.read_text()) for f in files]
-        assert all(map(alive, pids))
+        assert all(map(launch.alive, pids))
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        assert until(lambda: not any(map(alive, pids)), 2), "ranks live on after torchrun was killed"
+        launch.until(lambda: not any(map(launch.alive, pids)), 2, "ranks live on after torchrun was killed")
     finally:
         launcher.kill()
 
@@ -62,11 +38,12 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
 # --- a run that does not move ---
 
 STALL = """
-import sys, time
+import os, sys, time
 import torch
 from rl import fsdp, watchdog
 from rl.metrics import Timer
 
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is said counts only on stderr
 d = fsdp.init_distributed()
 watchdog.start(2.0, d.rank)
 for step in range(3):  # 4.5 s in all: slow is not stalled
@@ -91,16 +68,9 @@ else:
 
 
 def run_ranks(script: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    result = subprocess.run(
-        [*command, *arguments],
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    return result.returncode, result.stderr
+    process = launch.start(script, *arguments, nproc=2)
+    errors = launch.finish(process, timeout=180)
+    return process.returncode, errors
 
 
 def test_a_stalled_run_says_where_it_stands_and_ends(tmp_path):

@@ -17,10 +17,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-import helpers_forks as forks
 import helpers_scripts as h
+import launch
 import pytest
-from launch import ROOT
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl import checkpoint, checkpoint_tensors, stop
@@ -96,7 +95,7 @@ def ask(number=signal.SIGTERM):
 
 def ask_at(owner, name, n):
     """`owner` is a module, by name."""
-    forks.at_call(importlib.import_module(owner), name, n, ask)
+    h.at_call(importlib.import_module(owner), name, n, ask)
 
 
 def slow_tokens(seconds=1.0):
@@ -117,7 +116,7 @@ def ask_while_generating(n, number=signal.SIGTERM, times=1, rank=0):
         for _ in range(times if os.environ["RANK"] == str(rank) else 0):
             threading.Timer(0.3, ask, (number,)).start()
 
-    forks.at_call(hf, "generate", n, act)
+    h.at_call(hf, "generate", n, act)
 
 
 def ask_in_optimizer_step(n):
@@ -130,12 +129,12 @@ def ask_while_saving():
         ask()
         time.sleep(0.5)
 
-    forks.at_call(checkpoint, "_write", 1, act)
+    h.at_call(checkpoint, "_write", 1, act)
 
 
 def rewards_sleep(script, n, folder):
     """From the n-th generation on."""
-    forks.at_call(importlib.import_module(script), "sample_groups", n, Path(folder, "sleep").touch)
+    h.at_call(importlib.import_module(script), "sample_groups", n, Path(folder, "sleep").touch)
 
 
 def ask_again_while_leaving(n):
@@ -147,7 +146,7 @@ def ask_again_while_leaving(n):
         time.sleep(60)
 
     ask_while_generating(n)
-    forks.at_call(checkpoint_tensors, "write", 1, act)
+    h.at_call(checkpoint_tensors, "write", 1, act)
 
 
 def hang(rank, file):
@@ -158,12 +157,12 @@ def hang(rank, file):
         time.sleep(600)
 
     if os.environ["RANK"] == str(rank):
-        forks.at_call(hf, "generate", 1, act)
+        h.at_call(hf, "generate", 1, act)
 
 
 def lag(rank):
     if os.environ["RANK"] == str(rank):
-        forks.at_call(hf, "generate", 1, partial(time.sleep, 1.5))
+        h.at_call(hf, "generate", 1, partial(time.sleep, 1.5))
 
 
 def ask_while_vllm_generates(n):
@@ -178,7 +177,7 @@ def ask_while_vllm_generates(n):
         InprocClient.get_output = slow_step
         threading.Timer(0.3, ask).start()
 
-    forks.at_call(vllm, "generate", n, act)
+    h.at_call(vllm, "generate", n, act)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,13 +193,13 @@ class Chain:
         self.settings = make(run_dir=self.run_dir, save_freq=-1, **settings)
         self.same: set[int] = set()  # steps whose checkpoints have been compared
         whole = make(run_dir=self.unbroken, save_freq=1, **settings)
-        run = forks.start(script, whole, folder / "log", ranks=ranks)
+        run = launch.fork(script, whole, folder / "log", ranks=ranks)
         assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
 
     def start(self, fault=None, **changes):
         (self.folder / "asked").unlink(missing_ok=True)
         fault = partial(note_when_asked, self.folder / "asked", fault)
-        return forks.start(self.script, self.settings | changes, self.folder / "log", fault=fault, ranks=self.ranks)
+        return launch.fork(self.script, self.settings | changes, self.folder / "log", fault=fault, ranks=self.ranks)
 
     def status(self):
         status = json.loads((self.run_dir / "STATUS.json").read_text())
@@ -245,10 +244,10 @@ class Chain:
     def stops_while_rewards_sleep(self, step, n, *ranks, number=signal.SIGTERM):
         """Stopped from outside, while the reward functions of the n-th generation sleep."""
         run = self.start(partial(rewards_sleep, self.script, n, self.reward_folder))
-        forks.until(lambda: len(list(self.reward_folder.glob("asleep*"))) == self.ranks)
+        launch.until(lambda: len(list(self.reward_folder.glob("asleep*"))) == self.ranks)
         workers = [int(f.name.removeprefix("asleep")) for f in self.reward_folder.glob("asleep*")]
         self.left_at(run, step, asked_at=run.ask(number, *ranks))
-        forks.until(lambda: not any(map(forks.alive, workers)), 5)
+        launch.until(lambda: not any(map(launch.alive, workers)), 5)
         for file in self.reward_folder.glob("*sleep*"):
             file.unlink()
 
@@ -364,13 +363,13 @@ def test_two_ranks_leave_together_whichever_was_asked(own_task, tmp_path):
 def test_what_a_group_says_its_ranks_know(tmp_path):
     """Ranks of an engine leave a generation together, and the one that was not asked must know why it is incomplete."""
     (tmp_path / "script.py").write_text(ASKED_TOGETHER)
-    assert h.run(tmp_path / "script.py", nproc=2, PYTHONPATH=ROOT).count("knows") == 2
+    assert launch.run(tmp_path / "script.py", nproc=2, PYTHONPATH=launch.ROOT).count("knows") == 2
 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_another(task, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run")
-    run = forks.start("train_grpo", settings, tmp_path / "log", fault=partial(hang, 1, tmp_path / "hangs"), ranks=2)
-    forks.until((tmp_path / "hangs").exists)
+    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=partial(hang, 1, tmp_path / "hangs"), ranks=2)
+    launch.until((tmp_path / "hangs").exists)
     time.sleep(0.5)
     run.ask(signal.SIGTERM)
     run.ask(signal.SIGTERM)  # passed on by somebody
@@ -404,12 +403,12 @@ def torchrun_asked(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "script.py").write_text(NO_NETWORK)
     settings = h.grpo_settings(task, folder / "run", total_training_steps=10_000)
-    process = h.start(folder / "script.py", *h.flags(settings), nproc=2, HF_HUB_OFFLINE=0)
+    process = launch.start(folder / "script.py", *h.flags(settings), nproc=2, HF_HUB_OFFLINE=0)
     try:
-        forks.until((folder / "run" / "metrics.jsonl").exists, 90)
+        launch.until((folder / "run" / "metrics.jsonl").exists, 90)
         process.send_signal(signal.SIGTERM)
         asked_at = time.monotonic()
-        output = h.finish(process, timeout=60)
+        output = launch.finish(process, timeout=60)
         return folder / "run", output, time.monotonic() - asked_at
     finally:
         process.kill()
@@ -436,7 +435,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
         pytest.skip("vllm is not installed")
     settings = h.grpo_settings(task, tmp_path / "run", engine="vllm", max_response_length=80)
     fault = partial(note_when_asked, tmp_path / "asked", partial(ask_while_vllm_generates, 2))
-    run = forks.start("train_grpo", settings, tmp_path / "log", fault=fault)
+    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=fault)
     assert run.ends(90) == [0]
     assert time.monotonic() - float((tmp_path / "asked").read_text()) < OUT_WITHIN_S
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["state"] == "stopped"
@@ -464,7 +463,7 @@ time.sleep(60)
 def test_signals_count_though_nobody_reads_stderr(state, signals):
     """Ctrl-C ends `tee` as well as the run whose output it reads."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SILENT, str(ROOT), state], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", SILENT, str(launch.ROOT), state], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         assert process.stdout.readline() == b"ready\n"
@@ -494,10 +493,10 @@ def test_a_signal_to_a_child_is_no_request_and_handlers_come_back():
         time.sleep(0.1)
         assert not stop.requested()
         os.kill(os.getpid(), signal.SIGINT)
-        forks.until(stop.requested, 5)
+        launch.until(stop.requested, 5)
         stop.start(max_hours=0.05 / 3600)
         assert not stop.requested()
-        forks.until(stop.requested, 5)
+        launch.until(stop.requested, 5)
     finally:
         stop.end()
     assert not stop.requested()

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import helpers_scripts as h
+import launch
 import pytest
-from launch import ROOT
 
 from rl import tracking
 from rl.tracking import Tracker, _drop_after, progress, progress_line, redact, say, secrets, show_sample
@@ -315,7 +315,8 @@ def tracked(tmp_path_factory):
     """The folder of a run with every tracker that is installed, each offline."""
     folder = tmp_path_factory.mktemp("tracked")
     backends = [b for b in ("wandb", "swanlab", "tensorboard") if importlib.util.find_spec(b)]
-    output = h.run("-c", TRACK, folder, *backends, WANDB_MODE="offline", SWANLAB_MODE="offline", DUMMY_API_KEY=SECRET)
+    settings = dict(WANDB_MODE="offline", SWANLAB_MODE="offline", DUMMY_API_KEY=SECRET)
+    output = launch.run("-c", TRACK, folder, *backends, **settings)
     assert "a line" not in output  # console was not asked for
     return folder
 
@@ -340,7 +341,7 @@ def test_tensorboard_holds_every_value(tracked, tmp_path, sent):
     if sent == "later, by hand":
         for name in ("config.json", "metrics.jsonl", "generations.jsonl"):
             shutil.copy(tracked / name, tmp_path)
-        h.run("-m", "rl.tracking_worker", "tensorboard", tmp_path, "my-project", "my-experiment")
+        launch.run("-m", "rl.tracking_worker", "tensorboard", tmp_path, "my-project", "my-experiment")
         tracked = tmp_path
     events = EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
@@ -473,10 +474,10 @@ def faulty_runs(tmp_path_factory):
                 environment = {
                     k: v.replace("HOLE", f"127.0.0.1:{hole.getsockname()[1]}") for k, v in environment.items()
                 }
-                paths = str(ROOT) if "swanlab" in name or "wandb" in name else f"{ROOT}:{folder / 'fake'}"
+                paths = str(launch.ROOT) if "swanlab" in name or "wandb" in name else f"{launch.ROOT}:{folder / 'fake'}"
                 environment |= {"HOME": folder, "FAULT": name, "PYTHONPATH": paths}
-                running[name] = h.start("-c", TIMED, folder / name, close_s, backend, **environment)
-            results |= {name: (folder / name, h.finish(process)) for name, process in running.items()}
+                running[name] = launch.start("-c", TIMED, folder / name, close_s, backend, **environment)
+            results |= {name: (folder / name, launch.finish(process)) for name, process in running.items()}
     return results
 
 
@@ -533,18 +534,15 @@ def test_a_run_in_a_hurry_leaves_its_trackers_to_themselves(tmp_path, monkeypatc
 
 def test_a_tracker_does_not_outlive_a_killed_run_for_long(tmp_path, hanging):
     code = TIMED.split("for step")[0] + "print(t.workers['swanlab'].pid, flush=True); time.sleep(1000)"
-    run = h.start("-c", code, tmp_path / "run", 1.2, "swanlab", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    run = launch.start("-c", code, tmp_path / "run", 1.2, "swanlab", PYTHONPATH=f"{launch.ROOT}:{tmp_path}")
     worker = int(run.stdout.readline())
     while "fake hangs" not in run.stdout.readline():
         assert run.poll() is None
     os.kill(worker, signal.SIGTERM)  # a scheduler sends it to everybody; the worker stays with the run
     run.kill()
-    output = h.finish(run)  # ends when the worker has let go of stderr
+    output = launch.finish(run)  # ends when the worker has let go of stderr
     assert "swanlab could not be finished within 1 s of the run's end." in output
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    launch.until(lambda: not launch.alive(worker), 10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

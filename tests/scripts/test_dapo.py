@@ -6,6 +6,7 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
+import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -292,7 +293,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     rounds = [line["train/num_gen_batches"] for line in dapo.lines(1)]
     entry = {"script": "train_dapo", "settings": settings, "crash_at": [0, int(sum(rounds)) + 1]}
     assert rounds[3] > 0
-    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
     saved = checkpoint.list_steps(run_dir)
     assert saved in ([1, 2], [1, 2, 3])  # it may have died while step 3 was written
@@ -335,7 +336,7 @@ def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monke
     changes = dict(gen_batch_size=5, train_batch_size=3, ppo_mini_batch_size=2, rollout_n=2, total_training_steps=3)
     settings = h.dapo_settings(task, tmp_path / "two", **changes, lr=1e-4)
     two = {"script": "train_dapo", "settings": settings, "comparable": True}
-    status, output = h.run_in_turn(tmp_path / "runs.json", two, nproc=2)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
     dapo(**changes, lr=1e-4)
@@ -429,7 +430,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
 def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
     pytest.importorskip("vllm")
     settings = h.dapo_settings(task, tmp_path, engine="vllm", gen_batch_size=3, rollout_n=2, lr=1e-2, test_freq=2)
-    output = h.run("train_dapo.py", *h.flags(settings))
+    output = launch.run("train_dapo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")
     assert [x["step"] for x in lines] == [1, 2, 2] and lines[0]["rollout/logprob_gap_mean"] < 1e-5
     for x in lines[:2]:

@@ -8,6 +8,7 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -221,7 +222,7 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
         {"script": "train_ppo", "settings": h.ppo_settings(task, tmp_path / name, **settings), "comparable": True}
         for name, settings in (("two", changes), ("two_shared", shared))
     ]
-    status, output = h.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
     ppo(**changes)
@@ -280,7 +281,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, 
     settings = h.ppo_settings(task, run_dir, **BUSY)
     # Scores are collected by the check and in every step: it dies in step 3.
     entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 4]}
-    status, output = h.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(run_dir) in ([1], [1, 2])  # it may have died while step 2 was written
 
@@ -597,7 +598,7 @@ def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
     """The value head on the backbone is nothing to the engine: its log-probs agree after every push."""
     pytest.importorskip("vllm")
     settings = h.ppo_settings(task, tmp_path, engine="vllm", share_backbone=True, lr=1e-2, test_freq=2)
-    output = h.run("train_ppo.py", *h.flags(settings))
+    output = launch.run("train_ppo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")
     assert [x["step"] for x in lines] == [1, 2, 2]
     for x in lines[:2]:

@@ -11,12 +11,12 @@ import statistics
 from functools import partial
 
 import helpers_scripts as h
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
-from launch import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +75,7 @@ def trained(task, tmp_path_factory):
         log_freq=15,
         save_freq=20,
     )
-    output = h.run("sft.py", *h.flags(settings))
+    output = launch.run("sft.py", *h.flags(settings))
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -109,9 +109,9 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     stub = tmp_path / "stub" / "vllm"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text('raise ImportError("there is no vllm here")\n')
-    path = f"{stub.parent}:{ROOT}"
-    blocked = h.start("-c", "import vllm", PYTHONPATH=path)
-    assert "there is no vllm here" in h.finish(blocked) and blocked.returncode == 1
+    path = f"{stub.parent}:{launch.ROOT}"
+    blocked = launch.start("-c", "import vllm", PYTHONPATH=path)
+    assert "there is no vllm here" in launch.finish(blocked) and blocked.returncode == 1
     settings = h.grpo_settings(
         task,
         tmp_path / "{project_name}-{experiment_name}",
@@ -125,7 +125,7 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
         experiment_name="hf",
     )
 
-    output = h.run("train_grpo.py", *h.flags(settings), PYTHONPATH=path)
+    output = launch.run("train_grpo.py", *h.flags(settings), PYTHONPATH=path)
 
     folder = tmp_path / "glass-hf"
     lines = h.read_jsonl(folder / "metrics.jsonl")
@@ -187,7 +187,7 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
-    output = h.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
+    output = launch.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
     assert [x["row_index"] for x in written] == list(range(16))
@@ -218,7 +218,7 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
 
 
 def test_help_from_the_command_line():
-    text = h.run("train_grpo.py", "--help")
+    text = launch.run("train_grpo.py", "--help")
     assert "--adv-estimator" in text and "GRPO: sample a group of responses" in text
 
 
@@ -492,7 +492,7 @@ def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, mo
     # 5 prompts in mini-batches of 2, 2 and 1, on two ranks; responses depend on the prompt alone.
     changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, lr=1e-4)
     two = {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / "two", **changes), "comparable": True}
-    status, output = h.run_in_turn(tmp_path / "runs.json", two, nproc=2)
+    status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
     train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "one", **changes)))
