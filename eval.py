@@ -9,56 +9,45 @@ response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171
 """
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
-from rl.data import encode_prompts, load_tokenizer, read_rows
-from rl.engines import hf, vllm
-from rl.fsdp import all_gather, init_distributed, own_slice, shutdown_distributed
-from rl.limits import check_limits
-from rl.metrics import accuracy, majority_vote, pass_at_k, scoring_metrics
-from rl.rollout import check_context, fold, sample_groups, stop_token_ids
-from rl.scoring import Scorer
-from rl.types import Sampling
-
-ENGINES = {"vllm": vllm, "hf": hf}
+from rl import engines, flags
+from rl.data import check_context, encode_prompts, load_tokenizer, read_rows, sampling_of
+from rl.flags import AtLeast1, NotNegative, PositiveShare
+from rl.metrics import accuracy, majority_vote, of_scoring, pass_at_k
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.rollout import fold, sample_groups
+from rl.scoring.pool import make_scorer
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(flags.Scoring, flags.Engine):
+    gpu_memory_utilization: PositiveShare = 0.9  # share of GPU memory that vLLM may take
+
     # --- model and data
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a checkpoint's huggingface/ folder is one
     val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # parquet or jsonl files in verl's schema
-    max_samples: int | None = None  # evaluate the first so many prompts only
-    max_prompt_length: int = 512  # tokens; a longer prompt is an error
-    max_response_length: int = 1024  # tokens a response may have
+    max_samples: AtLeast1 | None = None  # evaluate the first so many prompts only
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error
+    max_response_length: AtLeast1 = 1024  # tokens a response may have
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
     custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
-    reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
-    reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score
-    reward_memory_mb: int = 4096  # MiB of private memory of such a process; 0 for no limit
-    allow_unsafe_code_execution: bool = False  # let code rewards run model-written code without a complete sandbox
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: int = 1  # responses per prompt
-    temperature: float = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
-    top_p: float = 1.0  # nucleus sampling
+    rollout_n: AtLeast1 = 1  # responses per prompt
+    temperature: NotNegative = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
+    top_p: PositiveShare = 1.0  # nucleus sampling
     top_k: int = -1  # sample among the k likeliest tokens; -1 all
     k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
-    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine
-    gpu_memory_utilization: float = 0.9  # share of GPU memory that vLLM may take
-    max_num_seqs: int = 1024  # sequences an engine decodes at a time
+    seed: int = 0  # decides the samples
 
     # --- output
     output: str | None = None  # write every response with its score to this jsonl file
-    seed: int = 0  # decides the samples
 
 
 def last_number(text: str) -> str | None:
@@ -69,9 +58,7 @@ def last_number(text: str) -> str | None:
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
-    check_limits(args)
-    if args.temperature < 0 or not 0 < args.top_p <= 1:
-        raise ValueError(f"--temperature {args.temperature} must be 0 or more, --top-p {args.top_p} in (0, 1]")
+    flags.check(args)
     if args.rollout_n > 1 and args.temperature <= 0:
         raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")
     if bad := [k for k in args.k if not 1 <= k <= args.rollout_n]:
@@ -84,38 +71,14 @@ def main(args: Args) -> dict[str, float]:
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
     check_context(args.model, args.max_prompt_length + args.max_response_length)
-    if args.allow_unsafe_code_execution:
-        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
-    scorer = Scorer(
-        args.custom_reward_function,
-        tokenizer,
-        workers=args.reward_workers,
-        timeout_s=args.reward_timeout,
-        memory_mb=args.reward_memory_mb,
-        extra_info={"max_response_length": args.max_response_length},
-    )
-    reward_check = scorer.check(rows)
-
-    d = init_distributed()
-    backend = ENGINES[args.engine]
-    engine = backend.make_engine(
-        args.model,
-        d=d,
-        dtype=d.dtype,
-        max_model_len=args.max_prompt_length + args.max_response_length,
-        max_num_seqs=args.max_num_seqs,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-        seed=args.seed,
-        free_cache_engine=False,
-        load_weights=True,
-    )
-    stops = stop_token_ids(args.model, tokenizer)
-    sampling = Sampling(args.rollout_n, args.temperature, args.top_p, args.top_k, args.max_response_length, stops)
-    own_samples = sample_groups(
-        backend, engine, own_slice(rows, d), sampling, seed=fold(args.seed, d.rank), on_group=scorer.submit
-    )
-    samples, scores = zip(*all_gather(zip(own_samples, scorer.collect(own_samples), strict=True), d), strict=True)
+    scorer = make_scorer(args, tokenizer, rows)
+    ranks = init_ranks()
+    engine = engines.make(args, ranks, load_weights=True)
+    sampling = sampling_of(args, tokenizer, top_p=args.top_p, top_k=args.top_k)
+    seed = fold(args.seed, engine.first_rank)
+    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, seed=seed, on_group=scorer.submit)
+    own_scores = scorer.collect(tickets)
+    samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 
     # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
     groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
@@ -125,7 +88,7 @@ def main(args: Args) -> dict[str, float]:
         "num_prompts": float(len(rows)),
         "accuracy": sum(score) / len(score),
         "reward/mean": sum(s.value or 0.0 for s in scores) / len(scores),
-        **scoring_metrics(scores, [rows_by_index[s.row_index]["data_source"] for s in samples]),
+        **of_scoring(scores, [rows_by_index[s.row_index]["data_source"] for s in samples]),
         "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
@@ -137,10 +100,10 @@ def main(args: Args) -> dict[str, float]:
         elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
         metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
 
-    if d.is_main:
+    if ranks.is_main:
         files = ", ".join(args.val_files)
         print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")
-        print(reward_check)
+        print(scorer.report)
         for name, value in metrics.items():
             print(f"  {name:28} {value:.4f}")
         if args.output:
@@ -151,10 +114,10 @@ def main(args: Args) -> dict[str, float]:
                     line["ground_truth"] = truth
                     f.write(json.dumps(line, default=str) + "\n")
     scorer.close()
-    backend.close(engine)
-    shutdown_distributed()
+    engine.close()
+    shutdown_ranks()
     return metrics
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(flags.parse(Args, __doc__))

@@ -1,55 +1,41 @@
-"""GRPO: sample a group of responses for each prompt, score them, and push up those that beat their siblings.
+"""GRPO: sample a group of responses to each prompt, score them, and make those likelier that beat their group.
 
     torchrun train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct                       # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_grpo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
     make demo                                                                       # a laptop: see benchmarks/demo.py
 
-Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) is PPO without a critic: the advantage of a response
-is its reward relative to the other responses to the same prompt. Deviations from the paper, all common practice:
+Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) is PPO without a critic, a second model that would
+guess how good a response is going to be. Instead, the policy (the model that learns) answers each prompt several times.
+These responses are a *group*, and the *advantage* of one is how much better its reward is than those of its group. The
+policy is then changed so that responses with a positive advantage become likelier, the others less likely.
+
+Deviations from the paper, all common practice:
   1. token-mean loss over the mini-batch, not a mean of sequence means (--loss-agg-mode; DAPO, arXiv 2503.14476);
-  2. no KL term unless --use-kl-loss;  3. the standard deviation is unbiased (ddof 1);
+  2. no KL term unless --use-kl-loss;  3. the standard deviation is unbiased (ddof 1: divided by the count less one);
   4. dual clip: the loss of a negative advantage is bounded (--clip-ratio-c; arXiv 1912.09729).
 
-Shapes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens, (b, t) one micro-batch of them.
-Every per-token tensor is (B, T), and position t describes token t given the tokens before it. See docs/train_grpo.md.
+Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
+Every per-token tensor is (b, T), and position t describes token t given the tokens before it. See docs/train_grpo.md.
 """
 
-import gc
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
-import tyro
 
-from rl import advantages, checkpoint, fsdp, losses, reward_model, schedule, stop, watchdog
-from rl.batching import collate, plan_updates, shared_prefix
-from rl.data import encode_prompts, load_tokenizer, prompts_for_step, read_rows
-from rl.engines import hf, vllm
-from rl.limits import check_limits
+from rl import advantages, engines, flags, losses, metrics, models, schedule, sharding
+from rl.batching import make_batch
+from rl.data import load_prompts, prompts_for_step, sampling_of
+from rl.evaluation import evaluate
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
 from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.memory import rehearse
-from rl.metrics import (
-    Sums,
-    Timer,
-    alarms,
-    describe,
-    evaluation_metrics,
-    gap_sums,
-    parse_alarm,
-    reward_metrics,
-    rollout_metrics,
-    scoring_metrics,
-    throughput,
-)
-from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
-from rl.scoring import Score, Scorer, stop_if_failing
-from rl.tracking import Backend, Tracker, evaluation_is_due, progress, progress_line, show_sample
-from rl.types import Sample, Sampling, select
+from rl.rollout import fold, lengths_of, sample_groups, scores_of, share, verify_engine
+from rl.run.run import Run
+from rl.scoring.pool import make_scorer, stop_if_failing
+from rl.types import select
 
-ENGINES = {"vllm": vllm, "hf": hf}
 ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
     "grpo": advantages.grpo,
     "dr_grpo": lambda rewards, lengths: advantages.grpo(rewards, lengths, norm_by_std=False),
@@ -69,47 +55,37 @@ LOSSES = {  # (logp, old_logp, advantages, mask, clip ratios) -> loss (b, t), cl
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+    experiment_name: str = "grpo"  # run in the trackers, and part of the folder
+    # metrics and limits; a step beyond one prints a line that begins with ALARM
+    alarms: tuple[str, ...] = (
+        "rollout/logprob_gap_mean>0.05",
+        "reward/zero_std_frac>0.95",
+        "response_length/clip_ratio>0.5",
+        "actor/entropy<0.01",
+    )
+
     # --- model and data
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
-    # parquet or jsonl in verl's schema: data_source, prompt, reward_model.ground_truth, extra_info
-    train_files: tuple[str, ...] = ("data/gsm8k/train.parquet",)
-    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # held-out files, same schema
-    train_batch_size: int = 128  # prompts a step (P); responses a step are train_batch_size * rollout_n
-    max_prompt_length: int = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: int = 1024  # tokens; longer responses are cut and counted in response_length/clip_ratio
+    train_batch_size: AtLeast1 = 128  # prompts a step (P); responses a step are train_batch_size * rollout_n
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer ones are cut and counted in response_length/clip_ratio
     filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
+    seed: int = 0  # decides data order and sampling, together with the step
 
     # --- reward
 
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
     # Default: rewards/by_data_source.py; no function if there is a --reward-model
     custom_reward_function: tuple[str, ...] | None = None
-    reward_workers: int | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
-    reward_timeout: float = 10.0  # CPU seconds to score a response, and four times as many by the clock; then no score
-    reward_memory_mb: int = 4096  # MiB of private memory of such a process; 0 for no limit
-    allow_unsafe_code_execution: bool = False  # let code rewards run model-written code without a complete sandbox
-    reward_max_error_frac: float = 0.05  # stop the run if more of a step's responses raise or time out
     reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
     reward_model_coef: float = 1.0  # weight of that score
-    reward_model_max_length: int = 4096  # tokens of prompt and response in its own template; longer ones lose the start
-    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response
-    kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
-    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
-    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
-    kl_target: float = 0.1  # KL a token that the adaptive controller aims at
-    kl_horizon: int = 10_000  # responses over which it corrects a relative error of one
+    reward_model_max_length: AtLeast1 = 4096  # tokens of prompt and response in its own template; longer lose the start
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: int = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
-    temperature: float = 1.0  # of sampling; the trainer divides its logits by it too
-    tensor_model_parallel_size: int = 1  # GPUs that share one vLLM engine: for a large model, or a few long responses
-    gpu_memory_utilization: float = 0.5  # share of GPU memory that vLLM may take while it generates
-    max_num_seqs: int = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
-    free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
-    # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.1)
-    max_logprob_gap: float | None = None
+    rollout_n: AtLeast1 = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
+    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
 
     # --- algorithm
 
@@ -120,315 +96,173 @@ class Args:
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
-    clip_ratio_low: float = 0.2  # ratio >= 1 - this; GSPO wants about 3e-4
-    clip_ratio_high: float = 0.2  # ratio <= 1 + this; DAPO's clip-higher is 0.28, GSPO wants about 4e-4
-    clip_ratio_c: float = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
-    ppo_mini_batch_size: int | None = None  # prompts per optimizer step; default --train-batch-size: on policy
-    ppo_epochs: int = 1  # passes over a step's responses
+    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
+    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this; GSPO wants about 3e-4
+    clip_ratio_high: NotNegative = 0.2  # ratio <= 1 + this; DAPO's clip-higher is 0.28, GSPO wants about 4e-4
+    clip_ratio_c: Above1 = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default --train-batch-size: on policy
+    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
+    rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated weights for the engine/trainer gap (TIS)
+    rollout_is_threshold: Positive = 2.0  # cap of those weights
+
+    # --- KL to the reference, which is --model before training
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = "k3"  # "+": gradient of k2
-    entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
-    rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated weights for the engine/trainer gap (TIS)
-    rollout_is_threshold: float = 2.0  # cap of those weights
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response
+    kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
+    kl_target: Positive = 0.1  # KL a token that the adaptive controller aims at
+    kl_horizon: AtLeast1 = 10_000  # responses over which it corrects a relative error of one
 
     # --- optimizer
-    lr: float = 1e-6  # AdamW's learning rate after warm-up
-    lr_warmup_steps: int = 0  # steps of linear warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    weight_decay: float = 0.01  # AdamW's decoupled weight decay
-    grad_clip: float = 1.0  # largest global gradient norm
-    total_epochs: int = 1  # passes over the training prompts
-    total_training_steps: int | None = None  # overrides --total-epochs
-
-    # --- memory: never changes the numbers
-    ppo_max_token_len_per_gpu: int = 16384  # tokens of a micro-batch, a shared prompt once; lower it on out-of-memory
-    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
-    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
-    fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
-    compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
-
-    # --- evaluation, checkpoints, logging
-    val_before_train: bool = True  # evaluate the untrained policy first (step 0)
-    test_freq: int = 10  # evaluate, greedily, every this many steps and at the end; -1 never
-    log_val_generations: int = 8  # held-out completions to record at each evaluation
-    default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
-    save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
-    max_ckpt_to_keep: int | None = None  # delete older checkpoints beyond this many
-    resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
-    force_resume: bool = False  # resume although settings or data that decide what is learned have changed
-    max_hours: float | None = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
-    stall_timeout: float = 3600.0  # seconds without the end of a phase after which the run ends, with all its stacks
-    # metrics and limits; a step beyond one prints a line that begins with ALARM
-    alarms: tuple[str, ...] = (
-        "rollout/logprob_gap_mean>0.05",
-        "reward/zero_std_frac>0.95",
-        "response_length/clip_ratio>0.5",
-        "actor/entropy<0.01",
-    )
-    logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
-    project_name: str = "glassrl"  # project in the trackers, and part of the folder
-    experiment_name: str = "grpo"  # run in the trackers, and part of the folder
-    log_samples_freq: int = 10  # print one prompt and response every this many steps; 0 never
-    seed: int = 0  # decides data order and sampling, together with the step
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
+    grad_clip: Positive = 1.0  # largest global gradient norm
 
 
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
-    check_limits(args)
-    if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
-        raise ValueError(
-            f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
-            f"{args.train_batch_size}; both count prompts, leave it out to train on policy"
-        )
-    if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):
-        raise ValueError(
-            f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one sequence of "
-            f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
-        )
-    if args.reward_model and args.ppo_max_token_len_per_gpu < args.reward_model_max_length:
-        raise ValueError(
-            f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one conversation of "
-            f"--reward-model-max-length {args.reward_model_max_length} tokens; change one of them"
-        )
-    for alarm in args.alarms:
-        parse_alarm(alarm)
-    if not args.temperature > 0:
-        raise ValueError(f"--temperature {args.temperature} must be positive: greedy samples teach nothing")
-    if args.engine == "hf" and args.tensor_model_parallel_size != 1:
-        size = args.tensor_model_parallel_size
-        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
-    if args.clip_ratio_c <= 1:
-        raise ValueError(f"--clip-ratio-c {args.clip_ratio_c} must be above 1")
+    flags.check(args)
     if args.loss_mode in ("gspo", "gmpo") and args.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode seq-mean-token-mean, its paper's mean")
 
 
-def evaluate(args, backend, engine, sampling, rows, tokenizer, submit, collect, tracker, step, d) -> dict[str, float]:
-    """Score one greedy response to every held-out prompt with the current weights. All ranks must enter."""
-    sampling = replace(sampling, n=1, temperature=0.0)
-    samples = sample_groups(backend, engine, fsdp.own_slice(rows, d), sampling, seed=args.seed, on_group=submit)
-    stop.check(d)
-    scored = fsdp.all_gather(zip(samples, collect(samples, rows), strict=True), d)
-    samples, scores = zip(*scored, strict=True)  # one each for every row, in order
-    metrics = evaluation_metrics(scores, [row["data_source"] for row in rows])
-    metrics["val/response_length"] = sum(len(s.response_ids) for s in samples) / len(samples)
-    shown = list(zip(samples, scores, strict=True))[: args.log_val_generations]
-    tracker.log_generations(
-        step,
-        "val",
-        [{"prompt": tokenizer.decode(s.prompt_ids), "response": x.text, "score": x.value} for s, x in shown],
-    )
-    tracker.log(step, metrics, f"step {step} | held out: accuracy {metrics['val/accuracy']:.3f} on {len(rows)} prompts")
-    return metrics
-
-
 def main(args: Args) -> dict[str, float]:
     """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is checked before a model is loaded.
+    # Everything a user can get wrong is refused here, before a model is loaded.
     validate(args)
-    tokenizer = load_tokenizer(args.model)
-    limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
-    train_rows = encode_prompts(tokenizer, read_rows(args.train_files), **limits)
-    evaluates = args.val_before_train or args.test_freq > 0
-    val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
-    prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
-    check_context(args.model, args.max_prompt_length + args.max_response_length)
-    if args.allow_unsafe_code_execution:
-        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
-    if args.reward_model:
-        judge_tokenizer = reward_model.open_reward_model(args.reward_model, train_rows[0], args.reward_model_max_length)
-    functions = args.custom_reward_function or (() if args.reward_model else ("rewards/by_data_source.py",))
-    scorer = Scorer(
-        functions,
-        tokenizer,
-        workers=args.reward_workers,
-        timeout_s=args.reward_timeout,
-        memory_mb=args.reward_memory_mb,
-        extra_info={"max_response_length": args.max_response_length},
-    )
-    reward_check = scorer.check(train_rows + val_rows)
-    stops = stop_token_ids(args.model, tokenizer)
-    sampling = Sampling(args.rollout_n, args.temperature, max_tokens=args.max_response_length, stop_token_ids=stops)
+    tokenizer, train_rows, val_rows = load_prompts(args)
+    scorer = make_scorer(args, tokenizer, train_rows + val_rows)
+    sampling = sampling_of(args, tokenizer)
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
-    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size
+    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
     on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
-    d = fsdp.init_distributed(args.stall_timeout)
-    fsdp.check_size(args.fsdp_size, d)
-    watchdog.start(args.stall_timeout, d.rank)
-    stop.start(args.max_hours)
-    run = checkpoint.open_run(args, tokenizer, total_steps, d)
-    run_dir, resume_from = run.root, run.resume_from
 
-    max_logprob_gap = args.max_logprob_gap or (1e-4 if d.dtype == torch.float32 else 0.1)
-    backend = ENGINES[args.engine]
-    engine = backend.make_engine(
-        args.model,
-        d=d,
-        dtype=d.dtype,
-        max_model_len=args.max_prompt_length + args.max_response_length,
-        max_num_seqs=args.max_num_seqs,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-        free_cache_engine=args.free_cache_engine,
-        seed=args.seed,
-    )
-    backend.sleep(engine)
-    sharding = dict(
-        activation_checkpointing=args.activation_checkpointing,
-        compile=args.compile and d.device.type == "cuda",
-        fsdp_size=args.fsdp_size,
-    )
-    policy = fsdp.shard(fsdp.load_policy(args.model, d), d, **sharding)
-    reference = None
-    if args.use_kl_loss or args.use_kl_in_reward:
-        reference = fsdp.shard(fsdp.load_policy(args.model, d, dtype=d.dtype).requires_grad_(False), d, **sharding)
-    judge = None
-    if args.reward_model:
-        judge = reward_model.load_reward_model(args.reward_model, d, dtype=d.dtype).requires_grad_(False)
-        fsdp.offload(fsdp.shard(judge, d, fsdp_size=args.fsdp_size))
-
-    def collect(samples: list[Sample], rows: list[dict]) -> list[Score]:
-        """The finished scores of this rank's samples of `rows`, plus the reward model's. All ranks must enter."""
-        scores = scorer.collect(samples)
-        stop.check(d)
-        if judge is None:
-            return scores
-        limits = dict(max_length=args.reward_model_max_length, max_tokens_per_gpu=args.ppo_max_token_len_per_gpu)
-        weights = dict(coef=args.reward_model_coef, alone=not functions)
-        return reward_model.add_scores(judge, judge_tokenizer, rows, samples, scores, d=d, **weights, **limits)
-
+    run = Run(args, tokenizer, total_steps)
+    ranks = run.ranks
+    engine = engines.make(args, ranks)
+    policy = models.load_policy(args, ranks)
+    reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
+    scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    trained = {"actor": (policy, optimizer)}
-    start = checkpoint.load(resume_from, trained) if resume_from else 0
-    tracker = Tracker(run_dir, args, start, total_steps, enabled=d.is_main)
-    memory_plan = rehearse(
-        trained,
-        max_tokens=args.ppo_max_token_len_per_gpu,
-        max_length=args.max_prompt_length + args.max_response_length,
-        engine_memory=engine.memory,
-        d=d,
+    run.resume(
+        {"actor": (policy, optimizer)},
+        about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
+        f"{len(train_rows)} prompts to draw from\n{scorer.report}",
+        engine=engine,
         frozen=reference,
     )
-    tracker.print(
-        f"{run_dir}: {f'resumed from {resume_from}' if resume_from else 'new run'}, steps {start + 1}-{total_steps}, "
-        f"{args.train_batch_size} prompts x {args.rollout_n} = {args.train_batch_size * args.rollout_n} responses and "
-        f"{updates_per_step} update(s) a step, {d.world_size} rank(s), {len(train_rows)} prompts to draw from\n"
-        f"{reward_check}\n{memory_plan}".rstrip()
-    )
-    saved = checkpoint.extra(resume_from)
-    kl_coef = saved.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
-    metrics, val_metrics, bad_updates_in_a_row = {}, {}, 0
-    gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
+    kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
+    result: dict[str, float] = {}
 
-    for step in range(start, total_steps + 1):  # the last round only evaluates
-        clock = Timer(d.device)
-        # Asked to stop, the run leaves at the next `stop.check` before this step's first update, and calls these two.
-        stop.arm(checkpoint.leaving(run, step, trained, extra={"kl_coef": kl_coef}), partial(tracker.close, 5.0))
+    for step in range(run.start, total_steps + 1):  # the last round only evaluates
+        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
+        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        clock = run.begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
         # 2. Rollouts: push the policy into the engine, sample G responses per prompt, prove that both sides agree.
-        backend.wake(engine)
-        backend.update_weights(engine, fsdp.full_tensors(policy, d.dtype))
+        engine.wake()
+        engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
-        due = evaluation_is_due(args.test_freq, step, total_steps)
-        if args.val_before_train if step == 0 else due:
-            val_metrics = evaluate(
-                args, backend, engine, sampling, val_rows, tokenizer, scorer.submit, collect, tracker, step, d
+        if run.evaluation_is_due(step):
+            found = evaluate(
+                engine, scorer, val_rows, sampling, ranks, seed=args.seed, num_shown=args.log_val_generations
             )
+            result |= run.log_evaluation(step, *found)
             clock("testing")
         if step == total_steps:
             break
-        seed = fold(args.seed, step, d.rank)
-        own_samples = sample_groups(
-            backend, engine, fsdp.own_slice(rows, d), sampling, seed=seed, on_group=scorer.submit
-        )
-        stop.check(d)
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
-        backend.sleep(engine)
-        verify_engine(policy, own_samples, temperature=args.temperature, limit=max_logprob_gap, d=d)
+        engine.sleep()
+        verify_engine(policy, own_samples, temperature=args.temperature, limit=args.max_logprob_gap, ranks=ranks)
         clock("verify")
 
-        # 3. Rewards: other processes have been scoring since the first responses were complete.
-        own_scores = collect(own_samples, rows)
-        # From here on every rank holds the whole step, and the text reads as if there were one rank.
-        scored = fsdp.all_gather(zip(own_samples, own_scores, strict=True), d)
-        samples, scores = zip(*scored, strict=True)  # B each
-        stop_if_failing(scores, args.reward_max_error_frac)
-        scores_PG = torch.tensor([math.nan if s.value is None else s.value for s in scores]).view(-1, args.rollout_n)
-        lengths = torch.tensor([float(s.response_mask.sum()) for s in samples]).view(-1, args.rollout_n)  # (P, G)
+        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
+        # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
+        own_scores = scorer.collect(tickets)
+        responses = share(own_samples, own_scores, rows, ranks)  # B
+        stop_if_failing(responses, args.reward_max_error_frac)
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
+        lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
         clock("reward")
 
-        # 4. Batch: one row per response, planned into optimizer steps and this rank's memory-sized micro-batches.
-        batch = collate(samples, pad_id=tokenizer.pad_token_id or 0)  # (B, T)
-        taught = batch.response_mask * scores_PG.isfinite().view(-1, 1)  # a response without a score teaches nothing
-        batch = replace(batch, response_mask=taught)
-        updates = plan_updates(
-            batch.lengths.tolist(),
-            shared=shared_prefix(batch).tolist(),
+        # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
+        batch, updates = make_batch(
+            responses,
+            learn=scores_PG.isfinite().flatten(),  # a response without a score teaches nothing
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
-            rank=d.rank,
-            world_size=d.world_size,
-        )
+            pad_id=tokenizer.pad_token_id or 0,
+            ranks=ranks,
+        )  # (b, T)
         clock("batch")
 
-        # 5. Fixed log-probs: of the policy that starts this step, for the ratio, and of the reference, for the KL term.
-        # Every rank has those of its own rows, and zeros in the others.
-        own_micros = [micro_rows for _, micros in updates for micro_rows in micros]
+        # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
+        # the reference, for the KL terms: they measure how far the policy has moved away from it.
         if not on_policy or args.use_kl_in_reward:
-            old_logp = fixed_logprobs(policy, batch, own_micros, temperature=args.temperature, device=d.device)
-            batch = replace(batch, old_logp=old_logp)
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, temperature=args.temperature))
             clock("old_log_prob")
         if reference is not None:
-            ref_logp = fixed_logprobs(reference, batch, own_micros, temperature=args.temperature, device=d.device)
-            batch = replace(batch, ref_logp=ref_logp)
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, temperature=args.temperature))
             clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its siblings was each response? One number for all its tokens.
-        rewards, reward_kl_metrics = scores_PG, {}  # (P, G)
+        # 6. Advantages: how much better than its group was each response? One number for all its tokens.
+        rewards, kl_metrics = scores_PG, {}  # (P, G)
         if args.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # own rows only
-            reward_kl = fsdp.all_reduce_sum(token_kl.sum(1)).view(-1, args.rollout_n)  # (P, G)
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # (b, T)
+            reward_kl = ranks.all_rows(token_kl.sum(1), batch.rows, len(responses)).view(-1, args.rollout_n)  # (P, G)
             rewards = scores_PG - kl_coef * reward_kl
-            mean_kl = (reward_kl / lengths.clamp(min=1))[rewards.isfinite()].mean().nan_to_num().item()  # of a token
-            reward_kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+            mean_kl = (reward_kl / lengths_PG.clamp(min=1))[rewards.isfinite()].mean().nan_to_num().item()  # of a token
+            kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
             if args.kl_ctrl_type == "adaptive":
                 num_responses = int(rewards.isfinite().sum())
                 kl_coef = schedule.adaptive_kl_coef(
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
-        advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths)  # (P, G)
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1) * batch.response_mask)  # (B, T)
+        advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG)  # (P, G)
+        advantages_B1 = advantages_PG.view(-1, 1)
+        batch = replace(batch, advantages=advantages_B1[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
+        # the surrogate, is -advantage * ratio; the ratio is the token's probability now over that when the step began.
+        # It begins at 1, where its gradient is that of the log-prob. A token whose ratio has left the range that the
+        # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        clip_ratios = {name: vars(args)[name] for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
-        sums, grad_norms = Sums(d.device), []
-        for mini, micros in updates * args.ppo_epochs:
-            mini_mask = batch.response_mask[mini.start : mini.stop]
-            denominators = dict(  # of the whole mini-batch, on all ranks: gradients of micro-batches and ranks add up
-                num_tokens=mini_mask.sum().item(),
-                num_seqs=mini_mask.any(1).sum().item(),
+        clips = dict(
+            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
+        )
+        means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
+        for update in updates * args.ppo_epochs:
+            # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
+            denominators = dict(
+                num_tokens=update.num_tokens,
+                num_seqs=update.num_seqs,
                 scale=args.loss_scale_factor or args.max_response_length,
             )
-            for micro_rows in progress("update", micros):
-                if not grad_norms:
-                    stop.check(d)
-                micro = select(batch, micro_rows, d.device)  # (b, t)
+            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+            for micro_rows in update.micro_batches:
+                run.leave_if_asked()
+                micro = select(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(
                     policy, micro, temperature=args.temperature, entropy_grad=args.entropy_coeff != 0
                 )
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **clip_ratios)
+                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **clips)
                 if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
                     pg_loss = pg_loss * losses.importance_weights(
                         old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
@@ -437,80 +271,40 @@ def main(args: Args) -> dict[str, float]:
                 if args.use_kl_loss:
                     kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
                     objective = objective + args.kl_loss_coef * kl
-                    sums.add(kl_loss=losses.aggregate(kl, mask, args.loss_agg_mode, **denominators))
-                loss = losses.aggregate(objective, mask, args.loss_agg_mode, **denominators)
-                fsdp.last_micro_batch(policy, micro_rows is micros[-1])  # when copies of the model add up
+                    means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
+                loss = aggregate(objective, mask)
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
                 loss.backward()  # adds to the gradients, and sums them over ranks
-                sums.add(
-                    loss=loss,
-                    pg_loss=losses.aggregate(pg_loss, mask, args.loss_agg_mode, **denominators),
-                    tokens=mask.sum(),
-                    entropy=losses.masked_sum(entropy, mask),
-                    pg_clipfrac=losses.masked_sum(clipped, mask),
-                    ppo_kl=losses.masked_sum(old_logp - logp, mask),
-                    **gap_sums(micro.rollout_logp, old_logp, mask),
-                )
-                sums.add_max(gap_max=((micro.rollout_logp - old_logp).abs() * mask).max())
-            grad_norms.append(fsdp.clip_grad_norm(policy, args.grad_clip))
-            usable = math.isfinite(grad_norms[-1]) and denominators["num_tokens"] > 0  # some response has a score
-            bad_updates_in_a_row = 0 if usable else bad_updates_in_a_row + 1
-            if usable:
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
+                means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
+                means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
+            norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
+            if run.is_usable(step, norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()
-            elif bad_updates_in_a_row == 3:
-                raise RuntimeError(
-                    f"step {step + 1}: three updates in a row were useless, the last one with gradient norm "
-                    f"{grad_norms[-1]} over {denominators['num_tokens']:.0f} tokens that have a reward; if the norm is "
-                    "not finite lower --lr, if there are no tokens mend the reward; the step's batch is in "
-                    f"{checkpoint.save_batch(run, step + 1, batch)}"
-                )
             optimizer.zero_grad(set_to_none=True)
         clock("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over mini-batches, diagnostics means over all tokens of all ranks.
-        s, times = sums.reduce(), clock.metrics()
-        tokens = max(s["tokens"], 1.0)
-        metrics = {
-            **reward_metrics(scores_PG),
-            **scoring_metrics(scores, [row["data_source"] for row in rows for _ in range(args.rollout_n)]),
-            **describe("critic/rewards", rewards),
-            **reward_kl_metrics,
-            **describe("critic/advantages", advantages_PG),
-            **rollout_metrics(samples),
-            **{f"actor/{name}": s[name] / updates_per_step for name in ("loss", "pg_loss", "kl_loss") if name in s},
-            **{f"actor/{name}": s[name] / tokens for name in ("entropy", "pg_clipfrac", "ppo_kl")},
-            "actor/grad_norm": sum(grad_norms) / len(grad_norms),
-            "actor/skipped_updates": float(sum(not math.isfinite(norm) for norm in grad_norms)),
+        # 8. Report: losses are means over updates, diagnostics means over all tokens of all ranks.
+        found = {
+            **metrics.of_scores(responses, rows),
+            **metrics.of_lengths(responses),
+            **metrics.of_groups(scores_PG),
+            **metrics.describe("critic/rewards", rewards),
+            **metrics.describe("critic/advantages", advantages_PG),
+            **metrics.of_norms(norms),
+            **kl_metrics,
+            **means.reduce(),
             "actor/lr": lr,
-            "rollout/logprob_gap_mean": s["gap"] / tokens,
-            "rollout/logprob_gap_max": s["gap_max"],
-            "rollout_corr/kl": s["rollout_kl"] / tokens,
-            "training/rollout_probs_diff_mean": s["probs_diff"] / tokens,
-            **times,
-            **throughput(samples, times, d),
-            "checkpoint/failed": float(run.failures),
         }
-        tracker.log(step + 1, metrics, progress_line(step + 1, total_steps, metrics))
-        for alarm in alarms(metrics, args.alarms):
-            tracker.print(f"ALARM at step {step + 1}: {alarm}")
-        if args.log_samples_freq and step % args.log_samples_freq == 0:
-            tracker.print(show_sample(tokenizer.decode(samples[0].prompt_ids), scores[0].text, scores[0].value))
+        result |= run.log_step(step + 1, found, **metrics.count(responses))
+        run.show_sample(step, own_samples, own_scores)
+        # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
 
-        # 9. Checkpoint: weights, optimizer and the step; data order and seeds follow from the step.
-        last = step + 1 == total_steps
-        if args.save_freq != 0 and (last or (args.save_freq > 0 and (step + 1) % args.save_freq == 0)):
-            checkpoint.save(run, step + 1, trained, extra={"kl_coef": kl_coef})  # goes on in the background
-
-    gc.unfreeze()
-    checkpoint.close(run)  # waits for the last save
-    stop.end()
-    watchdog.stop()
-    tracker.close()
-    scorer.close()
-    backend.close(engine)
-    fsdp.shutdown_distributed()
-    return metrics | val_metrics
+    run.close(scorer, engine)
+    return result
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(flags.parse(Args, __doc__))

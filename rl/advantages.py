@@ -185,17 +185,17 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     return torch.where(sampled, returns, 0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-8) -> Tensor:
     """Zero mean and unit variance over all valid tokens of the batch.
 
-    (x - mean) * rsqrt(var + eps), unbiased variance (ddof=1) over every entry with mask 1. Fewer than two valid
-    entries, or equal ones, give zeros. The statistics belong to the batch, so x must hold every row of the step.
+    (x - mean) * rsqrt(var + eps), in float64. Fewer than two valid entries, or equal ones, give zeros.
 
-    Args: x float, mask, both (B, T). Returns: (B, T), 0 where mask is 0.
+    Args: x float, mask, both (B, T); mean and var, the unbiased variance (ddof=1), of every entry of the step with mask
+    1, on all ranks (`Ranks.moments`). Returns: (B, T) of x's dtype, 0 where mask is 0.
     Source: advantage normalisation, The 37 Implementation Details of PPO, detail 7, iclr-blog-track.github.io.
     """
     assert x.shape == mask.shape, _shapes(x, mask)
-    return _whitened(x, mask.bool().to(x.dtype), eps)
+    return torch.where(mask.bool(), (x.double() - mean) * (var + eps) ** -0.5, 0.0).to(x.dtype)
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:

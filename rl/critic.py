@@ -5,22 +5,30 @@ at the last one. It is a model of its own, or a second head on the policy's back
 everywhere until the first update.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rl.data import load_tokenizer
-from rl.fsdp import Dist
+from rl.batching import Update
+from rl.data import check_context, load_tokenizer
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
+from rl.models import shard_as
+from rl.ranks import Ranks
 from rl.reward_model import check_reward_model, load_reward_model
 from rl.types import Batch
 
 
-def check_critic(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if `path` has a head that gives more than one number, no tokenizer, or reads tokens otherwise.
+def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if --critic-model cannot be the critic: its head gives more than one number, it has no
+    tokenizer, too few positions, or reads tokens otherwise.
 
     `tokenizer` is the policy's: the critic gets its token ids, so both must give a token the same id.
     """
+    if (path := args.critic_model) is None:
+        return
     own = load_tokenizer(path, flag="--critic-model")
     check_reward_model(path, flag="--critic-model", new_head=True)
     if own.get_vocab() != tokenizer.get_vocab():
@@ -28,25 +36,17 @@ def check_critic(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
             f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
             "model of the same family"
         )
+    check_context(path, args.max_prompt_length + args.max_response_length)
 
 
-def load_critic(path: str, d: Dist, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A critic with master weights in `dtype` on the host, ready for `fsdp.shard`.
+def load_critic(args: Any, ranks: Ranks) -> nn.Module:
+    """The critic of --critic-model, by default of --model, sharded as the memory flags say, to be trained.
 
-    A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own.
-    Raises: ValueError as `reward_model.load_reward_model`.
+    A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own. All
+    ranks must enter. Raises: ValueError as `reward_model.load_reward_model`.
     """
-    return load_reward_model(path, d, flag="--critic-model", dtype=dtype, new_head=nn.init.zeros_)
-
-
-def add_value_head(policy: nn.Module) -> None:
-    """Give a causal LM on the host, not sharded yet, a scalar head `value_head` of zeros in the master precision.
-
-    `fsdp.shard` makes it part of the root unit, and `fsdp.full_tensors` leaves it out of what engines get.
-    """
-    lm_head = policy.get_output_embeddings()
-    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=lm_head.weight.dtype)
-    nn.init.zeros_(policy.value_head.weight)
+    path = args.critic_model or args.model
+    return shard_as(args, load_reward_model(path, ranks, flag="--critic-model", new_head=nn.init.zeros_), ranks)
 
 
 def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -67,13 +67,9 @@ def token_logprobs_and_values(
     return run_on_responses(policy, batch, _response_logprobs_and_values, temperature, entropy_grad)
 
 
-def fixed_values(
-    model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, device: torch.device
-) -> torch.Tensor:
-    """`token_values` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other
-    ranks.
-    """
-    return over_micro_batches(lambda micro: token_values(model, micro), batch, micro_batches, device)
+def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> torch.Tensor:
+    """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
+    return over_micro_batches(model, batch, updates, lambda micro: token_values(model, micro))
 
 
 def _response_values(model, hidden, targets):

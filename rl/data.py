@@ -15,7 +15,9 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rl.types import Sampling
 
 Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
@@ -36,6 +38,50 @@ def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerB
             f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
             "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
         ) from error
+
+
+def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
+    """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
+    positions = AutoConfig.from_pretrained(model).to_dict().get("max_position_embeddings")
+    if positions is not None and tokens > positions:
+        raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
+
+
+def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
+
+    They often differ: one token ends the turns of an instruction-tuned model, another the documents of its base model.
+    """
+    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
+    try:
+        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
+    except OSError:  # the model comes without one
+        pass
+    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    return tuple(dict.fromkeys(ids))
+
+
+def load_prompts(args: Any) -> tuple[PreTrainedTokenizerBase, list[Row], list[Row]]:
+    """What an RL script trains on: the tokenizer of --model, the prompts of --train-files, and the held-out ones.
+
+    Raises ValueError for every mistake in the data, and if a step or a sequence asks for more than there is.
+    """
+    tokenizer = load_tokenizer(args.model)
+    limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
+    train_rows = encode_prompts(tokenizer, read_rows(args.train_files), **limits)
+    evaluates = args.val_before_train or args.test_freq > 0
+    val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
+    prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
+    check_context(args.model, args.max_prompt_length + args.max_response_length)
+    return tokenizer, train_rows, val_rows
+
+
+def sampling_of(args: Any, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Sampling:
+    """How a script samples: --rollout-n responses to a prompt at --temperature, up to --max-response-length tokens."""
+    stops = stop_token_ids(args.model, tokenizer)
+    return Sampling(
+        args.rollout_n, args.temperature, max_tokens=args.max_response_length, stop_token_ids=stops, **changes
+    )
 
 
 def read_rows(path: Paths) -> list[Row]:

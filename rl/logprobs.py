@@ -9,7 +9,8 @@ share `run_on_responses`, or `run_packed` if they read other positions.
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from rl.attention import Packing
-from rl.batching import shared_prefix
-from rl.types import Batch, select
+from rl.batching import Update, shared_prefix
+from rl.types import Batch, places, select
 
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How a model runs on packed sequences: what `add_packed_forward` adds to it, as its attribute `packed`."""
+
+    forward: Callable  # packed ids and a head -> what the head makes of the hidden states; known to FSDP2
+    head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
+    longest: float  # tokens up to which the rotary embedding of a sequence does not depend on others packed with it
+    is_whole: bool  # whether every rank has all of the model, see `sharding.last_micro_batch`
 
 
 def token_logprobs(
@@ -41,30 +52,26 @@ def token_logprobs(
     return run_on_responses(model, batch, response_logprobs, temperature, entropy_grad)
 
 
-def fixed_logprobs(
-    model: nn.Module, batch: Batch, micro_batches: list[list[int]], *, temperature: float, device: torch.device
-) -> torch.Tensor:
-    """`token_logprobs` without gradients over this rank's micro-batches: (B, T) on the host, zero in rows of other
-    ranks.
-    """
+def fixed_logprobs(model: nn.Module, batch: Batch, updates: Sequence[Update], *, temperature: float) -> torch.Tensor:
+    """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
     return over_micro_batches(
-        lambda micro: token_logprobs(model, micro, temperature=temperature)[0], batch, micro_batches, device
+        model, batch, updates, lambda micro: token_logprobs(model, micro, temperature=temperature)[0]
     )
 
 
 @torch.no_grad()
 def over_micro_batches(
-    per_token: Callable[[Batch], torch.Tensor], batch: Batch, micro_batches: list[list[int]], device: torch.device
+    model: nn.Module, batch: Batch, updates: Sequence[Update], per_token: Callable[[Batch], torch.Tensor]
 ) -> torch.Tensor:
     """What `per_token`, from (b, T') to (b, T'), gives for each of this rank's micro-batches, without gradients.
 
-    Returns: (B, T) of the type of batch.rollout_logp, on the host, zero in rows of other ranks.
+    Micro-batches go to the device of the model. Returns: (B, T) of the type of batch.rollout_logp, on the host.
     """
-    result = torch.zeros_like(batch.rollout_logp)
-    for rows in micro_batches:
+    device, result = next(model.parameters()).device, torch.zeros_like(batch.rollout_logp)
+    for rows in (rows for update in updates for rows in update.micro_batches):
         part = per_token(select(batch, rows, device))
         if rows:
-            result[rows, : part.shape[1]] = part.cpu().to(result.dtype)
+            result[places(batch, rows), : part.shape[1]] = part.cpu().to(result.dtype)
     return result
 
 
@@ -100,10 +107,10 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     Returns: what `head` returns.
     """
     b, T = batch.input_ids.shape
-    if model.longest < T:
+    if model.packed.longest < T:
         raise ValueError(
             f"--model: {model.config.model_type} turns positions by another angle once a sequence has more than "
-            f"{model.longest} tokens, also for shorter ones packed with it, and here one has {T}; lower "
+            f"{model.packed.longest} tokens, also for shorter ones packed with it, and here one has {T}; lower "
             "--max-prompt-length and --max-response-length (or --max-length), or choose another model"
         )
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
@@ -117,7 +124,7 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
-    out = model.packed_forward(head, ids, positions, packing, place[wanted], *args)
+    out = model.packed.forward(head, ids, positions, packing, place[wanted], *args)
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -125,13 +132,16 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     return out
 
 
-def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: bool = False) -> nn.Module:
-    """Give a Hugging Face model the method `packed_forward`, known to FSDP2 as a second forward.
+def add_packed_forward(
+    model: nn.Module, *, compile: bool = False, keep_logits: bool = False, is_whole: bool = True
+) -> nn.Module:
+    """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
 
-    `fsdp.shard` calls it again: FSDP2 must learn of the method, and a compiled head replaces the plain one. compile:
-    whether the LM head runs compiled. keep_logits: whether the backward pass finds the logits (2 V bytes a token in
-    bfloat16) or computes them again. Raises ValueError for architectures that have more
-    than plain attention.
+    `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
+
+    Args: compile, whether the LM head runs compiled; keep_logits, whether the backward pass finds the logits (2 V bytes
+    a token in bfloat16) or computes them again; is_whole, whether every rank has all of the model. Raises ValueError
+    for architectures that have more than plain attention.
     """
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -140,11 +150,15 @@ def add_packed_forward(model: nn.Module, *, compile: bool = False, keep_logits: 
             f"--model: {config.model_type} has layers that carry a state from token to token, across the borders of "
             f"packed sequences, or attend in chunks {sorted(others)}; choose a model that has plain attention only"
         )
-    model.longest = _longest_with_fixed_rotation(config)
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
-    model.head_chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
-    model.packed_forward = types.MethodType(_packed_forward, model)
-    register_fsdp_forward_method(model, "packed_forward")  # no-op on a model that is not sharded
+    model.packed = types.MethodType(_packed_forward, model)
+    register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
+    model.packed = Packed(
+        forward=model.packed,
+        head_chunk=chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False),
+        longest=_longest_with_fixed_rotation(config),
+        is_whole=is_whole,
+    )
     return model
 
 
@@ -189,7 +203,9 @@ def response_logprobs(
     logps, entropies = [], []
     chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
     for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-        logp, entropy = model.head_chunk(weight, h, y, temperature, entropy_grad)  # one chunk of logits at a time
+        logp, entropy = model.packed.head_chunk(
+            weight, h, y, temperature, entropy_grad
+        )  # one chunk of logits at a time
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)

@@ -4,96 +4,82 @@ Each function turns data of a step into {name: float}; docs/metrics.md says what
 """
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from rl import watchdog
-from rl.fsdp import Dist, all_reduce_sum
-from rl.scoring import Score
-from rl.types import Sample
+from rl import losses
+from rl.ranks import Ranks
+from rl.types import Response, Score
 
 
-class Timer:
-    """`clock = Timer(device)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use.
+class Means:
+    """Means of a step over its micro-batches and all ranks: of tokens, of sequences, or of updates.
 
-    Memory is the device's own count at the end of the phase: everything on it, torch's cached blocks and
-    vLLM's pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows
-    within a phase, so this is close to the phase's peak.
+    `num_updates` is how many optimizer steps the step makes. Every rank must add the same names; `reduce` adds up what
+    they have.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.seconds: dict[str, float] = {}
-        self.memory: dict[str, float] = {}
-        self.start = self.last = self._now()
-        watchdog.beat("report")
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def __call__(self, phase: str) -> None:
-        now = self._now()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            self.memory[phase] = (total - free) / 2**30
-        self.last = now
-        watchdog.beat(phase)
-
-    def metrics(self) -> dict[str, float]:
-        """timing_s/<phase> and timing_s/step in seconds, memory_gb/<phase> in GiB."""
-        times = {f"timing_s/{k}": v for k, v in self.seconds.items()} | {"timing_s/step": self._now() - self.start}
-        return times | {f"memory_gb/{k}": v for k, v in self.memory.items()}
-
-
-class Sums:
-    """Sums of masked per-token values over micro-batches and ranks, reduced once at the end of the step."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.totals: dict[str, torch.Tensor] = {}
+    def __init__(self, ranks: Ranks, *, num_updates: int = 1):
+        self.ranks, self.num_updates = ranks, num_updates
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, torch.Tensor | float] = {}
         self.maxima: dict[str, torch.Tensor] = {}
 
-    def add(self, **scalars: torch.Tensor) -> None:
-        """Add scalars that are partial sums already: loss shares, token counts."""
-        for name, value in scalars.items():
-            value = value.detach().double().to(self.device)
-            self.totals[name] = self.totals[name] + value if name in self.totals else value
+    def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """Values (b, T), of which those with mask 1 count, each alike."""
+        count = mask.bool().sum()
+        for name, value in values.items():
+            self._add(name, losses.masked_sum(value, mask), count)
 
-    def add_max(self, **scalars: torch.Tensor) -> None:
-        """Keep the largest value seen."""
-        for name, value in scalars.items():
-            value = value.detach().double().to(self.device)
+    def over_sequences(self, values: dict[str, torch.Tensor]) -> None:
+        """Values (b,), one of each sequence."""
+        for name, value in values.items():
+            self._add(name, value.sum(), torch.tensor(len(value)))
+
+    def over_updates(self, values: dict[str, torch.Tensor]) -> None:
+        """Scalars that add up to the value of an update over its micro-batches and ranks, such as shares of a loss."""
+        for name, value in values.items():
+            self._add(name, value, None)
+
+    def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """The largest of the values (b, T), 0 where the mask is 0."""
+        for name, value in values.items():
+            value = (value * mask).max().detach().double()
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
+    def _add(self, name: str, value: torch.Tensor, count: torch.Tensor | None) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+        if count is not None:
+            self.counts[name] = self.counts.get(name, 0.0) + count.to(value.device).double()
+
     def reduce(self) -> dict[str, float]:
-        """{name: total over micro-batches and ranks} and {name: maximum}. All ranks must enter, with the same names."""
-        names = sorted(self.totals)
-        totals = all_reduce_sum(torch.stack([self.totals[n] for n in names])).tolist() if names else []
-        result = dict(zip(names, totals, strict=True))
+        """{name: mean} and {name: maximum}; a mean of nothing is 0. All data ranks must enter."""
+        result: dict[str, float] = {}
+        if self.sums:
+            sums = self.ranks.all_reduce_sum(torch.stack([*self.sums.values(), *self.counts.values()])).tolist()
+            counts = dict(zip(self.counts, sums[len(self.sums) :], strict=True))
+            for name, total in zip(self.sums, sums, strict=False):
+                result[name] = total / max(counts[name], 1.0) if name in counts else total / self.num_updates
         if self.maxima:
-            names = sorted(self.maxima)
-            largest = torch.stack([self.maxima[n] for n in names])
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-            result |= dict(zip(names, largest.tolist(), strict=True))
+            largest = self.ranks.all_reduce_max(torch.stack([*self.maxima.values()])).tolist()
+            result |= dict(zip(self.maxima, largest, strict=True))
         return result
 
 
-def gap_sums(rollout_logp: torch.Tensor, old_logp: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over tokens of how far the engine's log-probs are from the trainer's, both (b, T), for `Sums.add`.
+def gaps(logp: torch.Tensor, old_logp: torch.Tensor, rollout_logp: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How far apart the policies are that sampled, began the step, and learn: log-probs and results all (b, T).
 
-    gap = |rollout - old|, probs_diff = |exp(rollout) - exp(old)|, rollout_kl = rollout - old (k1 estimate of KL(engine,
-    trainer)).
+    actor/ppo_kl: old - logp, which estimates KL(old, policy) (k1). Of the engine against the trainer:
+    rollout/logprob_gap_mean: |rollout - old|;  training/rollout_probs_diff_mean: |exp(rollout) - exp(old)|;
+    rollout_corr/kl: rollout - old (k1 of KL(engine, trainer)).
     """
     return {
-        "gap": ((rollout_logp - old_logp).abs() * mask).sum(),
-        "probs_diff": ((rollout_logp.exp() - old_logp.exp()).abs() * mask).sum(),
-        "rollout_kl": ((rollout_logp - old_logp) * mask).sum(),
+        "actor/ppo_kl": old_logp - logp,
+        "rollout/logprob_gap_mean": (rollout_logp - old_logp).abs(),
+        "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
+        "rollout_corr/kl": rollout_logp - old_logp,
     }
 
 
@@ -109,15 +95,62 @@ def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
-def reward_metrics(rewards: torch.Tensor) -> dict[str, float]:
-    """rewards (P, G), NaN where not scored -> critic/score/*, and the share of groups without any spread."""
+def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> dict[str, float]:
+    """mean, max and min of the values (b, T) with mask 1 of all ranks: {prefix/mean: ...}; NaN if there are none.
+
+    All data ranks must enter.
+    """
+    own = values[mask > 0].double()
+    total, count = ranks.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
+    edges = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
+    largest, negated = ranks.all_reduce_max(edges).tolist()
+    found = (total / count, largest, -negated) if count else (math.nan,) * 3
+    return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
+
+
+def of_groups(scores: torch.Tensor) -> dict[str, float]:
+    """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing."""
     spread = torch.stack(
-        [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in rewards]
+        [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in scores]
     )
-    return describe("critic/score", rewards) | {"reward/zero_std_frac": (spread == 0).double().mean().item()}
+    return {"reward/zero_std_frac": (spread == 0).double().mean().item()}
 
 
-def scoring_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
+def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
+    """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
+    every component by data source, which `rows` say.
+    """
+    scores = [r.score for r in responses]
+    values = torch.tensor([math.nan if x.value is None else x.value for x in scores])
+    return describe("critic/score", values) | of_scoring(scores, _sources(responses, rows))
+
+
+def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
+    """Lengths in tokens; `clip_ratio` is the share of responses that ended at the length limit, by finish reason."""
+    response = torch.tensor([float(r.response_length) for r in responses])
+    prompt = torch.tensor([float(len(r.prompt_ids)) for r in responses])
+    truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
+    return (
+        describe("response_length", response)
+        | {"response_length/clip_ratio": truncated}
+        | describe("prompt_length", prompt)
+    )
+
+
+def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Gradient norms of a step's updates, {"actor": norm, ...} each -> NAME/grad_norm, their mean, and how many updates
+    were skipped because one of them was not finite.
+    """
+    found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in norms[0]}
+    return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
+
+
+def _sources(responses: Sequence[Response], rows: Sequence[dict]) -> list[str]:
+    by_index = {row["row_index"]: row["data_source"] for row in rows}
+    return [by_index[r.row_index] for r in responses]
+
+
+def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
     """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
 
     `sources` holds the data source of each response.
@@ -138,49 +171,25 @@ def scoring_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[str
     }
 
 
-def evaluation_metrics(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
-    """One score per held-out prompt -> val-core/<source>/reward/mean@1, components, and val/accuracy over all of them.
+def of_evaluation(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
+    """One response per held-out prompt -> val-core/<source>/reward/mean@1, components, and val/accuracy over all of
+    them.
 
     A response without a score counts as 0. The accuracy is the mean of the component `acc` (verl's name for right or
     wrong) where a reward has it, with or without a score, and of the score elsewhere.
     """
     values: dict[str, list[float]] = {}
-    for score, source in zip(scores, sources, strict=True):
-        values.setdefault(f"val-core/{source}/reward/mean@1", []).append(score.value or 0.0)
-        for name, value in score.components.items():
+    for r, source in zip(responses, _sources(responses, rows), strict=True):
+        values.setdefault(f"val-core/{source}/reward/mean@1", []).append(r.score.value or 0.0)
+        for name, value in r.score.components.items():
             values.setdefault(f"val-aux/{source}/{name}/mean@1", []).append(value)
     means = {name: sum(v) / len(v) for name, v in values.items()}
-    return means | {"val/accuracy": sum(accuracy(s) for s in scores) / len(scores)}
+    return means | {"val/accuracy": sum(accuracy(r.score) for r in responses) / len(responses)}
 
 
 def accuracy(score: Score) -> float:
     """The component `acc` if the reward has it, else the score; 0 without either."""
     return score.components.get("acc", score.value or 0.0)
-
-
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths in tokens; `clip_ratio` is the share of responses that ended at the length limit, by finish reason."""
-    response = torch.tensor([float(len(s.response_ids)) for s in samples])
-    prompt = torch.tensor([float(len(s.prompt_ids)) for s in samples])
-    truncated = sum(s.finish_reason == "length" for s in samples) / len(samples)
-    return (
-        describe("response_length", response)
-        | {"response_length/clip_ratio": truncated}
-        | describe("prompt_length", prompt)
-    )
-
-
-def throughput(samples: Sequence[Sample], times: dict[str, float], d: Dist) -> dict[str, float]:
-    """perf/*: verl's tokens/s/GPU (prompt + response tokens over the step's seconds and ranks), and response tokens/s
-    while generating.
-    """
-    total = sum(s.num_tokens for s in samples)
-    return {
-        "perf/total_num_tokens": float(total),
-        "perf/time_per_step": times["timing_s/step"],
-        "perf/throughput": total / (times["timing_s/step"] * d.world_size),
-        "perf/gen_tokens_per_s": sum(len(s.response_ids) for s in samples) / times["timing_s/gen"],
-    }
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -205,29 +214,6 @@ def majority_vote(answers: Sequence[str | None]) -> int | None:
     return answers.index(votes.most_common(1)[0][0]) if votes else None
 
 
-def parse_alarm(text: str) -> tuple[str, str, float]:
-    """`metric>number` or `metric<number` -> (metric, sign, number); spaces around each are allowed.
-
-    Raises ValueError for anything else.
-    """
-    metric, sign, number = map(str.strip, text.partition("<") if "<" in text else text.partition(">"))
-    try:
-        limit = float(number)
-    except ValueError:
-        limit = math.nan
-    if not metric or ">" in metric or not math.isfinite(limit):
-        raise ValueError(f"--alarms {text!r} must be metric>number or metric<number, e.g. 'actor/entropy<0.01'")
-    return metric, sign, limit
-
-
-def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
-    """A sentence for every condition (see `parse_alarm`) that is true of the metrics, or whose metric is NaN.
-
-    A metric that is absent raises no alarm.
-    """
-    found = []
-    for metric, sign, limit in map(parse_alarm, conditions):
-        value = metrics.get(metric, limit)
-        if math.isnan(value) or (value > limit if sign == ">" else value < limit):
-            found.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
-    return found
+def count(responses: Sequence[Response]) -> dict[str, int]:
+    """Tokens of a step, and those of them that were sampled: what `Run.log_step` divides by its seconds."""
+    return {"tokens": sum(r.num_tokens for r in responses), "generated": sum(r.response_length for r in responses)}

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rl.batching import collate, plan_micro_batches
-from rl.data import encode_conversation, load_tokenizer
-from rl.fsdp import Dist, all_gather, check_whole, load_pretrained, offload, onload
+from rl.batching import Update, collate, plan_micro_batches
+from rl.console import say
+from rl.data import check_context, encode_conversation, load_tokenizer
 from rl.logprobs import run_packed
-from rl.rollout import check_context
-from rl.scoring import Score
-from rl.tracking import say
-from rl.types import Batch, Sample, select
+from rl.models import check_whole, load_pretrained
+from rl.ranks import Ranks
+from rl.sharding import offload, onload
+from rl.types import Batch, Sample, Score, select
 
 
 def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: bool = False) -> None:
@@ -61,20 +61,20 @@ def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokeni
 
 def load_reward_model(
     path: str,
-    d: Dist,
+    ranks: Ranks,
     *,
     flag: str = "--reward-model",
     dtype: torch.dtype = torch.float32,
     new_head: Callable[[torch.Tensor], object] | None = None,
 ) -> nn.Module:
-    """A model with a scalar head, its weights in `dtype` on the host, ready for `fsdp.shard`.
+    """A model with a scalar head, its weights in `dtype` on the host, ready for `sharding.shard`.
 
     Args: new_head, for training: what fills the head's weight (1, H) of a model that comes without one. None, for using
     the model: every weight must come from the files.
     Raises: ValueError as `check_reward_model`, or if the head is not one vector, or if weights are missing.
     """
     check_reward_model(path, flag=flag, new_head=new_head is not None)
-    model, missing = load_pretrained(AutoModelForSequenceClassification, path, d, dtype=dtype, num_labels=1)
+    model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, dtype=dtype, num_labels=1)
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
@@ -97,25 +97,25 @@ def random_head(weight: torch.Tensor, *, seed: int) -> None:
 def add_scores(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    coef: float,
+    max_length: int,
+    max_tokens_per_gpu: int,
+    ranks: Ranks,
     rows: Sequence[dict],
     samples: Sequence[Sample],
     scores: Sequence[Score],
     *,
-    coef: float,
     alone: bool,
-    max_length: int,
-    max_tokens_per_gpu: int,
-    d: Dist,
 ) -> list[Score]:
     """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
 
-    `rows` hold the prompts of the samples. The model, which `fsdp.offload` put on the host, comes to the device for it.
-    A response that has no score gets none here either, and one that the model gives NaN or infinity loses its own.
-    Unless the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All
-    ranks must enter. Other arguments as `score_conversations`.
+    `rows` hold the prompts of the samples. The model, which `offload` put on the host, comes to the device for it. A
+    response that has no score gets none here either, and one that the model gives NaN or infinity loses its own. Unless
+    the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must
+    enter. Other arguments as `score_conversations`.
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
-    onload(model, d.device)
+    onload(model, ranks.device)
     learned = score_conversations(
         model,
         tokenizer,
@@ -123,7 +123,7 @@ def add_scores(
         [score.text for score in scores],
         max_length=max_length,
         max_tokens_per_gpu=max_tokens_per_gpu,
-        d=d,
+        ranks=ranks,
     )
     offload(model)
     result = []
@@ -157,12 +157,16 @@ def _scores(model, hidden):
 
 
 @torch.no_grad()
-def fixed_scores(
-    model: nn.Module, batch: Batch, micro_batches: Sequence[list[int]], *, device: torch.device
-) -> torch.Tensor:
+def fixed_scores(model: nn.Module, batch: Batch, updates: Sequence[Update], *, device: torch.device) -> torch.Tensor:
     """`sequence_scores` without gradients over this rank's micro-batches: (B,) float32 on the host, zero in rows of
     other ranks.
     """
+    return _over_micro_batches(model, batch, [rows for update in updates for rows in update.micro_batches], device)
+
+
+def _over_micro_batches(
+    model: nn.Module, batch: Batch, micro_batches: Sequence[list[int]], device: torch.device
+) -> torch.Tensor:
     scores = torch.zeros(len(batch.lengths))
     for rows in micro_batches:
         result = sequence_scores(model, select(batch, rows, device))
@@ -171,6 +175,7 @@ def fixed_scores(
     return scores
 
 
+@torch.no_grad()
 def score_conversations(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -179,7 +184,7 @@ def score_conversations(
     *,
     max_length: int,
     max_tokens_per_gpu: int,
-    d: Dist,
+    ranks: Ranks,
 ) -> list[float]:
     """The scores of this rank's responses, one for each, in their order. All ranks must enter, with any number each.
 
@@ -192,14 +197,15 @@ def score_conversations(
         ids.append(encode_conversation(tokenizer, {"prompt": prompt, "row_index": i}, response))
     if overlong := sum(len(x) > max_length for x in ids):
         say(
-            f"rank {d.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the reward "
-            "model; their beginning was cut off",
+            f"rank {ranks.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the "
+            "reward model; their beginning was cut off",
             sys.stderr,
         )
     ids = [x[-max_length:] for x in ids]
     lengths = [len(x) for x in ids]
     [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=max_tokens_per_gpu)
-    most = max(all_gather([len(micros)], d))  # a pass is a collective: ranks with less to score run empty ones
+    most = max(ranks.all_gather([len(micros)]))  # a pass is a collective: ranks with less to score run empty ones
     batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
-    scores = fixed_scores(model, batch, micros + [[]] * (most - len(micros)), device=d.device)
+    micros += [[]] * (most - len(micros))
+    scores = _over_micro_batches(model, batch, micros, ranks.device)
     return scores[: len(ids)].tolist()

@@ -1,19 +1,25 @@
-"""From prompts to samples, and the proof that the engine that sampled them holds the policy's weights."""
+"""From prompts to samples, and to what every rank knows of them; and whether the engine holds the policy's weights."""
 
-from collections.abc import Callable, Sequence
-from types import ModuleType
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from rl import stop
 from rl.batching import collate
-from rl.fsdp import Dist, all_reduce_sum
+from rl.console import progress
+from rl.engines.base import Engine
 from rl.logprobs import token_logprobs
-from rl.types import Completion, Sample, Sampling, select
+from rl.ranks import Ranks
+from rl.run import stop
+from rl.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, select
+
+STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
 
 
 def fold(*numbers: int) -> int:
@@ -25,82 +31,202 @@ def fold(*numbers: int) -> int:
     return state % 2**31
 
 
-def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
-    """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
-    positions = AutoConfig.from_pretrained(model).to_dict().get("max_position_embeddings")
-    if positions is not None and tokens > positions:
-        raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random generators that engines draw from, those of torch and numpy, and restore them afterwards.
 
-
-def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
-
-    They often differ: one token ends the turns of an instruction-tuned model, another the documents of its base model.
+    vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
+    (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
     """
-    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
-    try:
-        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
-    except OSError:  # the model comes without one
-        pass
-    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-    return tuple(dict.fromkeys(ids))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        state = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
 
 
 def sample_groups(
-    backend: ModuleType,
-    engine: Any,
-    rows: Sequence[dict],
-    sampling: Sampling,
-    *,
-    seed: int,
-    on_group: Callable[[dict, list[Sample]], None] = lambda row, samples: None,
-) -> list[Sample]:
-    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`), groups side by side in the order of
-    the rows.
+    engine: Engine, rows: Sequence[dict], sampling: Sampling, *, seed: int, on_group: OnGroup | None = None
+) -> tuple[list[Sample], list[Any]]:
+    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
 
-    `on_group(row, samples)` is called for each row when its samples are complete, while others are still sampled.
-    Samples are missing if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine
-    returns anything but `n` responses with a finite log-prob for every token.
+    Args:
+        rows: this rank's prompts; other ranks may have more or fewer, or none.
+        seed: with the same seed, rows and weights the samples are the same. See `seeded`.
+        on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
+            sampled, such as `Scorer.submit`.
+
+    Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
+    Both end early if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine returns
+    anything but a finite log-prob for every token.
     """
-    groups: dict[int, list[Sample]] = {}
+    requests = [Request((i, j), row["prompt_ids"], sampling) for i, row in enumerate(rows) for j in range(sampling.n)]
+    groups: list[dict[int, Sample]] = [{} for _ in rows]
+    handed: dict[int, Any] = {}
+    steps = itertools.count()
+    with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
+        engine.add(requests)
+        while engine.has_requests():
+            if next(steps) % STOP_EVERY == 0 and stop.requested(engine.group):  # ranks of an engine leave together
+                engine.abort()
+                break
+            for completion in engine.step():
+                i, j = completion.key
+                groups[i][j] = as_sample(completion, rows[i])
+                if len(groups[i]) == sampling.n:
+                    bar.update()
+                    group = [groups[i][j] for j in range(sampling.n)]
+                    handed[i] = on_group(rows[i], group) if on_group is not None else None
+    samples = [groups[i][j] for i in sorted(handed) for j in range(sampling.n)]
+    return samples, [handed[i] for i in sorted(handed)]
 
-    def finish(i: int, completions: Sequence[Completion]) -> None:
-        prompt_ids, row_index = np.asarray(rows[i]["prompt_ids"], np.int32), rows[i]["row_index"]
-        if len(completions) != sampling.n:
-            raise RuntimeError(f"the engine returned {len(completions)} responses to row {row_index}, not {sampling.n}")
-        groups[i] = [Sample(prompt_ids, c.token_ids, np.ones(len(c.token_ids)), *c[1:], row_index) for c in completions]
-        for sample in groups[i]:
-            ids, logprobs = sample.response_ids, sample.rollout_logprobs
-            if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
-                raise RuntimeError(
-                    f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
-                    f"{row_index}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
+
+def as_sample(completion: Completion, row: dict) -> Sample:
+    """A completion of a row's prompt as a sample. Raises RuntimeError if not every token has a finite log-prob."""
+    ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
+    if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
+        raise RuntimeError(
+            f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
+            f"{row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
+        )
+    return Sample(
+        row["prompt_ids"],
+        ids,
+        np.ones(len(ids)),
+        logprobs,
+        completion.finish_reason,
+        row["row_index"],
+        completion.policy_versions,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What all ranks know
+
+
+def share(
+    own_samples: Sequence[Sample], own_scores: Sequence[Score], rows: Sequence[dict], ranks: Ranks
+) -> list[Response]:
+    """What every rank has to know about the responses of all ranks, in rank order: scores and lengths.
+
+    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them.
+
+    Args: own_samples, own_scores, of this rank; rows, with the prompts of all ranks' samples. All data ranks must
+    enter.
+    """
+    own = []
+    for number, (s, score) in enumerate(zip(own_samples, own_scores, strict=True)):
+        above = own_samples[number - 1] if number else None
+        shared = _shared(above, s) if above is not None and above.row_index == s.row_index else 0
+        own.append(
+            Response(
+                s.row_index,
+                score._replace(text=""),
+                len(s.response_ids),
+                int(s.response_mask.sum()),
+                shared,
+                s.finish_reason,
+                s.policy_versions,
+                s.turns,
+                ranks.data_rank,
+                number,
+            )
+        )
+    prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    every = ranks.all_gather(own)
+    samples = iter(own_samples)
+    return [
+        replace(r, prompt_ids=prompts[r.row_index], sample=next(samples) if r.rank == ranks.data_rank else None)
+        for r in every
+    ]
+
+
+def _shared(a: Sample, b: Sample) -> int:
+    """Tokens that two samples of one prompt have in common at their start, the prompt included."""
+    n = min(len(a.response_ids), len(b.response_ids))
+    different = np.flatnonzero(a.response_ids[:n] != b.response_ids[:n])
+    return len(a.prompt_ids) + (int(different[0]) if len(different) else n)
+
+
+def scores_of(responses: Sequence[Response]) -> torch.Tensor:
+    """The score of each response, (B,) float32: NaN where there is none."""
+    return torch.tensor([math.nan if r.score.value is None else r.score.value for r in responses])
+
+
+def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
+    """How many tokens of each response the policy sampled, (B,) float32."""
+    return torch.tensor([float(r.num_sampled) for r in responses])
+
+
+def state_of_groups(groups: Sequence[Sequence[Response]]) -> list[list[dict[str, Any]]]:
+    """Groups that wait for a later step, for the state of `Run.begin`: tokens only where this rank has them."""
+    return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
+
+
+def groups_of_states(
+    states: Sequence[dict[str, Any]], rows_by_index: dict[int, dict], n: int, ranks: Ranks
+) -> list[list[Response]]:
+    """The groups that waited when a checkpoint was saved, from the states of all ranks under the key "surplus".
+
+    The ranks of today share them out anew. Groups of another size than n, or whose prompt is no longer that of the
+    data, as may happen after --force-resume, are left out.
+    """
+    groups = []
+    for copies in zip(*(state["surplus"] for state in states), strict=True):  # one group, as each rank has saved it
+        whole = [next(x for x in same if x["sample"] is not None) for same in zip(*copies, strict=True)]
+        row = rows_by_index.get(whole[0]["row_index"])
+        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0]["prompt_ids"]):
+            groups.append(whole)
+    share_of = [i * ranks.data_size // len(groups) for i in range(len(groups))]
+    return [
+        [
+            Response(
+                **x
+                | dict(
+                    score=Score(*x["score"]),
+                    policy_versions=tuple(x["policy_versions"]),
+                    rank=rank,
+                    number=i * n + j,
+                    sample=Sample(**x["sample"]) if rank == ranks.data_rank else None,
                 )
-        on_group(rows[i], groups[i])
+            )
+            for j, x in enumerate(group)
+        ]
+        for i, (group, rank) in enumerate(zip(groups, share_of, strict=True))
+    ]
 
-    backend.generate(engine, [row["prompt_ids"] for row in rows], sampling, seed=seed, on_group=finish)
-    if len(groups) < len(rows) and not stop.requested():
-        lost = next(row["row_index"] for i, row in enumerate(rows) if i not in groups)
-        raise RuntimeError(f"the engine returned nothing for {len(rows) - len(groups)} prompts, row {lost} among them")
-    return [sample for i in sorted(groups) for sample in groups[i]]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does the engine hold the policy's weights?
 
 
 @torch.no_grad()
 def verify_engine(
-    policy: nn.Module, samples: Sequence[Sample], *, temperature: float, limit: float, d: Dist, num_probe: int = 4
+    policy: nn.Module,
+    samples: Sequence[Sample],
+    *,
+    temperature: float,
+    limit: float | None,
+    ranks: Ranks,
+    num_probe: int = 4,
 ) -> float:
     """Score a few fresh samples of every rank with the trainer and compare with the engine's own log-probs.
 
+    Args: limit, of the mean absolute difference; by default 1e-4 in float32, and 0.1 in bfloat16.
     Returns the mean absolute difference over all probed tokens of all ranks, and raises RuntimeError on every rank if
     it exceeds `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken
     kernel. All ranks must enter.
     """
+    limit = limit or (1e-4 if ranks.dtype == torch.float32 else 0.1)
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
-    batch = select(batch, range(len(batch.lengths)), d.device)
+    batch = select(batch, range(len(batch.lengths)), ranks.device)
     logp, _ = token_logprobs(policy, batch, temperature=temperature)
     gap = (logp - batch.rollout_logp).abs() * batch.response_mask
-    total, count = all_reduce_sum(torch.stack([gap.sum(), batch.response_mask.sum()]).double()).tolist()
+    total, count = ranks.all_reduce_sum(torch.stack([gap.sum(), batch.response_mask.sum()]).double()).tolist()
     mean = total / max(count, 1)
     if not mean <= limit:
         raise RuntimeError(

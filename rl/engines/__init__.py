@@ -1,10 +1,32 @@
-"""Rollout engines. Each module has the same six functions:
+"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers. base.py says what they have alike."""
 
-    make_engine(model, *, d, dtype, max_model_len, ...) -> engine
-    generate(engine, prompts, sampling, *, seed)    one list of Completions per prompt
-    update_weights(engine, named_tensors)           push the policy's weights, a stream of (name, whole tensor)
-    sleep(engine), wake(engine)                     give the accelerator's memory back between rollouts, if there is any
-    close(engine)
+from typing import Any
 
-`vllm` is the fast one; `hf` needs nothing but transformers. `update_weights` runs between `wake` and `generate`.
-"""
+from rl.engines import hf, vllm
+from rl.engines.base import Engine
+from rl.ranks import Ranks
+
+
+def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
+    """The engine that --engine names, asleep, for the model and the lengths of a script's Args.
+
+    Its weights are dummies until the first `update_weights`. With load_weights it has those of the model's files, and
+    stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
+    """
+    limits = dict(max_model_len=args.max_prompt_length + args.max_response_length, max_num_seqs=args.max_num_seqs)
+    if args.engine == "hf":
+        return hf.Engine(args.model, ranks, ranks.dtype, **limits)
+    engine = vllm.Engine(
+        args.model,
+        ranks,
+        ranks.dtype,
+        **limits,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+        free_cache_engine=not load_weights and args.free_cache_engine,
+        seed=args.seed,
+        load_weights=load_weights,
+    )
+    if not load_weights:
+        engine.sleep()
+    return engine

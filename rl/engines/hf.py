@@ -1,116 +1,158 @@
 """The plain engine: a replica of the policy in transformers and a sampling loop with a KV cache.
 
-Slow, dependency-free, easy to trust.
+Slow, dependency-free, easy to trust. Requests are sampled in batches of `max_num_seqs`; those that come later wait for
+the end of the batch.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rl import stop
-from rl.fsdp import Dist, check_whole, memory_in_use
-from rl.types import Completion, OnGroup, Sampling
+from rl.engines.base import StopTexts, check_request
+from rl.models import check_whole
+from rl.ranks import Ranks, memory_in_use
+from rl.types import Completion, Request, Sampling
 
 
-class Engine(NamedTuple):
-    model: nn.Module
-    d: Dist
-    memory: int  # bytes on the device
-    max_num_seqs: int
-    eos_token_ids: tuple[int, ...]
+class Growing:
+    """A response that is being sampled."""
+
+    def __init__(self, request: Request, version: int):
+        self.request, self.version = request, version
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
 
 
-def make_engine(
-    model: str,
-    *,
-    d: Dist,
-    dtype: torch.dtype,
-    max_model_len: int,
-    max_num_seqs: int = 256,
-    gpu_memory_utilization: float = 0.5,
-    tensor_parallel_size: int = 1,
-    seed: int = 0,
-    free_cache_engine: bool = True,
-    load_weights: bool = False,
-) -> Engine:
-    """A second copy of the model on this rank's device. Arguments about vLLM's memory are accepted and unused.
+class Engine:
+    """See `base.Engine`. A second copy of the model on this rank's device.
 
-    Raises ValueError for tensor_parallel_size > 1, or if the model's files lack weights.
+    Raises ValueError if the model's files lack weights.
     """
-    if tensor_parallel_size != 1:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor_parallel_size} needs --engine vllm; --engine hf runs on one device"
-        )
-    before = memory_in_use(d)
-    replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
-    check_whole(model, set(info["missing_keys"]))
-    replica = replica.to(d.device).eval().requires_grad_(False)
-    eos = replica.generation_config.eos_token_id
-    eos = replica.config.eos_token_id if eos is None else eos
-    stops = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-    return Engine(replica, d, memory_in_use(d) - before, max_num_seqs, stops)
 
+    def __init__(self, model: str, ranks: Ranks, dtype: torch.dtype, *, max_model_len: int, max_num_seqs: int = 256):
+        before = memory_in_use(ranks)
+        replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+        check_whole(model, set(info["missing_keys"]))
+        self.model = replica.to(ranks.device).eval().requires_grad_(False)
+        self.device, self.first_rank, self.group = ranks.device, ranks.rank, None
+        self.memory, self.policy_version = memory_in_use(ranks) - before, 0
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+        eos = self.model.generation_config.eos_token_id
+        eos = self.model.config.eos_token_id if eos is None else eos
+        self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+        self.stop_texts = StopTexts(model)
+        self.waiting: deque[Growing] = deque()
+        self.batch: list[Growing | None] = []  # None: this one has ended
+        self.ids = self.attention_mask = self.cache = None  # (b, t) of the batch, prompts padded on the left
 
-@torch.no_grad()
-def generate(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, *, seed: int, on_group: OnGroup | None = None
-) -> list[list[Completion]]:
-    """Sample `sampling.n` completions for each prompt, `max_num_seqs` sequences at a time.
+    def add(self, requests: Sequence[Request]) -> None:
+        """See `base.Engine`."""
+        taken = {x.request.key for x in [*self.waiting, *filter(None, self.batch)]}
+        for request in requests:
+            check_request(request, taken, self.max_model_len)
+            taken.add(request.key)
+            self.waiting.append(Growing(request, self.policy_version))
 
-    Same seed and weights, same completions. `on_group(i, completions)` is called when those of prompt i are there.
-    Completions end early if the run was asked to stop.
-    """
-    generator = torch.Generator(engine.d.device).manual_seed(seed)
-    repeated = [p for p in prompts for _ in range(sampling.n)]
-    done: list[Completion] = []
-    groups: list[list[Completion]] = []
-    for start in range(0, len(repeated), engine.max_num_seqs):
-        done += _generate_batch(engine, repeated[start : start + engine.max_num_seqs], sampling, generator)
-        while len(done) >= (len(groups) + 1) * sampling.n:
-            groups.append(done[len(groups) * sampling.n :][: sampling.n])
-            if on_group is not None:
-                on_group(len(groups) - 1, groups[-1])
-    return groups
+    def has_requests(self) -> bool:
+        """See `base.Engine`."""
+        return bool(self.waiting) or any(self.batch)
 
-
-def _generate_batch(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator
-) -> list[Completion]:
-    device, width = engine.d.device, max(map(len, prompts))
-    stops = torch.tensor([*engine.eos_token_ids, *sampling.stop_token_ids], device=device, dtype=torch.long)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # left-padded
-    attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    cache, finished = None, torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    tokens, logprobs, alive = [], [], []
-    for _ in range(sampling.max_tokens):
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = engine.model(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """See `base.Engine`."""
+        if not any(self.batch):
+            self._begin_batch()
+        positions = (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        new = self.ids.shape[1] if self.cache is None else 1  # tokens whose keys and values the cache lacks
+        out = self.model(
+            input_ids=self.ids[:, -new:],
+            attention_mask=self.attention_mask,
+            position_ids=positions[:, -new:],
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = out.past_key_values
-        logp = processed_logprobs(out.logits[:, -1].float(), sampling)
-        greedy = sampling.temperature == 0
-        token = logp.argmax(-1) if greedy else torch.multinomial(logp.exp(), 1, generator=generator)[:, 0]
-        tokens.append(token)
-        logprobs.append(logp.gather(-1, token[:, None])[:, 0])
-        alive.append(~finished)
-        finished = finished | torch.isin(token, stops)
-        if finished.all() or stop.requested():
-            break
-        ids = token[:, None]
-        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(prompts), 1)], dim=1)
-    lengths = torch.stack(alive).sum(0).tolist()
-    token_rows, logp_rows = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-    reasons = ["stop" if f else "length" for f in finished.tolist()]
-    return [Completion(t[:n], lp[:n], r) for t, lp, n, r in zip(token_rows, logp_rows, lengths, reasons, strict=True)]
+        self.cache = out.past_key_values
+        tokens, logprobs = self._sample(out.logits[:, -1].float())
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(tokens)[:, None]], dim=1)
+        done = []
+        for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            if (growing := self.batch[i]) is not None:
+                growing.token_ids.append(token)
+                growing.logprobs.append(logprob)
+                if reason := self._reason_to_end(growing):
+                    done.append(self._complete(growing, reason))
+                    self.batch[i] = None
+        return done
+
+    def _begin_batch(self) -> None:
+        self.batch = [self.waiting.popleft() for _ in range(min(self.max_num_seqs, len(self.waiting)))]
+        prompts = [list(x.request.prompt_ids) for x in self.batch]
+        width = max(map(len, prompts))
+        self.ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
+        self.attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        self.cache = None
+
+    def _sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits (b, V) -> the next token of every sequence and its log-prob, both (b,)."""
+        ways = [x.request.sampling if x else None for x in self.batch]
+        logp = torch.zeros_like(logits)
+        for way in dict.fromkeys(filter(None, ways)):
+            rows = [i for i, other in enumerate(ways) if other in (way, None)]
+            logp[rows] = processed_logprobs(logits[rows], way)
+        greedy = torch.tensor([way is not None and way.temperature == 0 for way in ways], device=self.device)
+        tokens = logp.argmax(-1)
+        if not greedy.all():
+            tokens = torch.where(greedy, tokens, torch.multinomial(logp.exp(), 1)[:, 0])
+        return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+    def _reason_to_end(self, growing: Growing) -> str:
+        sampling, ids = growing.request.sampling, growing.token_ids
+        if ids[-1] in self.eos_token_ids or ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        if self.stop_texts.complete(ids, sampling.stop):
+            return "stop"
+        return "length" if len(ids) == sampling.max_tokens else ""
+
+    def _complete(self, growing: Growing, reason: str) -> Completion:
+        versions = growing.version, self.policy_version
+        return Completion(growing.request.key, growing.token_ids, growing.logprobs, reason, versions)
+
+    def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
+        """See `base.Engine`."""
+        in_flight = [*filter(None, self.batch), *self.waiting]
+        keys = {x.request.key for x in in_flight} if keys is None else set(keys)
+        self.waiting = deque(x for x in self.waiting if x.request.key not in keys)
+        self.batch = [None if x is None or x.request.key in keys else x for x in self.batch]
+        return [self._complete(x, "abort") for x in in_flight if x.request.key in keys]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `base.Engine`."""
+        parameters = dict(self.model.named_parameters())
+        missing = set(parameters)
+        for name, tensor in named_tensors:
+            parameters[name].data.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(
+                f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
+            )
+        self.cache = None  # keys and values of the old weights
+        self.policy_version += 1
+        for growing in self.waiting:
+            growing.version = self.policy_version
+
+    def sleep(self) -> None:
+        """Nothing to free: the replica stays where it is."""
+
+    def wake(self) -> None:
+        """Nothing to allocate."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -128,31 +170,3 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor
         drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
         logits = logits.masked_fill(drop, -torch.inf)
     return logits.log_softmax(-1)
-
-
-def update_weights(engine: Engine, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy (name, whole tensor) pairs into the replica. All ranks must enter.
-
-    Raises RuntimeError naming what was not reached.
-    """
-    parameters = dict(engine.model.named_parameters())
-    missing = set(parameters)
-    for name, tensor in named_tensors:
-        parameters[name].data.copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise RuntimeError(
-            f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
-        )
-
-
-def sleep(engine: Engine) -> None:
-    """Nothing to free: the replica stays where it is."""
-
-
-def wake(engine: Engine) -> None:
-    """Nothing to allocate."""
-
-
-def close(engine: Engine) -> None:
-    """Nothing to stop."""

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl.fsdp import Dist
 from rl.logprobs import token_logprobs
+from rl.ranks import Ranks
 from rl.types import Batch, select
 
 GIB = 2**30
@@ -19,7 +19,7 @@ def rehearse(
     max_tokens: int,
     max_length: int,
     engine_memory: int,
-    d: Dist,
+    ranks: Ranks,
     frozen: nn.Module | None = None,
     offloaded: Sequence[str] = (),
 ) -> str:
@@ -31,7 +31,7 @@ def rehearse(
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
-    if d.device.type != "cuda":
+    if ranks.device.type != "cuda":
         return ""
     advice = (
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
@@ -42,7 +42,7 @@ def rehearse(
     before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
     batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
     try:
-        logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), d.device))
+        logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), ranks.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
@@ -57,7 +57,7 @@ def rehearse(
     micro_batch = torch.cuda.max_memory_allocated() - before - there
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(d.device)
+    free, total = torch.cuda.mem_get_info(ranks.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
     needed = total - free + adamw - states + gradients + micro_batch
     beside = weights + adamw + (0 if frozen is None else _bytes(frozen.parameters()))

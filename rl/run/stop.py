@@ -2,8 +2,9 @@
 
     stop.start(args.max_hours)
     for step in ...:
-        stop.arm(save_and_close)     # what leaving takes, as of the last completed step
-        ...  stop.check(d)  ...      # wherever all ranks pass: leave, if any of them was asked to
+        stop.arm(save_and_close)       # what leaving takes, as of the last completed step
+        ...  stop.check(ranks)  ...    # wherever all ranks pass: leave, if any of them was asked to
+        stop.hold()                    # weights change: not before the next `arm`
 
 A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
 worth nothing, and a `check` must follow. A second signal ends the process at once, whatever it is doing. So does one
@@ -22,7 +23,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from rl.fsdp import Dist
+from rl.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
@@ -34,7 +35,9 @@ _deadline = float("inf")  # on the monotonic clock
 _known = False  # that some rank was asked: once true, it stays so
 _looked_at = float("-inf")  # when this rank last looked into the store
 _leave: tuple[Callable[[], object], ...] = ()
+_held = False  # whether leaving has to wait for the next `arm`
 _old_handlers: dict[int, object] = {}
+_forgets = False  # whether children of this process are told to forget all this
 _pipe: int | None = None  # the interpreter writes the numbers of signals there
 
 
@@ -44,7 +47,7 @@ def start(max_hours: float | None = None) -> None:
     Python runs signal handlers between two steps of the main thread only, never while that waits in a collective. So a
     thread listens: to a pipe, into which the interpreter writes the number of every signal that has a handler.
     """
-    global _deadline, _pipe
+    global _deadline, _forgets, _pipe
     end()
     _deadline = time.monotonic() + 3600 * (float("inf") if max_hours is None else max_hours)
     reading, _pipe = os.pipe()
@@ -53,20 +56,21 @@ def start(max_hours: float | None = None) -> None:
     for number in SIGNALS:
         _old_handlers[number] = signal.signal(number, _only_wake_up)
     threading.Thread(target=_listen, args=(reading,), daemon=True).start()
+    if not _forgets:
+        os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
+        _forgets = True
 
 
 def end() -> None:
     """Take no more requests: signals do again what they did before `start`."""
-    global _asked_at, _deadline, _known, _looked_at, _leave, _pipe
+    global _asked_at, _deadline, _known, _looked_at, _leave, _held, _pipe
     while _old_handlers:
         signal.signal(*_old_handlers.popitem())
     if _pipe is not None:
         signal.set_wakeup_fd(-1)
         os.close(_pipe)  # the thread ends
-    _asked_at, _deadline, _known, _looked_at, _leave, _pipe = None, float("inf"), False, float("-inf"), (), None
-
-
-os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
+    _asked_at, _deadline, _known, _looked_at, _pipe = None, float("inf"), False, float("-inf"), None
+    _leave, _held = (), False
 
 
 def _only_wake_up(number: int, frame: FrameType | None) -> None:
@@ -121,23 +125,29 @@ def _asked() -> bool:
 
 def arm(*leave: Callable[[], object]) -> None:
     """What a `check` calls, in this order, before it ends the process. All ranks will call it together."""
-    global _leave
-    _leave = leave
+    global _leave, _held
+    _leave, _held = leave, False
 
 
-def check(d: Dist) -> None:
-    """End this process, with exit code 0, if any rank was asked to stop. All ranks must enter."""
-    if not _any_rank(_asked(), None):
+def hold() -> None:
+    """Let no `check` end the process until the next `arm`: what that would save is about to change."""
+    global _held
+    _held = True
+
+
+def check(ranks: Ranks) -> None:
+    """End this process, with exit code 0, if any rank was asked to stop. All ranks must enter. See `hold`."""
+    if _held or not _any_rank(_asked(), ranks.group):
         return
     for call in _leave:
         call()
-    dist.barrier()
+    dist.barrier(group=ranks.group)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # workers and engines end with it; taking them down one by one could hang
 
 
-def _any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     votes = torch.tensor(int(flag))
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
     return bool(votes)

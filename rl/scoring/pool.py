@@ -1,10 +1,12 @@
 """Turn responses into rewards: a pool of killable processes that call the user's `compute_score`.
 
     scorer = Scorer(("rewards/gsm8k.py", "my_style.py:brevity:0.2"), tokenizer)
-    sample_groups(..., on_group=scorer.submit)     each prompt's responses are scored while others are still sampled
-    scores = scorer.collect(samples)               one for each sample
+    samples, tickets = sample_groups(..., on_group=scorer.submit)   responses are scored while others are still sampled
+    scores = scorer.collect(tickets)                                one for each sample
 
-A reward function runs in a process of its own (rl/scoring_worker.py), with limits on CPU time and memory, one task at a
+A ticket stands for the responses to one prompt. Any number of them may be open, also several of one prompt.
+
+A reward function runs in a process of its own (rl/scoring/worker.py), with limits on CPU time and memory, one task at a
 time. Past its deadline, or when it dies, the process is replaced and the task has no score. A wrong answer is the
 function's business (0); "no score" is None: the response leaves the group statistics and the loss, and is counted.
 """
@@ -22,33 +24,46 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rl import stop
-from rl.scoring_worker import HEADER
-from rl.tracking import say
-from rl.types import Sample
+from rl import reward_model
+from rl.console import say
+from rl.ranks import Ranks
+from rl.run import stop
+from rl.scoring.worker import HEADER
+from rl.sharding import offload, shard
+from rl.types import Response, Sample, Score
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 
 
-class Score(NamedTuple):
-    """What is known about one response. `value` is None unless `status` is "ok"."""
+class Ticket(NamedTuple):
+    """The responses to one prompt, handed in to be scored."""
 
-    text: str  # the response without special tokens, as the reward function saw it
-    value: float | None
-    components: dict[str, float]
-    status: Literal["ok", "none", "error", "timeout"]  # none: the function said that it cannot tell
-    seconds: float
+    row: dict[str, Any]
+    samples: Sequence[Sample]
+    tasks: list[int]  # numbers of what the workers got, one or more responses each
+
+
+class RewardModel(NamedTuple):
+    """A learned reward that joins the functions' sum, see `reward_model.add_scores`."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    coef: float
+    max_length: int
+    max_tokens_per_gpu: int
+    ranks: Ranks
 
 
 class Scorer:
-    """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` all scores.
+    """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` their scores.
 
     Args:
         functions: each `path/to/file.py[:function[:weight]]`; function defaults to compute_score, weight to 1. The
@@ -84,10 +99,13 @@ class Scorer:
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, timeout_s, extra_info or {}
         self.functions = parse_functions(functions)
         self.setup = pickle.dumps((self.functions, timeout_s, memory_mb))
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (key, row, samples, whether to score twice), None: stop
+        self.tasks: queue.SimpleQueue = (
+            queue.SimpleQueue()
+        )  # (number, row, samples, whether to score twice), None: stop
         self.total = 0  # tasks ever submitted
-        self.submitted: set[tuple[int, int]] = set()  # keys of the tasks since the last collect
-        self.finished: dict[tuple[int, int], tuple[list[Score], str | None]] = {}  # key -> scores, what went wrong
+        self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
+        self.reward_model: RewardModel | None = None  # joins the functions, see `add_reward_model`
+        self.report = ""  # what `check` said
         self.broken: Exception | None = None  # why a thread gave up: a process could not be started, or our own bug
         self.news = threading.Condition()
         started: queue.SimpleQueue = queue.SimpleQueue()
@@ -99,37 +117,59 @@ class Scorer:
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
         self.batched = hellos[0]["batched"]
 
-    def submit(self, row: dict[str, Any], samples: Sequence[Sample]) -> None:
-        """Hand in all responses to the prompt of `row`; scoring begins at once."""
+    def submit(self, row: dict[str, Any], samples: Sequence[Sample]) -> Ticket:
+        """Hand in all responses to the prompt of `row`; scoring begins at once. Returns what `collect` wants."""
         size = len(samples) if self.batched else 1
+        ticket = Ticket(row, samples, [])
         for i in range(0, len(samples), size):
-            key, twice = (samples[i].row_index, i), self.total % RECHECK_EVERY == 0
-            assert key not in self.submitted, f"row {key[0]} was submitted twice; rows scored together must differ"
-            self.tasks.put((key, row, samples[i : i + size], twice))
-            self.submitted.add(key)
+            self.tasks.put((self.total, row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
+            ticket.tasks.append(self.total)
             self.total += 1
+        return ticket
 
-    def collect(self, samples: Sequence[Sample]) -> list[Score]:
-        """Wait for everything submitted since the last call: the score of each sample, in the order given here.
+    def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
+        """Wait for the scores of these tickets: one for each of their samples, in their order.
 
-        `samples` are the submitted ones, those of a row in the order submitted. The first failure is printed. If the
-        run was asked to stop, no sample has a score.
+        The first failure is printed. If the run was asked to stop, no sample has a score. With a reward model, all
+        ranks must enter, and leave here if the run was asked to stop.
         """
+        samples = [sample for ticket in tickets for sample in ticket.samples]
+        wanted = [number for ticket in tickets for number in ticket.tasks]
         with self.news:
-            while not (self.broken or stop.requested() or len(self.finished) == len(self.submitted)):
+            while not (self.broken or stop.requested() or self.finished.keys() >= set(wanted)):
                 self.news.wait(0.2)
             if self.broken is not None:
                 raise RuntimeError("the pool of reward processes failed") from self.broken
-            if stop.requested():
-                return [Score("", None, {}, "none", 0.0) for _ in samples]
-            finished, self.finished, self.submitted = self.finished, {}, set()
-        by_row: dict[int, list[Score]] = {}
-        for row_index, position in sorted(finished):
-            by_row.setdefault(row_index, []).extend(finished[row_index, position][0])
-        if problems := [problem for _, (_, problem) in sorted(finished.items()) if problem is not None]:
+            stopped = not self.finished.keys() >= set(wanted)
+            finished = [] if stopped else [self.finished.pop(number) for number in wanted]
+        if problems := [problem for _, problem in finished if problem is not None]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
-        remaining = {row_index: iter(scores) for row_index, scores in by_row.items()}
-        return [next(remaining[sample.row_index]) for sample in samples]
+        scores = [score for part, _ in finished for score in part]
+        if stopped:
+            scores = [Score("", None, {}, "none", 0.0) for _ in samples]
+        if self.reward_model is None:
+            return scores
+        stop.check(self.reward_model.ranks)
+        rows = [ticket.row for ticket in tickets]
+        return reward_model.add_scores(*self.reward_model, rows, samples, scores, alone=not self.functions)
+
+    def add_reward_model(self, args: Any, ranks: Ranks) -> None:
+        """Load --reward-model, if there is one, onto the host: its score joins those of the functions from here on.
+
+        All ranks must enter. Raises ValueError if it is no reward model or its files lack weights.
+        """
+        if args.reward_model is None:
+            return
+        model = reward_model.load_reward_model(args.reward_model, ranks, dtype=ranks.dtype).requires_grad_(False)
+        offload(shard(model, ranks, fsdp_size=args.fsdp_size))
+        self.reward_model = RewardModel(
+            model,
+            reward_model.load_tokenizer(args.reward_model, flag="--reward-model"),
+            args.reward_model_coef,
+            args.reward_model_max_length,
+            args.ppo_max_token_len_per_gpu,
+            ranks,
+        )
 
     def check(self, rows: Iterable[dict[str, Any]]) -> str:
         """Score an empty response and the reference answer of the first row of every data source, and say the scores.
@@ -141,15 +181,14 @@ class Scorer:
         first: dict[str, dict[str, Any]] = {}
         for row in rows:
             first.setdefault(row["data_source"], row)
-        samples = []
+        tickets = []
         for i, row in enumerate(first.values()):
             answer = row["extra_info"].get("answer")
             answer = answer if isinstance(answer, str) else str(row["reward_model"]["ground_truth"])
             ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
             pair = [Sample([], r, [1] * len(r), [0.0] * len(r), "stop", i) for r in (ids, [])]
-            self.submit(row, pair)
-            samples += pair
-        scores = self.collect(samples)
+            tickets.append(self.submit(row, pair))
+        scores = self.collect(tickets)
         for source, score in zip([s for s in first for _ in range(2)], scores, strict=True):
             if score.status in ("error", "timeout"):
                 raise ValueError(
@@ -182,7 +221,7 @@ class Scorer:
         worker = _Worker(self.setup)
         started.put(worker.hello)
         while (task := self.tasks.get()) is not None:
-            key, row, samples, twice = task
+            number, row, samples, twice = task
             texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
             truth = row["reward_model"]["ground_truth"]
             facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
@@ -203,9 +242,32 @@ class Scorer:
             if problem is not None:
                 problem = f"row {row['row_index']}: {problem}\nresponse: {texts[0][-300:]!r}"
             with self.news:
-                self.finished[key] = scores, problem
+                self.finished[number] = scores, problem
                 self.news.notify()
         worker.kill()
+
+
+def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]]) -> Scorer:
+    """The scorer of a script's Args, tried on `rows`; what it says of them is its `report`.
+
+    Without --custom-reward-function the data source decides, unless there is a --reward-model. Raises ValueError,
+    before anything is loaded, if a function or the reward model cannot score the first row of every data source.
+    """
+    if args.allow_unsafe_code_execution:
+        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
+    learned = vars(args).get("reward_model")
+    if learned:
+        reward_model.open_reward_model(learned, rows[0], args.reward_model_max_length)
+    scorer = Scorer(
+        args.custom_reward_function or (() if learned else ("rewards/by_data_source.py",)),
+        tokenizer,
+        workers=args.reward_workers,
+        timeout_s=args.reward_timeout,
+        memory_mb=args.reward_memory_mb,
+        extra_info={"max_response_length": args.max_response_length},
+    )
+    scorer.report = scorer.check(rows)
+    return scorer
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[int]]) -> list[str]:
@@ -218,13 +280,13 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
     return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)
 
 
-def stop_if_failing(scores: Sequence[Score], limit: float) -> None:
+def stop_if_failing(responses: Sequence[Response], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
-    failed = sum(score.status in ("error", "timeout") for score in scores)
-    if failed > limit * len(scores):
+    failed = sum(r.score.status in ("error", "timeout") for r in responses)
+    if failed > limit * len(responses):
         raise RuntimeError(
-            f"{failed} of {len(scores)} responses could not be scored, more than --reward-max-error-frac {limit}; the "
-            "first failure is printed above with its row. Mend the reward function, or raise the limit"
+            f"{failed} of {len(responses)} responses could not be scored, more than --reward-max-error-frac {limit}; "
+            "the first failure is printed above with its row. Mend the reward function, or raise the limit"
         )
 
 
@@ -233,7 +295,7 @@ class _Worker:
 
     def __init__(self, setup: bytes):
         self.results, writing = os.pipe()
-        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.scoring_worker import main; main()"
+        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.scoring.worker import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, str(writing)],
             stdin=subprocess.PIPE,

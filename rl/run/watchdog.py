@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from rl.tracking import say
+from rl.console import say
 
 _last = 0.0, ""  # when the last sign of life came, and which
 _backstop_s = 0.0

@@ -1,7 +1,7 @@
 """Where metrics go: a progress line on the console and `metrics.jsonl` always; wandb, swanlab and tensorboard when
 asked for.
 
-The loop only writes files. Each tracker has a process of its own that reads them (rl/tracking_worker.py), so that
+The loop only writes files. Each tracker has a process of its own that reads them (rl/run/tracking_worker.py), so that
 nothing a tracker does or waits for can delay or stop a run.
 """
 
@@ -17,16 +17,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TextIO, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from tqdm import tqdm
+from rl.console import say
 
-T = TypeVar("T")
-
-Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
-
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CLOSE_S = 30.0  # what trackers may take after the run's end
 RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
 PENDING_BYTES = 64 * 2**20  # lines kept in memory while a file cannot be written, for each file
@@ -34,20 +30,13 @@ SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but n
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print at once, by default to stdout. A full disk, a reader that has gone or letters that the terminal's encoding
-    lacks are no reason to lose a run.
+def evaluation_is_due(args: Any, step: int, total_steps: int) -> bool:
+    """Whether a run evaluates when it has made `step` steps: before the first if --val-before-train, then every
+    --test-freq and after the last; with 0 or less, never.
     """
-    with contextlib.suppress(OSError):  # the text stays in the stream's buffer
-        try:
-            print(text, file=stream, flush=True)
-        except UnicodeEncodeError:
-            print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
-
-
-def evaluation_is_due(test_freq: int, step: int, total_steps: int) -> bool:
-    """Whether a run evaluates when it has made `step` steps: every `test_freq` and after the last; 0 or less, never."""
-    return test_freq > 0 and (step % test_freq == 0 or step == total_steps)
+    if step == 0 and "val_before_train" in vars(args):
+        return args.val_before_train
+    return bool(args.val_files) and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps)
 
 
 class Tracker:
@@ -73,7 +62,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if start == 0:
             _set_aside(self.run_dir)
-        evaluates = evaluation_is_due(config.test_freq, start, total_steps) and bool(config.val_files)
+        evaluates = evaluation_is_due(config, start, total_steps)
         for name in self.pending:  # a resumed run repeats the steps after its checkpoint
             _drop_after(self.run_dir / name, start, evaluates=evaluates)
         flags = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
@@ -86,7 +75,7 @@ class Tracker:
         """Start the process that hands every line from here on to `backend`."""
         files = [self.run_dir / name for name in self.pending]
         begin = [str(file.stat().st_size if file.exists() else 0) for file in files]
-        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.tracking_worker import main; main()"
+        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.run.tracking_worker import main; main()"
         words = [backend, str(self.run_dir), project_name, experiment_name, *begin, str(CLOSE_S * 5 / 6)]
         try:
             self.workers[backend] = subprocess.Popen(
@@ -255,52 +244,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
-
-
-def progress(name: str, items: Sequence[T]) -> Iterable[T]:
-    """Iterate over a phase with a progress bar: on rank 0, on a terminal, once it has taken five seconds."""
-    quiet = True if os.environ.get("RANK", "0") != "0" else None  # None: quiet unless stderr is a terminal
-    return tqdm(items, desc=name, delay=5, leave=False, disable=quiet)
-
-
-def show_sample(prompt: str, response: str, score: float | None) -> str:
-    """A prompt, its response and its score as an indented block for the console; long texts keep their ends."""
-
-    def clip(text: str, limit: int = 600) -> str:
-        return (text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]).replace(
-            "\n", "\n    "
-        )
-
-    return f"  prompt:   {clip(prompt)}\n  response: {clip(response)}\n  score:    {score}"
-
-
-def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
-    """One line a step: reward, length, loss terms, engine gap, speed, seconds by phase."""
-    m = metrics
-    phases = " ".join(
-        f"{k} {m[f'timing_s/{k}']:.1f}"
-        for k in ("gen", "update_weights", "old_log_prob", "ref", "update_actor")
-        if m.get(f"timing_s/{k}", 0) >= 0.05
-    )
-    parts = [
-        f"step {step:>{len(str(total))}}/{total}",
-        f"reward {m['critic/score/mean']:.3f}",
-        f"len {m['response_length/mean']:.0f}"
-        + (f" ({m['response_length/clip_ratio']:.0%} cut)" if m["response_length/clip_ratio"] else ""),
-    ]
-    if "actor/grad_norm" in m:  # not while only a critic learns
-        parts += [
-            f"entropy {m['actor/entropy']:.3f}",
-            f"kl {m['actor/kl_loss']:.4f}" if "actor/kl_loss" in m else f"clip {m['actor/pg_clipfrac']:.3f}",
-            f"gap {m['rollout/logprob_gap_mean']:.0e}",
-            f"|g| {m['actor/grad_norm']:.2f}",
-        ]
-    if "critic/vf_explained_var" in m:
-        parts.append(f"explained {m['critic/vf_explained_var']:.2f}")
-    parts += [
-        f"{m['perf/throughput'] / 1000:.1f}k tok/s/GPU",
-        f"{m['timing_s/step']:.1f} s ({phases})",
-    ]
-    if "val/accuracy" in m:
-        parts.append(f"val {m['val/accuracy']:.3f}")
-    return " | ".join(parts)

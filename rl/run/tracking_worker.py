@@ -1,10 +1,10 @@
 """The process that feeds one tracker: it reads metrics.jsonl and generations.jsonl as a run writes them.
 
-rl/tracking.py starts one for each of wandb, swanlab and tensorboard. The files are the queue: a tracker that is slow,
-fails or cannot be reached holds up nobody but this process, which outlives the run by `limit_s` seconds at most.
+rl/run/tracking.py starts one for each of wandb, swanlab and tensorboard. The files are the queue: a tracker that is
+slow, fails or cannot be reached holds up nobody but this process, which outlives the run by `limit_s` seconds at most.
 By hand it sends what a run has written, for instance after the tracker could not be reached:
 
-    python -m rl.tracking_worker wandb runs/glassrl/grpo my-project my-experiment
+    python -m rl.run.tracking_worker wandb runs/glassrl/grpo my-project my-experiment
 """
 
 import itertools
@@ -142,7 +142,7 @@ def main() -> None:
     limit_s seconds left from there, and returns status 0 if it has told the user what went wrong.
     """
     backend, run_dir, project, experiment, *follow = sys.argv[1:]
-    again = f"python -m rl.tracking_worker {shlex.join(sys.argv[1:5])}"
+    again = f"python -m rl.run.tracking_worker {shlex.join(sys.argv[1:5])}"
     ended, came_to_its_end = threading.Event(), not follow
 
     def say(text: str) -> None:

@@ -1,6 +1,6 @@
 """The files of a run folder: who holds it, what its checkpoints are called, and whether every byte of them is there.
 
-One process and its disk: nothing here talks to other ranks. rl/checkpoint.py says what is written and when.
+One process and its disk: nothing here talks to other ranks. rl/run/checkpoint.py says what is written and when.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import socket
 import time
 from typing import IO, Any
 
-from rl.tracking import say
+from rl.console import say
 
 
 def run_dir(args: Any) -> str:

@@ -78,13 +78,13 @@ def own_tensors(trained: Trained) -> Own:
     return Own(own, _pieces(own), places)
 
 
-def make_host(like: dict[str, torch.Tensor]) -> Host:
-    """Memory for a copy of tensors like these.
+def make_host(like: dict[str, torch.Tensor], *, pinned: bool) -> Host:
+    """Memory for a copy of tensors like these; pinned: whether copies pass through memory that a GPU can write to.
 
-    It is not pinned: that takes the driver ten seconds for 20 GB and holds up what the main thread does on the device.
+    The rest is not pinned: that takes the driver ten seconds for 20 GB and holds up what the main thread does on the
+    device.
     """
     empty = {name: torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format) for name, x in like.items()}
-    pinned = any(x.is_cuda for x in like.values())
     return Host(empty, _pieces(empty), torch.empty(STAGING, dtype=torch.uint8, pin_memory=pinned))
 
 

@@ -1,10 +1,10 @@
 """Save and resume. A run owns the folder it writes to; in it, `global_step_N/` holds
 
     state/              parameters (fp32) and moments, one safetensors file a rank: loads at any world size
+    loop/               what the loop carries besides, such as a KL coefficient: JSON and safetensors of every rank
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
     huggingface_NAME/   the same of every other module that is trained, such as a critic
     trainer_state.json  step, arguments, hashes of data and tokenizer, versions
-    extra.json          what the loop carries besides, such as a KL coefficient
     MANIFEST.json       size and sha256 of every other file; written last
 
 A thread copies the state to the host and writes the copy while training goes on; only the next optimizer step waits
@@ -39,13 +39,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
-from rl import checkpoint_files as files
-from rl import checkpoint_tensors as tensors
-from rl import watchdog
-from rl.checkpoint_files import list_steps
-from rl.checkpoint_tensors import Trained
-from rl.fsdp import Dist, known_parameters
-from rl.tracking import redact, say, secrets
+from rl import flags, models
+from rl.console import say
+from rl.ranks import Ranks
+from rl.run import checkpoint_files as files
+from rl.run import checkpoint_tensors as tensors
+from rl.run import loop_state, watchdog
+from rl.run.checkpoint_files import list_steps
+from rl.run.checkpoint_tensors import Trained
+from rl.run.loop_state import LoopState
+from rl.run.tracking import redact, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
@@ -58,31 +61,17 @@ PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): 
 WRITING = datetime.timedelta(days=7)  # that ranks may wait for each other in a save; training goes on meanwhile
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
 
-# Flags that may change on resume: they decide where, how often and how fast, not what is learned. Data files are
-# compared by content, and the number of steps where the learning rate depends on it. Any other flag must stay.
-FREE_TO_CHANGE = set(
-    """
-    train_files val_files total_epochs total_training_steps
-    reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
-    tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
-    ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
-    val_before_train test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
-    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
-    critic_offload max_num_gen_batches
-    """.split()
-)
-
 
 class Failed(ValueError):
     """Something failed on one rank or more. Every rank raises it, with the same text."""
 
 
 @dataclass
-class Run:
-    """A run folder that these ranks have for themselves. Made by `open_run`, ended by `close` or `leave`."""
+class Folder:
+    """A run folder that these ranks have for themselves. Made by `open_folder`, ended by `close` or by `leaving`."""
 
     root: pathlib.Path
-    d: Dist
+    ranks: Ranks
     keep: int | None  # checkpoints to keep; None for all
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
@@ -97,11 +86,10 @@ class Run:
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
     copied: Event | None = None  # set when the newest save is on the host
     hooks: list[RemovableHandle] = field(default_factory=list)  # they make the optimizers wait for `copied`
-    encoded: bool = False  # whether `extra` of the loop is known to fit into JSON
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
 
-def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d: Dist) -> Run:
+def open_folder(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, ranks: Ranks) -> Folder:
     """Take the run folder of a script's arguments and choose the checkpoint to resume from. All ranks must enter.
 
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
@@ -111,24 +99,24 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
     group = dist.new_group(backend="gloo", timeout=WRITING)
-    run = Run(root, d, args.max_ckpt_to_keep, total_steps, group)
+    run = Folder(root, ranks, args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
-        if d.is_main:
+        if ranks.is_main:
             run.lock = files.lock(root)
             files.sweep(root)
             run.record = _describe(args, tokenizer, total_steps)
             run.tokenizer_files = _files_of(tokenizer)
 
     _together(claim)
-    run.resume_from = find(args.resume_mode, root, d)
+    run.resume_from = find(args.resume_mode, root, ranks)
     if run.resume_from:
-        ours = (run.record, _defaults(args), args.force_resume)
-        _together(lambda: _compare(run.resume_from, *ours) if d.is_main else None)
+        ours = (run.record, _defaults(args), flags.free(type(args)), args.force_resume)
+        _together(lambda: _compare(run.resume_from, *ours) if ranks.is_main else None)
         step = _step_of(run.resume_from)
         if run.resume_from.resolve().parent == root.resolve():
             run.saved = step
-        if step >= total_steps and d.is_main:
+        if step >= total_steps and ranks.is_main:
             say(
                 f"{run.resume_from}: all {total_steps} steps are done. To learn more raise --total-training-steps or "
                 "--total-epochs; to begin another run give it an --experiment-name of its own"
@@ -137,14 +125,12 @@ def open_run(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int, d:
     return run
 
 
-def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
+def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
     """Begin to write `global_step_<step>` as everything is now. All ranks must enter.
 
     Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
-    changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules must be on the
-    device they were sharded on, and the same at every save of a run. `extra` is what the loop carries from step to step
-    and does not follow from the step's number, {} if None; `extra(path)` gives it back as JSON has it: keys of dicts
-    are strings then, and arrays, tensors and tuples are lists.
+    changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules may be on any
+    device. `state` is what the loop carries from step to step and does not follow from the step's number: each rank's own.
 
     Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
     left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in
@@ -152,60 +138,41 @@ def save(run: Run, step: int, trained: Trained, *, extra: Any = None) -> None:
     """
     _settle(run)
     # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
-    exports = {name: (module, [key for key, _ in known_parameters(module)]) for name, (module, _) in trained.items()}
+    exports = {name: (module, [key for key, _ in module.named_parameters()]) for name, (module, _) in trained.items()}
     own = tensors.own_tensors(trained)
-    stream = torch.cuda.Stream() if run.d.device.type == "cuda" else None  # the copy runs beside the next rollout
+    stream = torch.cuda.Stream() if run.ranks.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
-    text = _as_json(extra) if run.d.is_main else ""
     run.copied = Event()
     for hook in run.hooks:
         hook.remove()
     run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
-    run.pending = step, run.writer.submit(_save, run, step, exports, own, stream, text)
+    run.pending = step, run.writer.submit(_save, run, step, exports, own, stream, state)
 
 
-def wait_until_copied(run: Run) -> None:
+def wait_until_copied(run: Folder) -> None:
     """Return when the tensors of the newest save may be changed, or moved, or their memory used for something else."""
     if run.copied:
         run.copied.wait()
 
 
-def leaving(run: Run, step: int, trained: Trained, *, extra: Any = None) -> Callable[[], None]:
+def leaving(run: Folder, step: int, trained: Trained, state: LoopState) -> Callable[[], None]:
     """What ends a run that is asked to stop after `step`: a call that saves that, unless it is on disk or 0, and waits.
 
-    All ranks must make the call; it raises RuntimeError as `close`. The same command continues the run. `extra`, as in
-    `save`, is copied now: what the loop changes in it afterwards belongs to the next step. Raises TypeError, the first
-    time, if JSON cannot hold it.
+    All ranks must make the call; it raises RuntimeError as `close`. The same command continues the run.
     """
-    if not run.encoded:  # not when the run is over, and would lose its only checkpoint
-        _as_json(extra)
-        run.encoded = True
-    extra = copy.deepcopy(extra)
 
     def leave() -> None:
         _settle(run)
         if step != run.saved:
-            save(run, step, trained, extra=extra)
+            save(run, step, trained, state)
             _settle(run)
         _end(run, "stopped", step)
 
     return leave
 
 
-def _as_json(extra: Any) -> str:
-    def plain(x: Any) -> Any:
-        if hasattr(x, "tolist"):  # arrays, tensors, numpy's numbers
-            return x.tolist()
-        raise TypeError(
-            f"`extra` of a checkpoint has a {type(x).__name__} in it, which JSON cannot hold; make it of numbers, "
-            "strings, lists and dicts"
-        )
-
-    return json.dumps({} if extra is None else extra, default=plain)
-
-
-def close(run: Run) -> None:
+def close(run: Folder) -> None:
     """End a run that is complete, when its last save is on disk, and give its folder free. All ranks must enter.
 
     Call it before the process group is taken down. Raises RuntimeError, on all ranks, if the last save failed: the run
@@ -215,22 +182,22 @@ def close(run: Run) -> None:
     _end(run, "completed", run.total_steps)
 
 
-def save_batch(run: Run, step: int, batch: Batch) -> pathlib.Path:
-    """Write the tensors of a batch, as rank 0 has them, to `bad_batch_step_<step>.safetensors`, and return its path.
+def save_batch(run: Folder, step: int, batch: Batch) -> str:
+    """Write the tensors of every rank's rows to `bad_batch_step_<step>_rank_<rank>.safetensors`; returns what the files
+    are called.
 
-    Any rank may call it; rank 0 writes. It is for finding out why a step went wrong: if it fails, that is printed only.
+    It is for finding out why a step went wrong: if it fails, that is printed only.
     """
-    path = run.root / f"bad_batch_step_{step}.safetensors"
-    if run.d.is_main:
-        on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
-        try:
-            save_file(on_host, path)
-        except (OSError, SafetensorError) as error:
-            say(f"{path} could not be written: {error}")
-    return path
+    path = run.root / f"bad_batch_step_{step}_rank_{run.ranks.rank}.safetensors"
+    on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
+    try:
+        save_file(on_host, path)
+    except (OSError, SafetensorError) as error:
+        say(f"{path} could not be written: {error}")
+    return str(path).replace(f"_rank_{run.ranks.rank}.", "_rank_*.")
 
 
-def _settle(run: Run) -> None:
+def _settle(run: Folder) -> None:
     """Wait for the save that is being written, if any, and take note of its outcome: the same one on all ranks."""
     if run.pending is None:
         return
@@ -247,7 +214,7 @@ def _settle(run: Run) -> None:
         run.failures, run.saved = 0, step
 
 
-def _end(run: Run, state: str, step: int) -> None:
+def _end(run: Folder, state: str, step: int) -> None:
     """Give the folder free, with a last word in STATUS.json if all went well."""
     if not run.failures:
         _status(run, state, step)
@@ -261,8 +228,8 @@ def _end(run: Run, state: str, step: int) -> None:
         )
 
 
-def _status(run: Run, state: str, step: int) -> None:
-    if run.d.is_main:
+def _status(run: Folder, state: str, step: int) -> None:
+    if run.ranks.is_main:
         try:
             files.write_status(run.root, state=state, step=step, total_steps=run.total_steps)
         except OSError as error:  # no reason to lose the run
@@ -270,22 +237,22 @@ def _status(run: Run, state: str, step: int) -> None:
 
 
 def _save(
-    run: Run, step: int, exports: Exports, own: tensors.Own, stream: torch.cuda.Stream | None, extra: str
+    run: Folder, step: int, exports: Exports, own: tensors.Own, stream: torch.cuda.Stream | None, state: LoopState
 ) -> None:
     """What the writing threads of all ranks do for a save. Raises Failed on all of them, with nothing left of it."""
     sys.setswitchinterval(SAVING_INTERVAL)
     try:
         _together(lambda: _copy(run, own, stream), run.group)  # memory may be too small on one rank
-        _write(run, step, exports, own.places, extra)
+        _write(run, step, exports, own.places, state)
     except Failed as error:
-        if run.d.is_main:
+        if run.ranks.is_main:
             with contextlib.suppress(OSError):
                 files.sweep(run.root)
             say(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({run.failures + 1} in a row): {error}")
         raise
     finally:
         sys.setswitchinterval(NORMAL_INTERVAL)
-    if run.d.is_main:
+    if run.ranks.is_main:
         try:
             files.delete_older(run.root, step, run.keep)
         except OSError as error:  # no reason to lose the run
@@ -293,15 +260,15 @@ def _save(
         _status(run, "running", step)
 
 
-def _copy(run: Run, own: tensors.Own, stream: torch.cuda.Stream | None) -> None:
+def _copy(run: Folder, own: tensors.Own, stream: torch.cuda.Stream | None) -> None:
     """Copy `own` to `run.host`, and let go of the tensors."""
     try:
         if stream:
-            torch.cuda.set_device(run.d.device)  # a thread begins with the first device of the machine
+            torch.cuda.set_device(run.ranks.device)  # a thread begins with the first device of the machine
         # Moments come with the first optimizer step, which may be after the first save.
         if run.host is None or run.host.tensors.keys() != own.tensors.keys():
             run.host = None
-            run.host = tensors.make_host(own.tensors)
+            run.host = tensors.make_host(own.tensors, pinned=stream is not None)
         tensors.copy(own, run.host, stream)
     finally:
         own.tensors.clear()  # the main thread may now free what it holds on the device
@@ -309,46 +276,47 @@ def _copy(run: Run, own: tensors.Own, stream: torch.cuda.Stream | None) -> None:
         run.copied.set()
 
 
-def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Place], extra: str) -> None:
+def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.Place], state: LoopState) -> None:
     """Write a checkpoint and give it its name. All ranks must enter; raises Failed on all of them."""
-    d, group, host = run.d, run.group, run.host.tensors
+    ranks, group, host = run.ranks, run.group, run.host.tensors
     temporary = _gather(files.spare(run.root, "tmp", step), group)[0]
 
     def prepare() -> None:
-        if d.is_main:
+        if ranks.is_main:
             size = {name: math.prod(place.shape) for name, place in places.items()}
-            needed = sum(n * host[name].element_size() for name, n in size.items()) + len(extra)
+            needed = sum(n * host[name].element_size() for name, n in size.items())
             needed += sum(
-                size[f"{name}/model/{key}"] * d.dtype.itemsize for name, (_, xs) in exports.items() for key in xs
+                size[f"{name}/model/{key}"] * ranks.dtype.itemsize for name, (_, xs) in exports.items() for key in xs
             )
             needed *= FREE_SPACE
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
                 raise OSError(f"{needed / 1e9:.3f} GB are needed in {run.root}, {free / 1e9:.3f} GB are free")
             (temporary / "state").mkdir(parents=True)
+            (temporary / "loop").mkdir()
 
     def write() -> None:
-        tensors.write(temporary / "state", d.rank, host, places)
+        tensors.write(temporary / "state", ranks.rank, host, places)
+        loop_state.write(temporary / "loop", ranks.rank, state)
 
     def export() -> list[str]:
-        if d.is_main:
+        if ranks.is_main:
             for i, (name, (module, keys)) in enumerate(exports.items()):
                 weights = _whole_weights(run, name, keys, places, temporary / "state")
                 folder = f"huggingface_{name}" if i else "huggingface"
-                export_hf(temporary / folder, module, weights, run.tokenizer_files, d.dtype)
-            written = {"step": step, "world_size": d.world_size, "torch": torch.__version__, **run.record}
+                export_hf(temporary / folder, module, weights, run.tokenizer_files, ranks.dtype)
+            written = {"step": step, "world_size": ranks.size, "torch": torch.__version__, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
-            (temporary / "extra.json").write_text(extra)
             return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
         return []
 
     def force_to_disk() -> dict[str, dict]:
-        return {name: files.size_and_hash(temporary / name, sync=True) for name in names[d.rank :: d.world_size]}
+        return {name: files.size_and_hash(temporary / name, sync=True) for name in names[ranks.rank :: ranks.size]}
 
     def commit() -> None:
-        if d.is_main:
+        if ranks.is_main:
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            manifest = {"step": step, "world_size": d.world_size, "versions": versions}
+            manifest = {"step": step, "world_size": ranks.size, "versions": versions}
             manifest["files"] = {name: entry for part in parts for name, entry in part.items()}
             files.commit(temporary, run.root / f"global_step_{step}", manifest)
 
@@ -360,23 +328,23 @@ def _write(run: Run, step: int, exports: Exports, places: dict[str, tensors.Plac
 
 
 def _whole_weights(
-    run: Run, name: str, keys: list[str], places: dict[str, tensors.Place], written: pathlib.Path
+    run: Folder, name: str, keys: list[str], places: dict[str, tensors.Place], written: pathlib.Path
 ) -> dict[str, torch.Tensor]:
-    """The weights of the module `name` in the compute dtype, in memory that the next save overwrites.
+    """The weights of the module `name`, as transformers knows them, in the compute dtype, until the next save.
 
     One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
     """
     paths = {key: f"{name}/model/{key}" for key in keys}
     if name not in run.weights:
-        run.weights[name] = {key: torch.empty(places[paths[key]].shape, dtype=run.d.dtype) for key in keys}
+        run.weights[name] = {key: torch.empty(places[paths[key]].shape, dtype=run.ranks.dtype) for key in keys}
     weights = run.weights[name]
-    if run.d.world_size == 1:
+    if run.ranks.size == 1:
         torch._foreach_copy_(list(weights.values()), [run.host.tensors[paths[key]] for key in weights])
-        return weights
-    saved = tensors.read(written, set(paths.values()))
-    for key, whole in weights.items():
-        tensors.fill(whole, saved[paths[key]])
-    return weights
+    else:
+        saved = tensors.read(written, set(paths.values()))
+        for key, whole in weights.items():
+            tensors.fill(whole, saved[paths[key]])
+    return dict(models.exported(weights.items()))
 
 
 def load(path: pathlib.Path, trained: Trained) -> int:
@@ -388,19 +356,22 @@ def load(path: pathlib.Path, trained: Trained) -> int:
     return _step_of(path)
 
 
-def extra(path: pathlib.Path | None) -> Any:
-    """What `save` got as `extra`; {} without a checkpoint."""
-    return {} if path is None else json.loads((path / "extra.json").read_text())
+def load_states(path: pathlib.Path | None) -> list[dict[str, Any]]:
+    """What each rank's loop carried when the checkpoint was saved, in the order of the ranks; [] without a checkpoint.
+
+    Arrays are arrays again, tuples are lists, and keys of dicts are strings.
+    """
+    return [] if path is None else loop_state.read(path / "loop")
 
 
-def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | None:
+def find(resume_mode: str, root: str | pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
     """The checkpoint to resume, every byte of it compared with its manifest. All ranks must enter.
 
     `auto`: the newest intact one under `root`, or None if there is none at all. `disable`: None. Otherwise a
     global_step_N folder. Says which ones it passes over, and why. Raises ValueError if all are damaged, if the folder
     is not a complete checkpoint, or if `disable` or the folder would mix a new run into another one under `root`.
     """
-    steps = _gather(list_steps(root) if d.is_main else [])[0]
+    steps = _gather(list_steps(root) if ranks.is_main else [])[0]
     if resume_mode == "disable":
         if steps:
             raise ValueError(
@@ -410,7 +381,7 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
         return None
     if resume_mode != "auto":
         path = pathlib.Path(resume_mode)
-        if problem := _problem(path, d):
+        if problem := _problem(path, ranks):
             raise _no_checkpoint(resume_mode, problem)
         inside = path.resolve().parent == pathlib.Path(root).resolve()
         if steps and not (inside and steps[-1] <= _step_of(path)):
@@ -422,11 +393,11 @@ def find(resume_mode: str, root: str | pathlib.Path, d: Dist) -> pathlib.Path | 
         return path
     rejected: list[str] = []
     for path in (pathlib.Path(root) / f"global_step_{step}" for step in reversed(steps)):
-        problem = _problem(path, d)
+        problem = _problem(path, ranks)
         if not problem:
             return path
         rejected.append(f"{path}: {problem}")
-        if d.is_main:
+        if ranks.is_main:
             say(f"checkpoint passed over: {rejected[-1]}")
     if rejected:
         raise ValueError(
@@ -483,10 +454,10 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> 
     return [result for result, _ in outcomes]
 
 
-def _problem(path: pathlib.Path, d: Dist) -> str:
+def _problem(path: pathlib.Path, ranks: Ranks) -> str:
     """Why a folder is not an intact checkpoint, "" if it is. Every rank reads its share. All ranks must enter."""
     try:
-        return next(filter(None, _together(lambda: files.problem(path, d.rank, d.world_size))), "")
+        return next(filter(None, _together(lambda: files.problem(path, ranks.rank, ranks.size))), "")
     except Failed as error:
         return str(error)
 
@@ -533,10 +504,10 @@ def _defaults(args: Any) -> dict[str, Any]:
     return json.loads(json.dumps(known, default=str))
 
 
-def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], force: bool) -> None:
+def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], free: set[str], force: bool) -> None:
     """Raise ValueError if a run described by `now` would not be the continuation of the checkpoint in `path`.
 
-    A flag that the script did not have then may be there at its default.
+    Flags that are `free` may have changed, and a flag that the script did not have then may be there at its default.
     """
     then = json.loads((path / "trainer_state.json").read_text())
     new = {flag: defaults[flag] for flag in now["args"].keys() - then["args"].keys() if flag in defaults}
@@ -548,7 +519,7 @@ def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], 
         )
     changed = [
         f"--{flag.replace('_', '-')}: was {before.get(flag, 'unknown')}, is {now['args'].get(flag, 'unknown')}"
-        for flag in sorted((before.keys() | now["args"].keys()) - FREE_TO_CHANGE)
+        for flag in sorted((before.keys() | now["args"].keys()) - free)
         if flag not in before or flag not in now["args"] or before[flag] != now["args"][flag]
     ]
     if then.get("script", now["script"]) != now["script"]:

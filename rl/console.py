@@ -1,0 +1,76 @@
+"""What a run prints: messages that cannot fail, progress bars, one line a step, and a sample now and then."""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from typing import TextIO, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+# What a line of a step says, in this order, of the metrics that there are.
+SHOWN = {
+    "critic/score/mean": "reward {:.3f}",
+    "train/loss": "loss {:.4f}",
+    "train/accuracy": "accuracy {:.3f}",
+    "train/grad_norm": "|g| {:.2f}",
+    "response_length/mean": "len {:.0f}",
+    "actor/entropy": "entropy {:.3f}",
+    "actor/kl_loss": "kl {:.4f}",
+    "actor/pg_clipfrac": "clip {:.3f}",
+    "rollout/logprob_gap_mean": "gap {:.0e}",
+    "actor/grad_norm": "|g| {:.2f}",
+    "critic/vf_explained_var": "explained {:.2f}",
+}
+PHASES = ("gen", "update_weights", "old_log_prob", "ref", "update_actor")  # whose seconds it gives
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print at once, by default to stdout. A full disk, a reader that has gone or letters that the terminal's encoding
+    lacks are no reason to lose a run.
+    """
+    with contextlib.suppress(OSError):  # the text stays in the stream's buffer
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
+
+
+def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:
+    """Iterate over a phase with a progress bar: on rank 0, on a terminal, once it has taken five seconds."""
+    quiet = True if os.environ.get("RANK", "0") != "0" else None  # None: quiet unless stderr is a terminal
+    return tqdm(items, desc=name, total=total, delay=5, leave=False, disable=quiet)
+
+
+def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
+    """One line a step: what SHOWN names among the metrics, tokens per second, and the seconds of the step and by phase.
+
+    Where there is a KL loss, its value takes the place of the share of clipped tokens.
+    """
+    m = {
+        name: value for name, value in metrics.items() if name != "actor/pg_clipfrac" or "actor/kl_loss" not in metrics
+    }
+    parts = {name: form.format(m[name]) for name, form in SHOWN.items() if name in m}
+    if cut := m.get("response_length/clip_ratio"):
+        parts["response_length/mean"] += f" ({cut:.0%} cut)"
+    seconds = {phase: m.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+    phases = " ".join(f"{phase} {x:.1f}" for phase, x in seconds.items() if x >= 0.05)
+    return " | ".join(
+        [
+            f"step {step:>{len(str(total))}}/{total}",
+            *parts.values(),
+            f"{m['perf/throughput'] / 1000:.1f}k tok/s/GPU",
+            f"{m['timing_s/step']:.1f} s" + (f" ({phases})" if phases else ""),
+        ]
+    )
+
+
+def show_sample(prompt: str, response: str, score: float | None) -> str:
+    """A prompt, its response and its score as an indented block for the console; long texts keep their ends."""
+
+    def clip(text: str, limit: int = 600) -> str:
+        shown = text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
+        return shown.replace("\n", "\n    ")
+
+    return f"  prompt:   {clip(prompt)}\n  response: {clip(response)}\n  score:    {score}"

@@ -1,0 +1,263 @@
+"""The flags that decide where, how often and how fast, but not what is learned; and what values any flag may have.
+
+A script's Args inherits them and adds its own, each with its limit in its type:
+
+    @dataclass(frozen=True)
+    class Args(flags.RL):
+        lr: NotNegative = 1e-6        # decides what is learned: a resumed run must keep it
+        my_bound: Free[AtLeast1] = 10   # does not: a resumed run may change it, as all flags of this file
+
+A script may give an inherited flag another default. `check` looks at the limits, and `parse` reads the command line.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from rl.ranks import die_with_launcher
+
+T = TypeVar("T")
+Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
+
+
+class Limit(NamedTuple):
+    """What a number given to a flag must be."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+FREE = "a resumed run may change it"
+Free = Annotated[T, FREE]
+AtLeast1 = Annotated[int, Limit("at least 1", lambda x: x >= 1)]
+Positive = Annotated[float, Limit("positive", lambda x: x > 0)]
+PositiveFinite = Annotated[float, Limit("positive and finite", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Limit("at least 0", lambda x: x >= 0)]
+Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
+Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
+Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
+
+
+@dataclass(frozen=True)
+class Data:
+    """data and length of the run"""
+
+    # parquet or jsonl: for RL in verl's schema, with data_source, prompt, reward_model.ground_truth, extra_info
+    train_files: tuple[str, ...] = ("data/gsm8k/train.parquet",)
+    val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # held-out files, same schema
+    total_epochs: AtLeast1 = 1  # passes over the training files
+    total_training_steps: AtLeast1 | None = None  # overrides --total-epochs
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """processes that score"""
+
+    reward_workers: AtLeast1 | None = None  # processes a rank that score; default: the cores over the ranks, at most 16
+    # CPU seconds to score a response, and four times as many by the clock; then no score
+    reward_timeout: PositiveFinite = 10.0
+    reward_memory_mb: Count = 4096  # MiB of private memory of such a process; 0 for no limit
+    allow_unsafe_code_execution: bool = False  # let code rewards run model-written code without a complete sandbox
+
+
+@dataclass(frozen=True)
+class Engine:
+    """rollout engine"""
+
+    # GPUs that share one vLLM engine: for a large model, or a few long responses
+    tensor_model_parallel_size: AtLeast1 = 1
+    gpu_memory_utilization: PositiveShare = 0.5  # share of GPU memory that vLLM may take while it generates
+    max_num_seqs: AtLeast1 = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
+
+
+@dataclass(frozen=True)
+class Memory:
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
+    activation_checkpointing: Literal["none", "selective", "full"] = "selective"
+    fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
+    compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """checkpoints, stopping and resuming"""
+
+    default_local_dir: str = "runs/{project_name}/{experiment_name}"  # checkpoints and metrics.jsonl go here
+    save_freq: int = -1  # save every this many steps and at the end; -1 only at the end; 0 never
+    max_ckpt_to_keep: AtLeast1 | None = None  # delete older checkpoints beyond this many
+    resume_mode: str = "auto"  # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    force_resume: bool = False  # resume although settings or data that decide what is learned have changed
+    max_hours: Positive | None = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
+    # seconds without the end of a phase after which the run ends, with all its stacks
+    stall_timeout: PositiveFinite = 3600.0
+
+
+@dataclass(frozen=True)
+class Logging:
+    """evaluation and logging"""
+
+    test_freq: int = 10  # evaluate every this many steps and at the end; -1 never
+    alarms: tuple[str, ...] = ()  # metrics and limits; a step beyond one prints a line that begins with ALARM
+    logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
+    project_name: str = "glassrl"  # project in the trackers, and part of the folder
+    experiment_name: str = "run"  # run in the trackers, and part of the folder
+
+
+@dataclass(frozen=True)
+class Rewards(Scoring):
+    """processes that score"""
+
+    reward_max_error_frac: Share = 0.05  # stop the run if more of a step's responses raise or time out
+
+
+@dataclass(frozen=True)
+class Rollouts(Engine):
+    """rollout engine"""
+
+    free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
+    # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.1)
+    max_logprob_gap: Positive | None = None
+
+
+@dataclass(frozen=True)
+class MemoryRL(Memory):
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    # tokens of a micro-batch, a shared prompt once; lower it on out-of-memory
+    ppo_max_token_len_per_gpu: AtLeast1 = 16384
+
+
+@dataclass(frozen=True)
+class MemorySupervised(Memory):
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    max_token_len_per_gpu: AtLeast1 = 16384  # tokens in one micro-batch; lower it on out-of-memory
+
+
+@dataclass(frozen=True)
+class LoggingRL(Logging):
+    """evaluation and logging"""
+
+    val_before_train: bool = True  # evaluate the untrained policy first (step 0)
+    log_val_generations: Count = 8  # held-out completions to record at each evaluation
+    log_samples_freq: Count = 10  # print one prompt and response every this many steps; 0 never
+
+
+@dataclass(frozen=True)
+class LoggingSupervised(Logging):
+    """evaluation and logging"""
+
+    log_freq: Count = 10  # print a line every this many steps; 0 only at the end
+
+
+@dataclass(frozen=True)
+class Supervised(LoggingSupervised, Checkpoints, MemorySupervised, Data):
+    """What scripts inherit that train on given responses."""
+
+
+@dataclass(frozen=True)
+class RL(LoggingRL, Checkpoints, MemoryRL, Rollouts, Rewards, Data):
+    """What scripts inherit that train on responses which the policy samples."""
+
+
+def parse(cls: type[T], description: str | None) -> T:
+    """The Args of a script from its command line. Under torchrun, this process dies with it from here on.
+
+    --help shows the script's own flags first, then those of this file in groups.
+    """
+    die_with_launcher()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        _show_help(cls, description)
+    return tyro.cli(cls, description=description)
+
+
+def _show_help(cls: type, description: str | None) -> None:
+    """Print the flags in groups, a box each, and exit: the script's own, then those of each class of this file."""
+    groups = [group for base in cls.__bases__ for group in (base.__bases__ if base in (RL, Supervised) else [base])]
+    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
+    values = {field.name: field.default for field in dataclasses.fields(cls)}
+    hidden = {name: tyro.conf.Suppress[hint] for name, hint in get_type_hints(cls).items() if name in inherited}
+    source = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": "what is learned"}
+    own = type("Own", (cls,), source | {"__annotations__": hidden} | {name: values[name] for name in hidden})
+    shown = {"algorithm": dataclasses.dataclass(frozen=True)(own)()}
+    for group in reversed(groups):
+        shown[group.__mro__[-2].__name__.lower()] = group(**{x.name: values[x.name] for x in dataclasses.fields(group)})
+    everything = dataclasses.make_dataclass("Flags", [(name, type(value)) for name, value in shown.items()])
+    tyro.cli(everything, description=description, default=everything(**shown), config=(tyro.conf.OmitArgPrefixes,))
+
+
+def free(cls: type) -> set[str]:
+    """Names of the flags that a resumed run may change: those of this file, and those of a script that are `Free`."""
+    own = {name for name, hint in get_type_hints(cls, include_extras=True).items() if FREE in _notes(hint)}
+    return own | {name for base in cls.__mro__ if base.__module__ == __name__ for name in base.__annotations__}
+
+
+def check(args: Any) -> None:
+    """Raise ValueError, naming the flag and its value, if a number is none or beyond the limit of its type, or if flags
+    that all RL scripts have contradict each other.
+    """
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            for limit in (Limit("a number", lambda x: not math.isnan(x)), *_limits(hint)):
+                if not limit.holds(value):
+                    raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
+    for alarm in vars(args).get("alarms", ()):
+        parse_alarm(alarm)
+    if isinstance(args, RL):
+        _check_rl(args)
+
+
+def _check_rl(args: Any) -> None:
+    if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
+        raise ValueError(
+            f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
+            f"{args.train_batch_size}; both count prompts, lower it"
+        )
+    if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):
+        raise ValueError(
+            f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one sequence of "
+            f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
+        )
+    if args.reward_model and args.ppo_max_token_len_per_gpu < args.reward_model_max_length:
+        raise ValueError(
+            f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one conversation of "
+            f"--reward-model-max-length {args.reward_model_max_length} tokens; change one of them"
+        )
+    if args.engine == "hf" and args.tensor_model_parallel_size != 1:
+        size = args.tensor_model_parallel_size
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
+
+
+def parse_alarm(text: str) -> tuple[str, str, float]:
+    """`metric>number` or `metric<number` -> (metric, sign, number); spaces around each are allowed.
+
+    Raises ValueError for anything else.
+    """
+    metric, sign, number = map(str.strip, text.partition("<") if "<" in text else text.partition(">"))
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if not metric or ">" in metric or not math.isfinite(limit):
+        raise ValueError(f"--alarms {text!r} must be metric>number or metric<number, e.g. 'actor/entropy<0.01'")
+    return metric, sign, limit
+
+
+def _notes(hint: Any) -> Iterator[Any]:
+    """What Annotated says about a type, at any depth: of the type itself, or of the members of a union."""
+    yield from getattr(hint, "__metadata__", ())
+    for inner in get_args(hint):
+        yield from _notes(inner)
+
+
+def _limits(hint: Any) -> list[Limit]:
+    return [note for note in _notes(hint) if isinstance(note, Limit)]

@@ -1,0 +1,162 @@
+"""This process among its peers, and how they talk. Every collective names the group that must enter it."""
+
+import ctypes
+import datetime
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers.
+
+    `rank` and `size` count the processes, as torchrun does. `data_rank` and `data_size` count those that work on
+    different data: today all of them do. Ranks that share a sequence or a layer would have one `data_rank`.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype  # compute precision: bfloat16 on CUDA, float32 on CPU
+    data_rank: int
+    data_size: int
+    group: dist.ProcessGroup  # of all ranks
+    data_group: dist.ProcessGroup  # of those that work on different data
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def own_slice(self, items: Sequence[T]) -> list[T]:
+        """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores
+        the list.
+        """
+        start, end = (len(items) * rank // self.data_size for rank in (self.data_rank, self.data_rank + 1))
+        return list(items[start:end])
+
+    def all_gather(self, items: Iterable[T]) -> list[T]:
+        """Concatenate every rank's list, in rank order, on every rank. Lists may differ in length. All data ranks must
+        enter.
+        """
+        if self.data_size == 1:
+            return list(items)
+        parts: list[list[T]] = [[] for _ in range(self.data_size)]
+        dist.all_gather_object(parts, list(items), group=self.data_group)
+        return [item for part in parts for item in part]
+
+    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over data ranks, as a new tensor. All data ranks must enter."""
+        total = x.clone()
+        dist.all_reduce(total, group=self.data_group)
+        return total
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest value of any data rank in each place, as a new tensor. All data ranks must enter."""
+        largest = x.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.data_group)
+        return largest
+
+    def all_rows(self, own: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
+        """One number of each row of a step, from those that every rank has of its own rows.
+
+        Args: own (b,), of this rank's rows; rows (b,) int64, which of the step's `size` rows these are (`Batch.rows`).
+        Returns: (size,), the same on all ranks. All data ranks must enter.
+        """
+        return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
+
+    def moments(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+        """Mean and unbiased variance of the entries of x with mask 1 on all data ranks, which must enter; 0 of none.
+
+        Sums are taken in float64: equal float32 values have exactly their value as mean and 0 as variance.
+        """
+        own = x[mask > 0].double()
+        total, count = self.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
+        mean = total / max(count, 1)
+        squares = self.all_reduce_sum((own - mean).square().sum()).item()
+        return mean, squares / max(count - 1, 1)
+
+    def send(self, parcels: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+        """Give each data rank its parcel, and get those of all of them for this one. All data ranks must enter.
+
+        Args: parcels, one for each rank; sizes, bytes of those that will come from each.
+        """
+        if self.data_size == 1:
+            return list(parcels)
+        outgoing = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)
+        outgoing = outgoing[: sum(map(len, parcels))]
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(incoming, outgoing, list(sizes), [len(x) for x in parcels], group=self.data_group)
+        return [part.numpy().tobytes() for part in incoming.split(list(sizes))]
+
+
+def die_with_launcher() -> None:
+    """Under torchrun, let this process die with it, however that ends: a rank that outlives its launcher would hold the
+    GPU's memory for ever.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def init_ranks(stall_timeout: float | None = None) -> Ranks:
+    """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
+    world of one.
+
+    Ranks wait for each other a little longer than `stall_timeout` seconds, so that rl/run/watchdog.py comes first and
+    says where they stand; by default as long as torch sees fit.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    use_cuda = torch.cuda.is_available()
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    if not dist.is_initialized():
+        timeout = None if stall_timeout is None else datetime.timedelta(seconds=1.2 * stall_timeout + 60)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16 if use_cuda else torch.float32
+    everyone = dist.group.WORLD
+    return Ranks(rank, size, where, dtype, data_rank=rank, data_size=size, group=everyone, data_group=everyone)
+
+
+def memory_in_use(ranks: Ranks) -> int:
+    """Bytes in use on this rank's GPU, by any process, and not only cached by torch; 0 on a CPU."""
+    if ranks.device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    return total - free
+
+
+def final_barrier() -> None:
+    """Wait for every rank before the process group is taken down."""
+    dist.barrier(group=dist.group.WORLD)
+    time.sleep(0.1)  # gloo's worker thread needs the GIL to free its last work; at interpreter exit it would abort
+
+
+def shutdown_ranks() -> None:
+    """Leave the process group, if an engine has not ended it already; `init_ranks` may be called again."""
+    if dist.is_initialized():
+        final_barrier()
+        dist.destroy_process_group()

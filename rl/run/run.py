@@ -1,0 +1,197 @@
+"""One training run, from its folder to its last save: the object that the scripts hold."""
+
+import gc
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rl.console import progress_line, show_sample
+from rl.engines.base import Engine
+from rl.flags import parse_alarm
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.run import checkpoint, loop_state, stop, watchdog
+from rl.run.checkpoint_tensors import Trained
+from rl.run.clock import Clock
+from rl.run.memory import rehearse
+from rl.run.tracking import Tracker, evaluation_is_due
+from rl.sharding import check_size, offload, onload
+from rl.types import Batch, Sample, Score
+
+MAX_USELESS_UPDATES = 3  # in a row; then the run stops
+
+
+class Run:
+    """What a script holds to stay alive, be stopped and continue.
+
+        run = Run(args, tokenizer, total_steps)            takes the folder, finds the checkpoint to resume from
+        run.resume({"actor": (policy, optimizer)}, ...)    loads it
+        for step in range(run.start, total_steps + 1):
+            clock = run.begin(step, state={...})           saves what the steps so far have made, if that is due
+            ...                                            `clock(phase)`, `leave_if_asked`: where a run may leave
+            run.log_step(step + 1, {...}, ...)
+        run.close(scorer, engine)
+
+    All ranks must make all calls. A run that is asked to stop saves the state of the step's beginning, until the first
+    optimizer step changes that; after it, the step is completed first. The same command continues the run.
+
+    Raises ValueError, on every rank, if the folder cannot be written or belongs to a running process, if there is no
+    intact checkpoint among those there are, or if the checkpoint comes from other settings or data.
+    """
+
+    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
+        self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
+        self.ranks = init_ranks(args.stall_timeout)
+        check_size(args.fsdp_size, self.ranks)
+        watchdog.start(args.stall_timeout, self.ranks.rank)
+        stop.start(args.max_hours)
+        self.folder = checkpoint.open_folder(args, tokenizer, total_steps, self.ranks)
+        self.states = checkpoint.load_states(self.folder.resume_from)
+        self.start, self.useless_updates = 0, 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What rank 0's loop gave to `begin` before the checkpoint that is resumed; {} in a new run."""
+        return self.states[0] if self.states else {}
+
+    def resume(
+        self,
+        trained: Trained,
+        *,
+        about: str,
+        engine: Engine | None = None,
+        frozen: nn.Module | None = None,
+        offloaded: Sequence[str] = (),
+    ) -> None:
+        """Load the checkpoint, if there is one, into what is trained; plan the memory; say what will run.
+
+        Args: trained, models with their optimizers by name; about, a line for the console; engine, asleep; frozen, a
+        reference model; offloaded, names in `trained` of what is on the host while the engine generates. With an engine
+        the memory plan is made, and raises RuntimeError with the flags to change if something will not fit.
+        """
+        self.trained, resume_from = trained, self.folder.resume_from
+        self.start = checkpoint.load(resume_from, trained) if resume_from else 0
+        for _, optimizer in trained.values():
+            optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
+        self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
+        plan = ""
+        if engine is not None:
+            plan = rehearse(
+                trained,
+                max_tokens=self.args.ppo_max_token_len_per_gpu,
+                max_length=self.args.max_prompt_length + self.args.max_response_length,
+                engine_memory=engine.memory,
+                ranks=self.ranks,
+                frozen=frozen,
+                offloaded=offloaded,
+            )
+        how = f"resumed from {resume_from}" if resume_from else "new run"
+        steps = f"steps {self.start + 1}-{self.total_steps}, {self.ranks.size} rank(s)"
+        self.tracker.print(f"{self.folder.root}: {how}, {steps}, {about}\n{plan}".rstrip())
+        gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
+
+    def begin(self, step: int, state: dict[str, Any]) -> Clock:
+        """Begin the step after `step` made ones: save those if that is due, and be ready to stop here.
+
+        Args: state, what the loop carries from step to step and does not follow from the step's number: numbers,
+        strings, lists, dicts and numpy arrays, each rank's own. `Run.states` has it after a resume.
+        Returns: the clock of the step.
+        """
+        encoded, freq = loop_state.encode(state), self.args.save_freq
+        last = step == self.total_steps
+        if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
+            checkpoint.save(self.folder, step, self.trained, encoded)  # goes on in the background
+        stop.arm(checkpoint.leaving(self.folder, step, self.trained, encoded), partial(self.tracker.close, 5.0))
+        self.clock = Clock(self.ranks)
+        return self.clock
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether held-out data is evaluated when `step` steps have been made."""
+        return evaluation_is_due(self.args, step, self.total_steps)
+
+    def log_evaluation(self, step: int, found: dict[str, float], shown: Sequence[dict] = ()) -> dict[str, float]:
+        """Record the metrics of an evaluation, and responses to show; returns the metrics."""
+        self.tracker.log_generations(step, "val", list(shown))
+        parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
+        self.tracker.log(step, found, f"step {step} | held out: {', '.join(parts)}")
+        return found
+
+    def leave_if_asked(self) -> None:
+        """End this process in good order if any rank was asked to stop, unless the step has begun to change weights."""
+        stop.check(self.ranks)
+
+    def offload(self, name: str) -> None:
+        """Move a model that is trained, and its optimizer, to the host."""
+        checkpoint.wait_until_copied(self.folder)
+        offload(*self.trained[name])
+
+    def onload(self, name: str) -> None:
+        """Move them back to the device."""
+        model, optimizer = self.trained[name]
+        onload(model, self.ranks.device, optimizer)
+
+    def is_usable(self, step: int, norms: dict[str, float], num_tokens: float, batch: Batch) -> bool:
+        """Whether an update may be made: its gradient norms are finite, and there were tokens to learn from.
+
+        Raises RuntimeError at the third in a row that may not, and writes the batch to the run's folder.
+        """
+        usable = all(map(math.isfinite, norms.values())) and num_tokens > 0
+        self.useless_updates = 0 if usable else self.useless_updates + 1
+        if self.useless_updates == MAX_USELESS_UPDATES:
+            raise RuntimeError(
+                f"step {step + 1}: three updates in a row were useless, the last one with gradient norms {norms} over "
+                f"{num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, if "
+                "there are no tokens mend the reward, or raise --max-response-length where --overlong-filtering leaves "
+                f"none; the step's batch is in {checkpoint.save_batch(self.folder, step + 1, batch)}"
+            )
+        return usable
+
+    def log_step(
+        self, step: int, metrics: dict[str, float], *, tokens: int, generated: int | None = None, shown: bool = True
+    ) -> dict[str, float]:
+        """Record a step's metrics with its times; returns all of them.
+
+        Args: tokens, of the step; generated, those of them that were sampled; shown, whether a line is printed.
+        """
+        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
+        metrics["checkpoint/failed"] = float(self.folder.failures)
+        self.tracker.log(step, metrics, progress_line(step, self.total_steps, metrics) if shown else "")
+        for alarm in alarms(metrics, self.args.alarms):
+            self.tracker.print(f"ALARM at step {step}: {alarm}")
+        return metrics
+
+    def show_sample(self, step: int, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
+        """Print rank 0's first response every --log-samples-freq steps."""
+        if self.args.log_samples_freq and step % self.args.log_samples_freq == 0 and own_samples:
+            prompt = self.tokenizer.decode(own_samples[0].prompt_ids)
+            self.tracker.print(show_sample(prompt, own_scores[0].text, own_scores[0].value))
+
+    def close(self, *others: Any) -> None:
+        """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.
+
+        Raises RuntimeError, on all ranks, if the last save failed: the run is then without its result.
+        """
+        gc.unfreeze()
+        checkpoint.close(self.folder)
+        stop.end()
+        watchdog.stop()
+        self.tracker.close()
+        for other in others:
+            other.close()
+        shutdown_ranks()
+
+
+def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
+    """A sentence for every condition (see `flags.parse_alarm`) that is true of the metrics, or whose metric is NaN.
+
+    A metric that is absent raises no alarm.
+    """
+    found = []
+    for metric, sign, limit in map(parse_alarm, conditions):
+        value = metrics.get(metric, limit)
+        if math.isnan(value) or (value > limit if sign == ">" else value < limit):
+            found.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
+    return found

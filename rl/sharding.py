@@ -1,0 +1,186 @@
+"""Parameters and gradients over ranks: FSDP2, applied to a model from outside."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch._dynamo
+import torch._inductor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rl.logprobs import add_packed_forward
+from rl.ranks import Ranks
+
+GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
+
+# torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
+# middle of a run. Only versions of torch that have the fusion know the option.
+UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
+COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
+
+
+def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
+    """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
+    if fsdp_size is not None and (fsdp_size < 1 or ranks.size % fsdp_size):
+        raise ValueError(
+            f"--fsdp-size {fsdp_size} does not divide the {ranks.size} rank(s) of this run; choose a divisor"
+        )
+
+
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    activation_checkpointing: Literal["none", "selective", "full"] = "none",
+    compile: bool = False,
+    fsdp_size: int | None = None,
+) -> nn.Module:
+    """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
+
+    fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
+    the traffic between machines is then one all-reduce of gradients an update (`last_micro_batch`). It must divide the
+    number of ranks.
+
+    Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
+    SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
+    decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
+    Every rank ends up with rank 0's values, buffers included.
+
+    activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
+    but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
+    each layer, and the LM head of `token_logprobs`, once for all lengths.
+    """
+    master = next(model.parameters()).dtype
+    compute = ranks.dtype if master == torch.float32 else master
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    check_size(fsdp_size, ranks)
+    size = fsdp_size or ranks.size
+    mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
+    mesh = mesh["shard"] if size == ranks.size else mesh
+    units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    for unit in units:
+        if activation_checkpointing == "full":
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        elif activation_checkpointing == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+        if compile:
+            unit.forward = _compile_for_all_lengths(unit.forward)
+    for module in [*units, model]:
+        module.to(ranks.device)
+        if ranks.size > 1:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if not isinstance(tensor, DTensor):
+                    dist.broadcast(tensor.data, src=0, group=ranks.group)
+        # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=None if size > 1 else False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.train()
+    keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
+    return add_packed_forward(model, compile=compile, keep_logits=keep_logits, is_whole=size == 1)
+
+
+def _compile_for_all_lengths(forward: Callable) -> Callable:
+    """A layer's forward compiled once for any number of tokens.
+
+    What varies is marked: in every tensor the dimension of tokens or sequences, which is the second or the only one.
+    `dynamic=True` would take the width of a head for variable too, and the rotary embedding several times as long.
+    """
+    compiled = torch.compile(forward, options=COMPILE_OPTIONS)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, min(1, x.ndim - 1))
+        return compiled(*args, **kwargs)
+
+    return run
+
+
+def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = str(op).startswith(("aten.mm", "aten.addmm", "aten._scaled_dot_product", "torch_attn.", "flash_attn."))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
+
+    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass.
+    """
+    _move(model, optimizer, torch.device("cpu"))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, back from where `offload` put them to the device of sharding."""
+    _move(model, optimizer, device)
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    model.to(device)
+    for state in optimizer.state.values() if optimizer else ():
+        for name, x in state.items():
+            if name != "step":  # a number; AdamW wants it on the device if fused, on the host if not
+                state[name] = x.to(device)
+
+
+def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) for all parameters, tied ones once, cast to `dtype` before gathering.
+
+    All ranks must iterate. Many are gathered by one call, since for each alone Python would take half a millisecond.
+    """
+    named = list(model.named_parameters())
+    ends = itertools.accumulate(x.numel() for _, x in named)
+    for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
+        names, parameters = zip(*(pair for pair, _ in batch), strict=True)
+        yield from zip(names, _whole([x.detach() for x in parameters], dtype or parameters[0].dtype), strict=True)
+
+
+def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype`."""
+    if not isinstance(tensors[0], DTensor):
+        return [x.to(dtype) for x in tensors]
+    mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
+    size = mesh.size(mesh.ndim - 1)
+    if size == 1:
+        return [x.to(dtype) for x in local]
+    counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
+    own = torch.zeros(sum(counts), dtype=dtype, device=local[0].device)
+    places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
+    torch._foreach_copy_(places, [x.flatten() for x in local])
+    every = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(every, own, mesh.get_group(mesh.ndim - 1))
+    parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
+    return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def last_micro_batch(model: nn.Module, is_last: bool) -> None:
+    """Say before a backward pass whether it is the last one of an update. Copies of the model, if `shard` made several,
+    add up their gradients then, once an update instead of once a micro-batch.
+    """
+    if model.packed.is_whole:
+        model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
+    else:
+        model.set_requires_all_reduce(is_last)  # shards of a copy are summed every time, or they would not fit
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping.
+
+    All ranks must enter.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
