@@ -1,13 +1,14 @@
 # make demo    install, then train a tiny model from scratch with SFT and improve it with GRPO: a few minutes on two cores
-# make test    install, then the whole test suite
+# make check   install, then ruff and the tests of formulas, batching and data: under a minute on two cores
+# make test    install, then the whole test suite: tests/README.md says what to run after which change
 # make faults  install, then kill runs at 50 random times and break their checkpoints: 12 minutes on two cores
-# make lint    ruff
+# make lint    install, then ruff
 
 PYTHON ?= python3
 BIN := .venv/bin
 CPU_TORCH := torch==2.13.0+cpu
 
-.PHONY: install demo test faults lint clean
+.PHONY: install demo check test faults lint clean
 
 install: .venv/installed
 
@@ -25,6 +26,9 @@ install: .venv/installed
 
 demo: install
 	$(BIN)/python benchmarks/demo.py
+
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/formulas tests/data
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
