@@ -133,14 +133,9 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. Report.
         total_tokens = batch.lengths.sum().item()
-        found = {
-            **means.reduce(),
-            "train/grad_norm": grad_norm,
-            "train/lr": lr,
-            "train/global_tokens": float(total_tokens),
-        }
+        found = {"train/grad_norm": grad_norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
         shown = step + 1 == total_steps or (args.log_freq > 0 and (step + 1) % args.log_freq == 0)
-        result |= run.log_step(step + 1, found, tokens=total_tokens, shown=shown)
+        result |= run.log_step(step + 1, means.reduce() | found, tokens=total_tokens, shown=shown)
 
     run.close()
     return result

@@ -143,7 +143,7 @@ def main(args: Args) -> dict[str, float]:
             sharding.last_micro_batch(model, micro_rows is update.micro_batches[-1])  # when copies add up
             loss.backward()  # adds to the gradients, and sums them over ranks
             means.over_updates({"train/loss": loss})
-            means.over_sequences({"train/accuracy": chosen > rejected, "train/margin": chosen - rejected})
+            means.over_sequences({"train/accuracy": chosen > rejected})
             means.over_sequences({"train/score_chosen": chosen, "train/score_rejected": rejected})
         grad_norm = sharding.clip_grad_norm(model, args.grad_clip)
         if not math.isfinite(grad_norm):
@@ -153,13 +153,9 @@ def main(args: Args) -> dict[str, float]:
         clock("update")
 
         # 4. Report.
-        total_tokens = batch.lengths.sum().item()
-        found = {
-            **means.reduce(),
-            "train/grad_norm": grad_norm,
-            "train/lr": lr,
-            "train/global_tokens": float(total_tokens),
-        }
+        total_tokens, found = batch.lengths.sum().item(), means.reduce()
+        found["train/margin"] = found["train/score_chosen"] - found["train/score_rejected"]
+        found |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
         shown = step + 1 == total_steps or (args.log_freq > 0 and (step + 1) % args.log_freq == 0)
         result |= run.log_step(step + 1, found, tokens=total_tokens, shown=shown)
 
