@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from rl import fsdp, reward_model
-from rl.fsdp import Dist, init_distributed, shutdown_distributed
+from rl import models, reward_model
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
 torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
 
@@ -39,10 +39,10 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[Dist]:
+def world() -> Iterator[Ranks]:
     """A process group of one rank on the CPU, for as long as a test module runs."""
-    yield init_distributed()
-    shutdown_distributed()
+    yield init_ranks()
+    shutdown_ranks()
     launch.forget_rank()
 
 
@@ -65,7 +65,7 @@ def runs_here(one_thread) -> Iterator[None]:
 @pytest.fixture
 def in_double(monkeypatch) -> None:
     """Scripts train in float64, so that what is equal up to rounding stays so through Adam."""
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
+    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
     monkeypatch.setattr(reward_model, "load_pretrained", h.load_critic_in_double())
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from rl import fsdp, reward_model
+from rl import models, reward_model
 from rl.engines import hf
-from rl.rollout import fold
-from rl.scoring import Scorer
+from rl.rollout import fold, seeded
+from rl.scoring.pool import Scorer
 
 CLOCKS = (  # differ from run to run
     "timing_s/",
@@ -246,23 +247,30 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert not different, f"{len(different)} of {len(left)} differ: {different[:5]}"
 
 
-def generate_by_prompt(sample: Callable = hf.generate) -> Callable:
-    """A `generate` whose responses depend on the prompt and the weights alone: not on seed, rank or neighbours."""
+def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
+    """A `step` of the hf engine that samples all responses to one row of `sample_groups` to their end.
 
-    def generate(engine, prompts, sampling, *, seed, on_group=None):
-        groups = []
-        for i, prompt in enumerate(prompts):
-            groups += sample(engine, [prompt], sampling, seed=fold(*prompt))
-            if on_group is not None:
-                on_group(i, groups[i])
-        return groups
+    They depend on the prompt and the weights alone: not on seed, rank or neighbours.
+    """
 
-    return generate
+    def whole_group(engine):
+        waiting, engine.waiting = engine.waiting, deque()
+        first = waiting[0].request
+        while waiting and waiting[0].request.key[0] == first.key[0]:
+            engine.waiting.append(waiting.popleft())
+        completions = []
+        with seeded(fold(*first.prompt_ids), engine.device):
+            while engine.has_requests():
+                completions += step(engine)
+        engine.waiting = waiting
+        return completions
+
+    return whole_group
 
 
-def load_in_double(load: Callable = fsdp.load_policy) -> Callable:
-    """A `load_policy` that gives float64, in which what is equal up to rounding stays so through Adam."""
-    return lambda path, d, **_: load(path, d, dtype=torch.float64)
+def load_in_double(load: Callable = models.load_causal_lm) -> Callable:
+    """A `models.load_causal_lm` that gives float64, in which what is equal up to rounding stays so through Adam."""
+    return lambda path, ranks, **_: load(path, ranks, dtype=torch.float64)
 
 
 def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -276,18 +284,34 @@ def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 def load_critic_in_double(load: Callable = reward_model.load_pretrained) -> Callable:
     """What `load_in_double` is for the policy, for `reward_model.load_pretrained`."""
-    return lambda auto_class, path, d, *, dtype, **config: load(auto_class, path, d, dtype=torch.float64, **config)
+    return lambda auto_class, path, ranks, *, dtype, **config: load(
+        auto_class, path, ranks, dtype=torch.float64, **config
+    )
 
 
-def record_generate(rounds: list, sample: Callable = hf.generate) -> Callable:
-    """A `generate` that appends to `rounds` what it returns, for each call a list of (prompt ids, completions)."""
+def record_rounds(rounds: list, patch: Callable[[object, str, object], None]) -> None:
+    """From now on every `sample_groups` with the hf engine appends what it samples to `rounds`: a list of
+    (prompt ids, completions), one for each row, complete once the function returns.
 
-    def generate(engine, prompts, *args, **kwargs):
-        groups = sample(engine, prompts, *args, **kwargs)
-        rounds.append(list(zip(prompts, groups, strict=True)))
-        return groups
+    Args: patch, such as `monkeypatch.setattr` or `setattr`.
+    """
+    add, step = hf.Engine.add, hf.Engine.step
 
-    return generate
+    def recording_add(engine, requests):
+        add(engine, requests)
+        by_row = itertools.groupby(requests, key=lambda request: request.key[0])
+        groups = [list(group) for _, group in by_row]
+        rounds.append([(list(group[0].prompt_ids), [None] * len(group)) for group in groups])
+
+    def recording_step(engine):
+        completions = step(engine)
+        for completion in completions:
+            i, j = completion.key
+            rounds[-1][i][1][j] = completion
+        return completions
+
+    patch(hf.Engine, "add", recording_add)
+    patch(hf.Engine, "step", recording_step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,14 +355,14 @@ def crash_at(rank: int, n: int, after: str | None = None, *, collect: Callable =
     """
     calls = 0
 
-    def crashing(scorer, samples):
+    def crashing(scorer, tickets):
         nonlocal calls
         calls += 1
         if calls == n and int(os.environ["RANK"]) == rank:
             while after is not None and not os.path.exists(after):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
-        return collect(scorer, samples)
+        return collect(scorer, tickets)
 
     return crashing
 
@@ -358,12 +382,12 @@ def at_call(owner: Any, name: str, n: int, act: Callable[[], object]) -> None:
 def run_entries(entries: Iterable[dict]) -> None:
     """Run main of a script for each {"script": module, "settings": arguments}, with a process group of its own.
 
-    Its "port" is where the ranks meet. From a "comparable" one on, see `generate_by_prompt` and `load_in_double`. With
+    Its "port" is where the ranks meet. From a "comparable" one on, see `step_by_prompt` and `load_in_double`. With
     "crash_at": arguments of `crash_at`.
     """
     for entry in entries:
         if entry.get("comparable"):
-            hf.generate, fsdp.load_policy = generate_by_prompt(), load_in_double()
+            hf.Engine.step, models.load_causal_lm = step_by_prompt(), load_in_double()
             Qwen2RMSNorm.forward = norm_in_double
             reward_model.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
