@@ -19,8 +19,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
-from rl import fsdp  # noqa: E402
-from rl.engines import vllm  # noqa: E402
+from rl.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.ranks import init_ranks  # noqa: E402
+from rl.rollout import sample_groups  # noqa: E402
 from rl.types import Sampling  # noqa: E402
 
 PROMPTS, GROUP, TOKENS, ROUNDS = 64, 8, 100, 2
@@ -56,20 +57,22 @@ def microseconds_a_token(sample: Callable[[int], Any], parts: dict[str, tuple[An
 def main() -> dict[str, dict[str, float]]:
     """Print and return both rows."""
     torch.set_num_threads(1)
-    d = fsdp.init_distributed()
+    ranks = init_ranks()
     with tempfile.TemporaryDirectory() as folder:
         model = step_time.model_folder("tiny", None, Path(folder), "fixed", 400)
-        engine = vllm.make_engine(
-            str(model), d=d, dtype=d.dtype, max_model_len=256, max_num_seqs=PROMPTS * GROUP, load_weights=True
+        engine = vllm.Engine(
+            str(model), ranks, ranks.dtype, max_model_len=256, max_num_seqs=PROMPTS * GROUP, load_weights=True
         )
-        from vllm import SamplingParams  # only after make_engine has set vLLM's environment
+        from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
         prompts = [[5 + i] * 20 for i in range(PROMPTS)]
-        parts = {"schedule": (engine.scheduler, "schedule"), "update": (engine.scheduler, "update_from_output")}
+        scheduler = engine.core.scheduler
+        parts = {"schedule": (scheduler, "schedule"), "update": (scheduler, "update_from_output")}
 
         def ours(seed: int) -> int:
-            groups = vllm.generate(engine, prompts, Sampling(GROUP, 1.0, max_tokens=TOKENS), seed=seed)
-            return sum(len(completion.token_ids) for group in groups for completion in group)
+            rows = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(prompts)]
+            samples, _ = sample_groups(engine, rows, Sampling(GROUP, 1.0, max_tokens=TOKENS), seed=seed)
+            return sum(len(sample.response_ids) for sample in samples)
 
         def plain(seed: int) -> int:
             torch.manual_seed(seed)
@@ -81,9 +84,9 @@ def main() -> dict[str, dict[str, float]]:
             return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
         rows = {"rl/engines/vllm.py": microseconds_a_token(ours, parts)}
-        vllm.drop_shortcuts(engine)
+        vllm_scheduler.drop_shortcuts(scheduler)
         rows["vLLM's generate"] = microseconds_a_token(plain, parts)
-        vllm.close(engine)
+        engine.close()
     print(f"\n{'CPU microseconds a token':26}{'all':>8}{'schedule':>10}{'update':>8}")
     for name, row in rows.items():
         print(f"{name:26}{row['all']:8.1f}{row['schedule']:10.1f}{row['update']:8.1f}")

@@ -37,11 +37,11 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402
 from benchmarks import make_model  # noqa: E402
 from data import arithmetic  # noqa: E402
-from rl import fsdp  # noqa: E402
+from rl import batching  # noqa: E402
 from rl.attention import choose_attention  # noqa: E402
-from rl.data import encode_prompts, read_rows  # noqa: E402
-from rl.engines import vllm  # noqa: E402
-from rl.rollout import stop_token_ids  # noqa: E402
+from rl.data import encode_prompts, read_rows, stop_token_ids  # noqa: E402
+from rl.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.ranks import Ranks, init_ranks  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -187,16 +187,16 @@ def train_flops(config: PreTrainedConfig, *, tokens: float, response_tokens: flo
     )
 
 
-def matmul_peak(d: fsdp.Dist) -> float:
+def matmul_peak(ranks: Ranks) -> float:
     """FLOP/s of a large square matrix product in the dtype and on the device of the training: the best of ten."""
-    n = 8192 if d.device.type == "cuda" else 512
-    a, b = (torch.randn(n, n, device=d.device, dtype=d.dtype) for _ in range(2))
+    n = 8192 if ranks.device.type == "cuda" else 512
+    a, b = (torch.randn(n, n, device=ranks.device, dtype=ranks.dtype) for _ in range(2))
     out, best = torch.empty_like(a), float("inf")
     for _ in range(10):
-        start = now(d.device)
+        start = now(ranks.device)
         for _ in range(5):
             torch.matmul(a, b, out=out)
-        best = min(best, (now(d.device) - start) / 5)
+        best = min(best, (now(ranks.device) - start) / 5)
     return 2 * n**3 / best
 
 
@@ -214,13 +214,13 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
     of its own on every rank, which form a group on `port`. All engines are taken to be as fast as this rank's.
     """
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    d = fsdp.init_distributed()
+    ranks = init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = encode_prompts(tokenizer, read_rows(args.train_files), max_prompt_length=args.max_prompt_length)
-    engine = vllm.make_engine(
+    engine = vllm.Engine(
         args.model,
-        d=d,
-        dtype=d.dtype,
+        ranks,
+        ranks.dtype,
         max_model_len=args.max_prompt_length + args.max_response_length,
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -229,8 +229,9 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         seed=args.seed,
         load_weights=True,
     )
-    vllm.drop_shortcuts(engine)
-    from vllm import SamplingParams  # only after make_engine has set vLLM's environment
+    if isinstance(engine.core, vllm_scheduler.Shortcuts):
+        vllm_scheduler.drop_shortcuts(engine.core.scheduler)
+    from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
     sampling = SamplingParams(
         n=args.rollout_n,
@@ -240,19 +241,19 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         detokenize=False,
     )
     tp = args.tensor_model_parallel_size
-    engines = replace(d, rank=d.rank // tp, world_size=d.world_size // tp)
-    own_rows = fsdp.own_slice(rows[: args.train_batch_size], engines)
+    engines = replace(ranks, data_rank=ranks.rank // tp, data_size=ranks.size // tp)
+    own_rows = engines.own_slice(rows[: args.train_batch_size])
     prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in own_rows]
     rates = []
     for seed in range(rounds + 1):
         torch.manual_seed(seed)  # the same on all ranks of an engine
         np.random.seed(seed)
         engine.llm.reset_prefix_cache()
-        start = now(d.device)
+        start = now(ranks.device)
         outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = now(d.device) - start
-        rates.append(sum(len(c.token_ids) for o in outputs for c in o.outputs) / seconds * engines.world_size)
-    vllm.close(engine)
+        seconds = now(ranks.device) - start
+        rates.append(sum(len(c.token_ids) for o in outputs for c in o.outputs) / seconds * engines.data_size)
+    engine.close()
     return max(rates[1:])
 
 
@@ -273,20 +274,20 @@ def free_port() -> int:
 
 
 def record_updates() -> list[dict[str, float]]:
-    """Let train_grpo note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share of
-    --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
+    """Let rl/batching.py note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share
+    of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
     """
-    plan, notes = train_grpo.plan_updates, []
+    plan, notes = batching.plan_updates, []
 
     def planned(lengths: list[int], **settings: Any) -> Any:
         updates = plan(lengths, **settings)
-        micros = [rows for _, micros in updates for rows in micros]
+        micros = [rows for update in updates for rows in update.micro_batches]
         tokens = sum(lengths[i] - (settings["shared"][i] if i - 1 in rows else 0) for rows in micros for i in rows)
         fill = tokens / (len(micros) * settings["max_tokens"])
         notes.append({"sum_squares": float(sum(n * n for n in lengths)), "micro_batch_fill": fill})
         return updates
 
-    train_grpo.plan_updates = planned
+    batching.plan_updates = planned
     return notes
 
 
@@ -390,28 +391,28 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     """Build, compare, train and report; returns the report. `flags` are train_grpo.py's."""
     if not 0 <= args.warmup < args.steps:
         raise ValueError(f"--warmup {args.warmup} must be less than --steps {args.steps}: the rest is measured")
-    d = fsdp.init_distributed()
+    ranks = init_ranks()
     for folder in (args.out, args.cache):
         folder.mkdir(parents=True, exist_ok=True)
     shape = (args.shape, args.tokenizer, args.cache, args.lengths, args.mean_length)
-    model = fsdp.all_gather([model_folder(*shape)] if d.is_main else [], d)[0]
-    port = fsdp.all_gather([free_port()], d)[0]
+    model = ranks.all_gather([model_folder(*shape)] if ranks.is_main else [])[0]
+    port = ranks.all_gather([free_port()])[0]
     prompts = args.out / "prompts.jsonl"
     train = train_args(args, model, prompts, flags)
-    if d.is_main:
+    if ranks.is_main:
         write_prompts(prompts, train.train_batch_size * args.steps, args.prompt_length, train.model)
-    fsdp.all_gather([None], d)  # wait for them
-    device = torch.cuda.get_device_name(d.device) if d.device.type == "cuda" else "CPU"
-    attention = choose_attention(d.device, d.dtype)
-    peak = matmul_peak(d)
-    if d.device.type == "cuda":
+    ranks.all_gather([None])  # wait for them
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
+    attention = choose_attention(ranks.device, ranks.dtype)
+    peak = matmul_peak(ranks)
+    if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     bare = None
     if args.bare_rounds:
         bare = in_own_process(bare_generation, train, args.bare_rounds, port)
     notes = record_updates()
     train_grpo.main(train)
-    if not d.is_main:
+    if not ranks.is_main:
         return {}
     lines = [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "timing_s/update_actor" in line]  # evaluations have lines of their own
@@ -422,12 +423,12 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
         "rollout_n": train.rollout_n,
         "prompt_length": args.prompt_length,
         "max_response_length": train.max_response_length,
-        "gpus": d.world_size,
+        "gpus": ranks.size,
         "device": device,
         "attention": attention,
         "versions": versions(),
         "flags": flags,
-        **summarize(lines, notes, train, warmup=args.warmup, world_size=d.world_size, peak=peak, bare=bare),
+        **summarize(lines, notes, train, warmup=args.warmup, world_size=ranks.size, peak=peak, bare=bare),
     }
     (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(
