@@ -169,10 +169,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            found = evaluate(
-                engine, scorer, val_rows, sampling, ranks, seed=args.seed, num_shown=args.log_val_generations
-            )
-            result |= run.log_evaluation(step, *found)
+            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -246,23 +243,17 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages_B1[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
-        # the surrogate, is -advantage * ratio; the ratio is the token's probability now over that when the step began.
-        # It begins at 1, where its gradient is that of the log-prob. A token whose ratio has left the range that the
-        # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         clips = dict(
             clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
         )
+        scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
             # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
-            denominators = dict(
-                num_tokens=update.num_tokens,
-                num_seqs=update.num_seqs,
-                scale=args.loss_scale_factor or args.max_response_length,
-            )
+            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
@@ -286,7 +277,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
                 means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
-            if run.is_usable(step, norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
+            if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         clock("update_actor")
@@ -310,7 +301,7 @@ def main(args: Args) -> dict[str, float]:
         }
         generated = sum(r.response_length for group in sampled for r in group)
         result |= run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
-        run.show_sample(step, own_samples, own_scores)
+        run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)

@@ -174,10 +174,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            found = evaluate(
-                engine, scorer, val_rows, sampling, ranks, seed=args.seed, num_shown=args.log_val_generations
-            )
-            result |= run.log_evaluation(step, *found)
+            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -245,14 +242,11 @@ def main(args: Args) -> dict[str, float]:
         clips = dict(
             clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
         )
+        scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
             # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
-            denominators = dict(
-                num_tokens=update.num_tokens,
-                num_seqs=update.num_seqs,
-                scale=args.loss_scale_factor or args.max_response_length,
-            )
+            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
@@ -280,7 +274,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
                 means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
-            if run.is_usable(step, norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
+            if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         clock("update_actor")
@@ -299,7 +293,7 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         result |= run.log_step(step + 1, found, **metrics.count(responses))
-        run.show_sample(step, own_samples, own_scores)
+        run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)

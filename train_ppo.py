@@ -6,8 +6,7 @@
 Proximal Policy Optimization (arXiv 1707.06347) for language models (InstructGPT, arXiv 2203.02155): every token is an
 action of the policy, the model that learns, and the reward comes with the last one. A second model, the critic, guesses
 at every token what reward will come: its *value*. The *advantage* of a token is how much better things went from there
-on than the critic thought (generalised advantage estimation, arXiv 1506.02438).
-
+on than the critic thought (generalised advantage estimation, arXiv 1506.02438). train_grpo.py explains other words.
 Deviations from the papers, all common practice:
   1. advantages are whitened over all tokens of the step;  2. no KL term unless --use-kl-in-reward or --use-kl-loss;
   3. actor and critic are two models, each with its own optimizer, unless --share-backbone;
@@ -146,11 +145,10 @@ def main(args: Args) -> dict[str, float]:
     critic = policy if args.share_backbone else load_critic(args, ranks)
     reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
-    learning = {"actor": policy} if args.share_backbone else {"actor": policy, "critic": critic}
-    trained = {
-        name: (model, torch.optim.AdamW(model.parameters(), weight_decay=args.weight_decay, fused=True))
-        for name, model in learning.items()
-    }
+    adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
+    trained = {"actor": (policy, adamw(policy.parameters()))}
+    if not args.share_backbone:
+        trained["critic"] = (critic, adamw(critic.parameters()))
     run.resume(
         trained,
         about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
@@ -171,16 +169,12 @@ def main(args: Args) -> dict[str, float]:
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
         # 2. Rollouts: push the policy into the engine, sample G responses per prompt, prove that both sides agree.
-        if args.critic_offload:
-            run.offload("critic")
+        run.offload()  # the critic, if --critic-offload
         engine.wake()
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            found = evaluate(
-                engine, scorer, val_rows, sampling, ranks, seed=args.seed, num_shown=args.log_val_generations
-            )
-            result |= run.log_evaluation(step, *found)
+            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -188,8 +182,7 @@ def main(args: Args) -> dict[str, float]:
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
-        if args.critic_offload:
-            run.onload("critic")
+        run.onload()
         verify_engine(policy, own_samples, temperature=args.temperature, limit=args.max_logprob_gap, ranks=ranks)
         clock("verify")
 
@@ -213,8 +206,7 @@ def main(args: Args) -> dict[str, float]:
         clock("batch")
 
         # 5. Fixed values, of the critic that starts this step, and fixed log-probs, without gradients: of the policy
-        # that starts it, for the ratio in phase 7, and of the reference, for the KL terms: they measure how far the
-        # policy has moved away from it.
+        # that starts it, for the ratio in phase 7, and of the reference, for the KL terms.
         batch = replace(batch, values=fixed_values(critic, batch, updates))
         clock("values")
         if not on_policy or args.use_kl_in_reward:
@@ -234,8 +226,7 @@ def main(args: Args) -> dict[str, float]:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * mask  # (b, T)
             rewards = rewards - kl_coef * token_kl
             own_kl = token_kl.sum(1) / mask.sum(1).clamp(min=1)  # (b,) of a token, on average over its response
-            kl_B = ranks.all_rows(own_kl, batch.rows, len(responses))
-            mean_kl = kl_B[scores_B.isfinite()].mean().nan_to_num().item()
+            mean_kl = ranks.all_rows(own_kl, batch.rows, len(responses))[scores_B.isfinite()].mean().nan_to_num().item()
             kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
             if args.kl_ctrl_type == "adaptive":
                 num_responses = int(scores_B.isfinite().sum())
@@ -247,10 +238,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages.whiten(gae, mask, mean=mean, var=var), returns=returns)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
-        # the surrogate, is -advantage * ratio; the ratio is the token's probability now over that when the step began.
-        # It begins at 1, where its gradient is that of the log-prob. A token whose ratio has left the range that the
-        # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         learners = trained if step >= args.critic_warmup else {"critic": trained["critic"]}
         kind, warmup, late = args.lr_scheduler_type, args.lr_warmup_steps, args.critic_warmup
         lrs = {  # the actor's schedule begins when the actor does
@@ -263,14 +251,11 @@ def main(args: Args) -> dict[str, float]:
             clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
         )
         heads = dict(temperature=args.temperature, entropy_grad=args.entropy_coeff != 0)
+        scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
             # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
-            denominators = dict(
-                num_tokens=update.num_tokens,
-                num_seqs=update.num_seqs,
-                scale=args.loss_scale_factor or args.max_response_length,
-            )
+            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
@@ -312,12 +297,8 @@ def main(args: Args) -> dict[str, float]:
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
                 means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
                 means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
-            norms.append(
-                {name: sharding.clip_grad_norm(model, args.grad_clip) for name, (model, _) in learners.items()}
-            )
-            usable = run.is_usable(
-                step, norms[-1], update.num_tokens, batch
-            )  # raises at the third in a row that is not
+            norms.append({x: sharding.clip_grad_norm(model, args.grad_clip) for x, (model, _) in learners.items()})
+            usable = run.is_usable(norms[-1], update.num_tokens, batch)  # raises at the third in a row that is not
             for _, optimizer in learners.values():
                 if usable:
                     optimizer.step()
@@ -326,25 +307,19 @@ def main(args: Args) -> dict[str, float]:
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, diagnostics means over all tokens of all ranks.
-        _, spread = ranks.moments(returns, batch.response_mask)
-        _, rest = ranks.moments(returns - batch.values, batch.response_mask)
+        rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
         found = {
             **metrics.of_scores(responses, rows),
             **metrics.of_lengths(responses),
-            **metrics.describe(
-                "critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[scores_B.isfinite()]
-            ),
-            **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
-            **metrics.describe_tokens("critic/values", batch.values, batch.response_mask, ranks),
-            **metrics.describe_tokens("critic/returns", returns, batch.response_mask, ranks),
-            "critic/vf_explained_var": 1 - rest / spread if spread > 1e-8 else 0.0,  # equal returns differ by rounding
+            **metrics.describe("critic/rewards", rewards_B[scores_B.isfinite()]),
+            **metrics.of_critic(batch, ranks),
             **metrics.of_norms(norms),
             **kl_metrics,
             **{"rollout/logprob_gap_max": 0.0} | means.reduce(),  # none in --critic-warmup
             **{f"{name}/lr": lrs[name] for name in learners},
         }
         result |= run.log_step(step + 1, found, **metrics.count(responses))
-        run.show_sample(step, own_samples, own_scores)
+        run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizers and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)

@@ -14,30 +14,22 @@ from rl.types import Sampling
 
 
 def evaluate(
-    engine: Engine,
-    scorer: Scorer,
-    rows: Sequence[dict],
-    sampling: Sampling,
-    ranks: Ranks,
-    *,
-    seed: int,
-    num_shown: int,
+    args: Any, engine: Engine, scorer: Scorer, rows: Sequence[dict], sampling: Sampling, ranks: Ranks
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Score one greedy response to every held-out prompt.
 
-    Args: rows, on all ranks; sampling, as in training, of which n and temperature are replaced; num_shown, how many
-    responses, those to the first rows, to return as well.
-    Returns: val-core/*, val-aux/*, val/accuracy and val/response_length; and {prompt, response, score} of those to
-    show. All ranks must enter.
+    Args: args, of the script; rows, on all ranks; sampling, as in training, of which n and temperature are replaced.
+    Returns: val-core/*, val-aux/*, val/accuracy and val/response_length; and {prompt, response, score} of the first
+    --log-val-generations rows. All ranks must enter.
     """
     greedy = replace(sampling, n=1, temperature=0.0)
     own_rows = ranks.own_slice(rows)
-    own_samples, tickets = sample_groups(engine, own_rows, greedy, seed=seed, on_group=scorer.submit)
+    own_samples, tickets = sample_groups(engine, own_rows, greedy, seed=args.seed, on_group=scorer.submit)
     stop.check(ranks)
     own_scores = scorer.collect(tickets)
     stop.check(ranks)
     responses = share(own_samples, own_scores, rows, ranks)
-    first = {row["row_index"] for row in rows[:num_shown]}
+    first = {row["row_index"] for row in rows[: args.log_val_generations]}
     shown = [
         {"prompt": scorer.tokenizer.decode(s.prompt_ids), "response": x.text, "score": x.value}
         for s, x in zip(own_samples, own_scores, strict=True)

@@ -130,7 +130,7 @@ def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
 
     Returns while a thread still reads the tensors. The next step of each optimizer waits for that; before they are
     changed or moved in any other way, call `wait_until_copied`. Waits for the save before. Modules may be on any
-    device. `state` is what the loop carries from step to step and does not follow from the step's number: each rank's own.
+    device. `state` is what each rank's loop carries from step to step and does not follow from the step's number.
 
     Older checkpoints beyond the number to keep are deleted afterwards. After a failure, such as a full disk, nothing is
     left of the new checkpoint and older ones are as they were. The `save`, `leave` or `close` after it counts it in

@@ -69,10 +69,10 @@ class Run:
         """Load the checkpoint, if there is one, into what is trained; plan the memory; say what will run.
 
         Args: trained, models with their optimizers by name; about, a line for the console; engine, asleep; frozen, a
-        reference model; offloaded, names in `trained` of what is on the host while the engine generates. With an engine
-        the memory plan is made, and raises RuntimeError with the flags to change if something will not fit.
+        reference model; offloaded, names in `trained` of what `offload` moves while the engine generates. With an
+        engine the memory plan is made, and raises RuntimeError with the flags to change if something will not fit.
         """
-        self.trained, resume_from = trained, self.folder.resume_from
+        self.trained, self.offloaded, resume_from = trained, offloaded, self.folder.resume_from
         self.start = checkpoint.load(resume_from, trained) if resume_from else 0
         for _, optimizer in trained.values():
             optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
@@ -105,7 +105,7 @@ class Run:
         if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
             checkpoint.save(self.folder, step, self.trained, encoded)  # goes on in the background
         stop.arm(checkpoint.leaving(self.folder, step, self.trained, encoded), partial(self.tracker.close, 5.0))
-        self.clock = Clock(self.ranks)
+        self.step, self.clock = step, Clock(self.ranks)
         return self.clock
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -123,17 +123,19 @@ class Run:
         """End this process in good order if any rank was asked to stop, unless the step has begun to change weights."""
         stop.check(self.ranks)
 
-    def offload(self, name: str) -> None:
-        """Move a model that is trained, and its optimizer, to the host."""
-        checkpoint.wait_until_copied(self.folder)
-        offload(*self.trained[name])
+    def offload(self) -> None:
+        """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
+        for name in self.offloaded:
+            checkpoint.wait_until_copied(self.folder)
+            offload(*self.trained[name])
 
-    def onload(self, name: str) -> None:
-        """Move them back to the device."""
-        model, optimizer = self.trained[name]
-        onload(model, self.ranks.device, optimizer)
+    def onload(self) -> None:
+        """Move it back to the device."""
+        for name in self.offloaded:
+            model, optimizer = self.trained[name]
+            onload(model, self.ranks.device, optimizer)
 
-    def is_usable(self, step: int, norms: dict[str, float], num_tokens: float, batch: Batch) -> bool:
+    def is_usable(self, norms: dict[str, float], num_tokens: float, batch: Batch) -> bool:
         """Whether an update may be made: its gradient norms are finite, and there were tokens to learn from.
 
         Raises RuntimeError at the third in a row that may not, and writes the batch to the run's folder.
@@ -142,10 +144,10 @@ class Run:
         self.useless_updates = 0 if usable else self.useless_updates + 1
         if self.useless_updates == MAX_USELESS_UPDATES:
             raise RuntimeError(
-                f"step {step + 1}: three updates in a row were useless, the last one with gradient norms {norms} over "
-                f"{num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, if "
+                f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norms {norms} "
+                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, if "
                 "there are no tokens mend the reward, or raise --max-response-length where --overlong-filtering leaves "
-                f"none; the step's batch is in {checkpoint.save_batch(self.folder, step + 1, batch)}"
+                f"none; the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
             )
         return usable
 
@@ -163,9 +165,9 @@ class Run:
             self.tracker.print(f"ALARM at step {step}: {alarm}")
         return metrics
 
-    def show_sample(self, step: int, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
+    def show_sample(self, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
         """Print rank 0's first response every --log-samples-freq steps."""
-        if self.args.log_samples_freq and step % self.args.log_samples_freq == 0 and own_samples:
+        if self.args.log_samples_freq and self.step % self.args.log_samples_freq == 0 and own_samples:
             prompt = self.tokenizer.decode(own_samples[0].prompt_ids)
             self.tracker.print(show_sample(prompt, own_scores[0].text, own_scores[0].value))
 

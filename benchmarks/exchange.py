@@ -1,0 +1,89 @@
+"""What ranks send each other between sampling and training: seconds and bytes of a step's exchange, without any model.
+
+    torchrun --nproc_per_node 4 benchmarks/exchange.py --responses 16384 --tokens 8192
+    CUDA_VISIBLE_DEVICES= torchrun --nproc_per_node 4 benchmarks/exchange.py     # on the CPU of a machine with GPUs
+
+Every rank makes up its share of the responses, of random lengths up to --tokens, 8 to a prompt. Timed, in seconds of
+the slowest rank: `share`, which tells all ranks the scores and lengths, and `make_batch`, which plans the updates and
+sends each rank the tokens that it trains on. Bytes are what rank 0 receives from others. Prints one line of JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rl.batching import BYTES_PER_TOKEN, make_batch  # noqa: E402
+from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
+from rl.rollout import scores_of, share  # noqa: E402
+from rl.types import Sample, Score  # noqa: E402
+
+GROUP = 8  # responses to a prompt
+
+
+@dataclass(frozen=True)
+class Args:
+    responses: int = 512  # of the step, over all ranks
+    tokens: int = 8192  # most tokens of a response
+    prompt_tokens: int = 128  # of every prompt
+    mini_batches: int = 1  # optimizer steps
+    max_tokens: int = 16384  # of a micro-batch
+    rounds: int = 3  # the fastest counts
+
+
+def make_own(args: Args, ranks: Ranks) -> tuple[list[dict], list[Sample], list[Score]]:
+    """All rows, and this rank's samples and scores."""
+    rows = [
+        {"row_index": i, "prompt_ids": np.random.default_rng(i).integers(0, 150_000, args.prompt_tokens).tolist()}
+        for i in range(args.responses // GROUP)
+    ]
+    rng, samples = np.random.default_rng(1000 + ranks.rank), []
+    for row in ranks.own_slice(rows):
+        for n in rng.integers(args.tokens // 2, args.tokens + 1, GROUP):
+            ids, logprobs = rng.integers(0, 150_000, n), -rng.random(n)
+            samples.append(Sample(row["prompt_ids"], ids, np.ones(n), logprobs, "stop", row["row_index"]))
+    text = "x" * int(3.5 * args.tokens)
+    return rows, samples, [Score(text, float(i % 2), {"acc": float(i % 2)}, "ok", 0.1) for i in range(len(samples))]
+
+
+def timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of the slowest rank, and what the work returns."""
+    dist.barrier(group=ranks.group)
+    start = time.perf_counter()
+    result = work()
+    return max(ranks.all_gather([time.perf_counter() - start])), result
+
+
+def main(args: Args) -> dict[str, float]:
+    """Measure, print, and return the figures."""
+    ranks = init_ranks()
+    rows, samples, scores = make_own(args, ranks)
+    limits = dict(mini_batch_size=args.responses // args.mini_batches, max_tokens=args.max_tokens)
+    best: dict[str, float] = {}
+    for _ in range(args.rounds):
+        sharing, responses = timed(ranks, lambda: share(samples, scores, rows, ranks))
+        learn = scores_of(responses).isfinite()
+        plan = partial(make_batch, responses, learn, pad_id=0, ranks=ranks, **limits)
+        batching, (batch, _) = timed(ranks, plan)
+        found = {"share_s": sharing, "make_batch_s": batching, "total_s": sharing + batching}
+        best = min(best or found, found, key=lambda x: x["total_s"])
+    moved = [responses[i] for i in batch.rows.tolist() if responses[i].rank != ranks.data_rank]
+    best["tokens_received_mb"] = sum(BYTES_PER_TOKEN * r.response_length for r in moved) / 1e6
+    best["batch_mb"] = sum(x.nbytes for x in vars(batch).values() if x is not None) / 1e6
+    if ranks.is_main:
+        print(json.dumps({"ranks": ranks.size, "responses": args.responses, "tokens": args.tokens, **best}))
+    shutdown_ranks()
+    return best
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
