@@ -7,17 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers_data import ranks_without_group, sample
 
 from rl.batching import collate, plan_micro_batches, plan_updates
-from rl.types import Batch, Sample, select
+from rl.types import Batch, places, select
 
 EOS = 2
-
-
-def sample(prompt_ids, response_ids, response_mask=None, rollout_logprobs=None, row_index=0):
-    mask = [1] * len(response_ids) if response_mask is None else response_mask
-    logprobs = [-0.5 * (i + 1) for i in range(len(response_ids))] if rollout_logprobs is None else rollout_logprobs
-    return Sample(prompt_ids, response_ids, mask, logprobs, "stop", row_index)
 
 
 # --- samples ---
@@ -73,6 +68,24 @@ def test_collate_refuses_samples_that_do_not_line_up():
         collate([], pad_id=0)
 
 
+def test_collate_of_a_ranks_own_rows():
+    samples = [sample([5, 6], [7, EOS]), sample([8], [9])]
+    batch = collate(samples, pad_id=3, rows=[2, 7], width=6)
+    assert batch.input_ids.tolist() == [[5, 6, 7, EOS, 3, 3], [8, 9, 3, 3, 3, 3]]
+    assert batch.response_mask.tolist() == [[0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0]]
+    assert batch.rows.tolist() == [2, 7] and batch.rows.dtype == torch.int64
+    assert collate(samples, pad_id=3).rows is None
+
+
+def test_collate_of_a_rank_without_rows():
+    batch = collate([], pad_id=3, rows=[], width=4)
+    assert batch.input_ids.shape == batch.response_mask.shape == batch.rollout_logp.shape == (0, 4)
+    assert batch.lengths.shape == batch.rows.shape == (0,)
+    assert batch.rows.dtype == batch.lengths.dtype == torch.int64
+    empty = select(batch, [])  # with which the rank takes part in what all ranks compute
+    assert empty.input_ids.shape == (1, 2) and empty.lengths.tolist() == [2] and empty.response_mask.sum() == 0
+
+
 # --- select ---
 
 
@@ -102,6 +115,20 @@ def test_select_works_with_a_range_and_a_device():
     full = collate([sample([5], [6]), sample([7], [8])], pad_id=0)
     assert isinstance(select(full, range(2), "cpu"), Batch)
     assert select(full, range(1, 2), torch.device("cpu")).input_ids.tolist() == [[7, 8]]
+
+
+def test_select_takes_rows_by_the_names_that_the_batch_has_for_them():
+    samples = [sample([5, 6], [7, 8, 9, 10]), sample([11], [12]), sample([13, 14], [15])]
+    batch = collate(samples, pad_id=0, rows=[1, 4, 9])
+    part = select(replace(batch, advantages=torch.arange(18.0).view(3, 6)), [9, 4])
+    assert part.input_ids.tolist() == [[13, 14, 15], [11, 12, 0]]
+    assert part.advantages.tolist() == [[12, 13, 14], [6, 7, 8]]
+    assert part.rows.tolist() == [9, 4]
+    assert places(batch, [9, 1]).tolist() == [2, 0]
+    assert places(replace(batch, rows=None), [2, 0]).tolist() == [2, 0]
+    for missing in ([0], [4, 5], [10]):
+        with pytest.raises(AssertionError, match="rows"):
+            places(batch, missing)
 
 
 # --- plan_micro_batches ---
@@ -203,28 +230,91 @@ def test_plan_does_not_waste_micro_batches():
 # --- plan_updates ---
 
 
+def plans(lengths, size, **options):
+    """What `plan_updates` gives each of so many ranks."""
+    return [plan_updates(lengths, ranks=ranks_without_group(rank, size), **options) for rank in range(size)]
+
+
 def test_plan_updates_by_hand():
     lengths = [4, 9, 3, 6, 1, 2, 7]
     options = dict(mini_batch_size=3, max_tokens=10)
-    assert plan_updates(lengths, world_size=1, rank=0, **options) == [
+    [alone] = plans(lengths, 1, **options)
+    assert [(u.rows, u.micro_batches) for u in alone] == [
         (range(0, 3), [[1], [0], [2]]),
         (range(3, 6), [[3, 4, 5]]),
         (range(6, 7), [[6]]),
     ]
-    first, second = (plan_updates(lengths, world_size=2, rank=rank, **options) for rank in (0, 1))
-    assert first == [(range(0, 3), [[1], [2]]), (range(3, 6), [[3]]), (range(6, 7), [[6]])]
-    assert second == [(range(0, 3), [[0], []]), (range(3, 6), [[4, 5]]), (range(6, 7), [[]])]
+    first, second = plans(lengths, 2, **options)
+    assert [u.rows for u in first] == [u.rows for u in second] == [range(0, 3), range(3, 6), range(6, 7)]
+    assert [u.micro_batches for u in first] == [[[1], [2]], [[3]], [[6]]]
+    assert [u.micro_batches for u in second] == [[[0], []], [[4, 5]], [[]]]
+    for updates in (first, second):
+        assert [u.rows_of_rank for u in updates] == [[[1, 2], [0]], [[3], [4, 5]], [[6], []]]
+        assert [(u.num_tokens, u.num_seqs) for u in updates] == [(16.0, 3.0), (9.0, 3.0), (7.0, 1.0)]
+    learned = [2, 0, 1, 0, 0, 0, 5]
+    [alone] = plans(lengths, 1, learned=learned, **options)
+    assert [(u.num_tokens, u.num_seqs) for u in alone] == [(3.0, 2.0), (0.0, 0.0), (5.0, 1.0)]
     shared = [0, 4, 3, 0, 0, 1, 2]  # rows 0 to 2 become 4 + 5 + 0 tokens
-    assert plan_updates(lengths, world_size=1, rank=0, shared=shared, **options)[0] == (range(0, 3), [[0, 1, 2]])
+    [alone] = plans(lengths, 1, shared=shared, **options)
+    assert (alone[0].rows, alone[0].micro_batches) == (range(0, 3), [[0, 1, 2]])
 
 
 @pytest.mark.parametrize("mini_batch_size", [1, 4, 7, 10, 99])
 def test_plan_updates_gives_every_row_to_one_rank_of_one_update(mini_batch_size):
     lengths = [5, 8, 3, 8, 2, 9, 4, 4, 6, 7]
-    options = dict(mini_batch_size=mini_batch_size, world_size=3, max_tokens=12)
-    ranks = [plan_updates(lengths, rank=rank, **options) for rank in range(3)]
-    assert [row for mini, _ in ranks[0] for row in mini] == list(range(10))
-    assert all(len(mini) == mini_batch_size for mini, _ in ranks[0][:-1])
+    ranks = plans(lengths, 3, mini_batch_size=mini_batch_size, max_tokens=12)
+    assert [row for u in ranks[0] for row in u.rows] == list(range(10))
+    assert all(len(u.rows) == mini_batch_size for u in ranks[0][:-1])
     for updates in zip(*ranks, strict=True):
-        assert len({mini for mini, _ in updates}) == len({len(micros) for _, micros in updates}) == 1
-        assert sorted(row for _, micros in updates for micro in micros for row in micro) == list(updates[0][0])
+        assert len({u.rows for u in updates}) == len({len(u.micro_batches) for u in updates}) == 1
+        of_ranks = [[row for micro in u.micro_batches for row in micro] for u in updates]
+        assert sorted(itertools.chain(*of_ranks)) == list(updates[0].rows)
+        assert all(u.rows_of_rank == [sorted(rows) for rows in of_ranks] for u in updates)
+        assert {(u.num_tokens, u.num_seqs) for u in updates} == {
+            (sum(lengths[i] for i in updates[0].rows), len(updates[0].rows))
+        }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_that_belong_together_share_a_micro_batch(size):
+    rng = random.Random(size)
+    for _ in range(100):
+        n, most = rng.choice([2, 2, 3]), rng.choice([12, 40, 1000])
+        lengths = [rng.randint(1, 24) for _ in range(n * rng.randint(1, 30))]
+        shared = [0] + [rng.choice([0, rng.randint(0, min(pair))]) for pair in itertools.pairwise(lengths)]
+        mini = n * rng.randint(1, 10)
+        options = dict(mini_batch_size=mini, max_tokens=most, shared=shared, rows_per_unit=n)
+        seen = []
+        for updates in zip(*plans(lengths, size, **options), strict=True):
+            assert len({len(u.micro_batches) for u in updates}) == 1
+            for micro in (micro for u in updates for micro in u.micro_batches):
+                for first in micro[::n]:
+                    assert first % n == 0 and set(range(first, first + n)) <= set(micro)
+                assert len(micro) <= n or tokens_of(micro, lengths, shared) <= most
+                seen += micro
+            assert [i for i in sorted(seen) if i in updates[0].rows] == list(updates[0].rows)
+            assert updates[0].num_tokens == sum(lengths[i] for i in updates[0].rows)
+            assert updates[0].num_seqs == len(updates[0].rows)
+        assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_pairs_by_hand():
+    lengths = [4, 3, 1, 2, 6, 1, 5, 5]
+    # 7 | 3 | 7 | 10 tokens a pair; at most 10: 7 3 | 7 | 10
+    [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=10, rows_per_unit=2)
+    assert alone[0].micro_batches == [[0, 1, 2, 3], [6, 7], [4, 5]]
+    [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=6, rows_per_unit=2)  # also where one has more than that
+    assert sorted(alone[0].micro_batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    shared = [0, 3, 1, 1, 0, 1, 0, 5]  # 4 | 1 + 1 | 6 | 5 tokens, where neighbours meet
+    [alone] = plans(lengths, 1, mini_batch_size=8, max_tokens=6, shared=shared, rows_per_unit=2)
+    assert sorted(alone[0].micro_batches) == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    first, second = plans(lengths, 2, mini_batch_size=4, max_tokens=10, rows_per_unit=2)
+    assert [u.micro_batches for u in first] == [[[0, 1]], [[6, 7]]]
+    assert [u.micro_batches for u in second] == [[[2, 3]], [[4, 5]]]
+    assert [u.rows_of_rank for u in second] == [[[0, 1], [2, 3]], [[6, 7], [4, 5]]]
+
+
+@pytest.mark.parametrize(("rows", "mini"), [(7, 4), (8, 3), (5, 5), (6, 1)])
+def test_rows_that_would_be_cut_apart_are_refused(rows, mini):
+    with pytest.raises(ValueError, match=f"{mini} of {rows} rows are no multiple of 2"):
+        plans([3] * rows, 2, mini_batch_size=mini, max_tokens=10, rows_per_unit=2)

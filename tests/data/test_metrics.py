@@ -1,31 +1,28 @@
-"""Metrics against numbers worked out by hand or by brute force."""
+"""Metrics against numbers worked out by hand or by brute force. tests/data/test_ranks.py has those of several ranks."""
 
 import itertools
 import math
-import time
 
+import numpy as np
 import pytest
 import torch
+from helpers_data import response, scored
 
-from rl.fsdp import Dist
 from rl.metrics import (
-    Sums,
-    Timer,
+    Means,
     accuracy,
-    alarms,
+    count,
     describe,
-    evaluation_metrics,
-    gap_sums,
+    gaps,
     majority_vote,
-    parse_alarm,
+    of_evaluation,
+    of_groups,
+    of_lengths,
+    of_norms,
+    of_scores,
+    of_scoring,
     pass_at_k,
-    reward_metrics,
-    rollout_metrics,
-    scoring_metrics,
-    throughput,
 )
-from rl.scoring import Score
-from rl.types import Sample
 
 NAN, INF = math.nan, math.inf
 
@@ -56,25 +53,39 @@ def test_describe_keeps_the_precision_of_many_float32_values():
     assert describe("x", torch.full((1_000_001,), 0.1))["x/mean"] == pytest.approx(0.1, rel=1e-7)
 
 
-def test_reward_metrics():
-    rewards = torch.tensor([[1.0, 0.0, NAN, 1.0], [0.5, 0.5, 0.5, NAN], [NAN, NAN, NAN, NAN], [0.0, -2.0, 0.0, 0.0]])
+def test_groups_without_spread():
+    scores = torch.tensor([[1.0, 0.0, NAN, 1.0], [0.5, 0.5, 0.5, NAN], [NAN, NAN, NAN, NAN], [0.0, -2.0, 0.0, 0.0]])
+    assert of_groups(scores) == {"reward/zero_std_frac": 2 / 4}  # all scored ones equal; nothing scored
+
+
+def test_scores_of_a_step_by_hand():
+    values = [1.0, 0.0, None, 1.0, 0.5, -2.0]
+    rows = [{"row_index": 7, "data_source": "math"}, {"row_index": 5, "data_source": "code"}]
+    parts = [{"acc": 1.0}, {"acc": 0.0}, {}, {"acc": 0.0}, {}, {}]
+    status = ["none" if value is None else "ok" for value in values]
+    responses = [
+        response(row_index=row, score=scored(value, part, how, seconds=0.5))
+        for row, value, part, how in zip([5, 5, 7, 5, 7, 7], values, parts, status, strict=True)
+    ]
     expected = {
-        "critic/score/mean": 1.5 / 10,
+        "critic/score/mean": 0.5 / 5,
         "critic/score/max": 1.0,
         "critic/score/min": -2.0,
-        "reward/zero_std_frac": 2 / 4,  # all scored ones equal; nothing scored
+        "reward/error_frac": 0.0,
+        "reward/timeout_frac": 0.0,
+        "reward/none_frac": 1 / 6,
+        "reward/seconds_p95": 0.5,
+        "reward/seconds_max": 0.5,
+        "reward/code/acc": 1 / 3,
     }
-    assert same(reward_metrics(rewards), expected)
+    assert same(of_scores(responses, rows), expected)
 
 
-def test_reward_metrics_when_nothing_could_be_scored():
-    result = reward_metrics(torch.full((2, 3), NAN))
-    assert math.isnan(result["critic/score/mean"])
-    assert result["reward/zero_std_frac"] == 1.0
-
-
-def scored(value, components=None, status="ok", seconds=0.0):
-    return Score("text", value, components or {}, status, seconds)
+def test_scores_when_nothing_could_be_scored():
+    responses = [response(score=scored(None, status="timeout")) for _ in range(3)]
+    result = of_scores(responses, [{"row_index": 0, "data_source": "math"}])
+    assert math.isnan(result["critic/score/mean"]) and result["reward/timeout_frac"] == 1.0
+    assert of_groups(torch.full((2, 3), NAN)) == {"reward/zero_std_frac": 1.0}
 
 
 def test_scoring_metrics_by_hand():
@@ -98,7 +109,7 @@ def test_scoring_metrics_by_hand():
         "reward/math/style": 0.75,
         "reward/code/acc": 1 / 2,
     }
-    assert same(scoring_metrics(scores, ["math", "math", "code", "code", "math", "code", "code", "math"]), expected)
+    assert same(of_scoring(scores, ["math", "math", "code", "code", "math", "code", "code", "math"]), expected)
 
 
 def test_evaluation_metrics_by_hand():
@@ -116,7 +127,10 @@ def test_evaluation_metrics_by_hand():
         "val-aux/math/style/mean@1": 0.75,
         "val/accuracy": (1.0 + 0.0 + 1.0 + 0.25 + 0.0) / 5,  # acc where there is one, else the score
     }
-    assert same(evaluation_metrics(scores, ["math", "math", "math", "code", "code"]), expected)
+    rows = [{"row_index": i, "data_source": source} for i, source in [(3, "math"), (4, "code")]]
+    indices = [3, 3, 3, 4, 4]
+    responses = [response(row_index=i, score=score) for i, score in zip(indices, scores, strict=True)]
+    assert same(of_evaluation(responses, rows), expected)
 
 
 def test_accuracy_prefers_acc_to_the_score():
@@ -124,14 +138,10 @@ def test_accuracy_prefers_acc_to_the_score():
     assert [accuracy(s) for s in scores] == [0.7, 0.0, 0.7, 0.0]
 
 
-def sample(prompt, response, reason):
-    return Sample([1] * prompt, [2] * response, [1] * response, [0.0] * response, reason, 0)
+RESPONSES = [response(3, 4), response(5, 8, finish_reason="length"), response(5, 8), response(1, 0)]
 
 
-SAMPLES = [sample(3, 4, "stop"), sample(5, 8, "length"), sample(5, 8, "stop"), sample(1, 0, "stop")]
-
-
-def test_rollout_metrics():
+def test_lengths():
     expected = {
         "response_length/mean": 5.0,
         "response_length/max": 8.0,
@@ -141,18 +151,18 @@ def test_rollout_metrics():
         "prompt_length/max": 5.0,
         "prompt_length/min": 1.0,
     }
-    assert same(rollout_metrics(SAMPLES), expected)
+    assert same(of_lengths(RESPONSES), expected)
 
 
-def test_throughput_counts_prompts_and_responses_per_second_and_rank():
-    d = Dist(0, 4, torch.device("cpu"), torch.float32)
-    expected = {
-        "perf/total_num_tokens": 34.0,
-        "perf/time_per_step": 2.0,
-        "perf/throughput": 34 / (2.0 * 4),
-        "perf/gen_tokens_per_s": 20 / 0.5,
-    }
-    assert same(throughput(SAMPLES, {"timing_s/step": 2.0, "timing_s/gen": 0.5}, d), expected)
+def test_count_of_prompt_and_response_tokens():
+    assert count(RESPONSES) == {"tokens": 34, "generated": 20}
+
+
+def test_norms_are_means_and_count_the_updates_that_were_skipped():
+    norms = [{"actor": 1.0, "critic": 4.0}, {"actor": 3.0, "critic": INF}, {"actor": 5.0, "critic": 0.0}]
+    expected = {"actor/grad_norm": 3.0, "critic/grad_norm": INF, "actor/skipped_updates": 1.0}
+    assert same(of_norms(norms), expected)
+    assert same(of_norms([{"actor": NAN}]), {"actor/grad_norm": NAN, "actor/skipped_updates": 1.0})
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -188,89 +198,61 @@ def test_majority_vote(answers, winner):
     assert majority_vote(answers) == winner
 
 
-def test_gap_sums_by_hand():
-    rollout = torch.tensor([[-1.0, -2.0, 50.0], [-0.5, 0.0, 0.0]])
-    trainer = torch.tensor([[-1.5, -1.0, -50.0], [-0.5, -9.0, 0.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    result = {name: value.item() for name, value in gap_sums(rollout, trainer, mask).items()}
-    expected = {
-        "gap": 0.5 + 1.0 + 0.0,
-        "probs_diff": (math.exp(-1) - math.exp(-1.5)) + (math.exp(-1) - math.exp(-2)),
-        "rollout_kl": 0.5 - 1.0 + 0.0,
-    }
-    assert same(result, expected)
+def test_gaps_by_hand():
+    rollout = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
+    old = torch.tensor([[-1.5, -1.0], [-0.5, -9.0]])
+    logp = torch.tensor([[-1.0, -1.25], [-0.5, 0.0]])
+    result = {name: value.tolist() for name, value in gaps(logp, old, rollout).items()}
+    assert result.keys() == {
+        "actor/ppo_kl", "rollout/logprob_gap_mean", "training/rollout_probs_diff_mean", "rollout_corr/kl"
+    }  # fmt: skip
+    assert result["actor/ppo_kl"] == [[-0.5, 0.25], [0.0, -9.0]]
+    assert result["rollout/logprob_gap_mean"] == [[0.5, 1.0], [0.0, 9.0]]
+    assert result["rollout_corr/kl"] == [[0.5, -1.0], [0.0, 9.0]]
+    first, second = math.exp(-1) - math.exp(-1.5), math.exp(-1) - math.exp(-2)
+    expected = np.array([[first, second], [0.0, 1 - math.exp(-9)]])
+    np.testing.assert_allclose(result["training/rollout_probs_diff_mean"], expected, rtol=1e-6)
 
 
-def test_sums_over_micro_batches(world):
-    sums = Sums(world.device)
-    assert sums.reduce() == {}
+def test_means_by_hand(world):
+    means = Means(world, num_updates=2)
+    assert means.reduce() == {}
     parameter = torch.tensor(2.0, requires_grad=True)
-    sums.add(loss=parameter * 0.5, tokens=torch.tensor(3))
-    sums.add(tokens=torch.tensor(4), loss=torch.tensor(0.25))
-    sums.add_max(gap_max=torch.tensor(-3.0))
-    sums.add_max(gap_max=torch.tensor(-1.0))
-    sums.add_max(gap_max=torch.tensor(-2.0))
-    assert sums.reduce() == {"loss": 1.25, "tokens": 7.0, "gap_max": -1.0}
-    assert not sums.totals["loss"].requires_grad  # or every micro-batch's graph would stay alive
+    grid = torch.tensor([[1.0, 2.0, NAN], [4.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    means.over_tokens(mask, {"tokens": grid * parameter.detach()})
+    means.over_tokens(torch.tensor([[0.0, 1.0]]), {"tokens": torch.tensor([[50.0, 6.0]]) * parameter / 2})
+    means.over_sequences({"sequences": torch.tensor([1.0, 2.0, 6.0])})
+    means.over_sequences({"sequences": torch.tensor([-4.0])})
+    means.over_updates({"loss": parameter * 0.5})
+    means.over_updates({"loss": torch.tensor(0.25)})
+    means.over_updates({"loss": torch.tensor(1.0)})
+    means.largest(
+        torch.tensor([[1.0, 0.0]]), {"largest": torch.tensor([[3.0, 8.0]]), "below": torch.tensor([[-3.0, 8]])}
+    )
+    means.largest(
+        torch.tensor([[1.0, 1.0]]), {"largest": torch.tensor([[1.0, 2.0]]), "below": torch.tensor([[-3.0, -2]])}
+    )
+    assert means.reduce() == {
+        "tokens": (2.0 + 4.0 + 8.0 + 6.0) / 4,  # each token alike, however many a micro-batch has
+        "sequences": 5.0 / 4,
+        "loss": 2.25 / 2,  # of two updates
+        "largest": 3.0,
+        "below": 0.0,
+    }
+    assert not any(x.requires_grad for x in means.sums.values())  # or every micro-batch's graph would stay alive
 
 
-def test_sums_do_not_lose_small_terms(world):
-    sums = Sums(world.device)
-    sums.add(x=torch.tensor(1e8))
+def test_means_of_nothing_are_zero(world):
+    means = Means(world)
+    means.over_tokens(torch.zeros(1, 2), {"tokens": torch.tensor([[NAN, 5.0]])})
+    means.over_sequences({"sequences": torch.zeros(0)})
+    assert means.reduce() == {"tokens": 0.0, "sequences": 0.0}
+
+
+def test_means_do_not_lose_small_terms(world):
+    means = Means(world)
+    means.over_updates({"x": torch.tensor(1e8)})
     for _ in range(100):
-        sums.add(x=torch.tensor(1.0))  # each would vanish in float32
-    assert sums.reduce() == {"x": 1e8 + 100}
-
-
-def test_timer_adds_up_phases_of_the_same_name():
-    clock = Timer(torch.device("cpu"))
-    time.sleep(0.02)
-    clock("gen")
-    time.sleep(0.05)
-    clock("update")
-    time.sleep(0.03)
-    clock("gen")
-    metrics = clock.metrics()
-    assert metrics.keys() == {"timing_s/gen", "timing_s/update", "timing_s/step"}
-    assert metrics["timing_s/gen"] >= 0.05 and metrics["timing_s/update"] >= 0.05
-    phases = metrics["timing_s/gen"] + metrics["timing_s/update"]
-    assert phases <= metrics["timing_s/step"] < phases + 0.5
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("response_length/clip_ratio>0.5", ("response_length/clip_ratio", ">", 0.5)),
-        ("val-core/my data/reward/mean@1 < -1e-3 ", ("val-core/my data/reward/mean@1", "<", -0.001)),
-        (" a>3", ("a", ">", 3.0)),
-    ],
-)
-def test_parse_alarm(text, expected):
-    assert parse_alarm(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "a", "a>", ">1", " >1", "a>=1", "a>b", "a>1>2", "a<b<1", "a=1", "a>nan", "a<inf"])
-def test_a_text_that_is_no_alarm_is_refused_with_the_form(text):
-    with pytest.raises(ValueError) as error:
-        parse_alarm(text)
-    assert str(error.value).startswith(f"--alarms {text!r} must be metric>number or metric<number")
-    with pytest.raises(ValueError, match="--alarms"):
-        alarms({"a": 0.0}, [text])
-
-
-@pytest.mark.parametrize(
-    ("value", "above", "below"),
-    [
-        (0.75, ["a is 0.75, beyond the limit of --alarms a>0.5"], []),
-        (0.5, [], []),  # at the limit
-        (0.25, [], ["a is 0.25, beyond the limit of --alarms a<0.5"]),
-        (INF, ["a is inf, beyond the limit of --alarms a>0.5"], []),
-        (-INF, [], ["a is -inf, beyond the limit of --alarms a<0.5"]),
-        (NAN, ["a is nan, beyond the limit of --alarms a>0.5"], ["a is nan, beyond the limit of --alarms a<0.5"]),
-    ],
-)
-def test_alarms(value, above, below):
-    metrics = {"a": value, "b": NAN}  # nobody asked for b
-    assert alarms(metrics, ["a>0.5"]) == above and alarms(metrics, ["a<0.5"]) == below
-    assert alarms(metrics, ["a<0.5", "absent>0", "absent<0", "a > 0.5"]) == below + above
-    assert alarms(metrics, []) == []
+        means.over_updates({"x": torch.tensor(1.0)})  # each would vanish in float32
+    assert means.reduce() == {"x": 1e8 + 100}

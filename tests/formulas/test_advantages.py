@@ -103,11 +103,11 @@ def test_remax_matches_hand_values():
     check(advantages.remax(rewards, f64([0.25, 0.5, NAN])), [[0.75, -0.25], [0.0, 0.0], [0.0, 0.0]])
 
 
-def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens():
+def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens(world):
     rewards, lengths = torch.rand(4, 3, dtype=torch.float64), torch.randint(1, 9, (4, 3))
     mask = torch.arange(9) < lengths.reshape(-1, 1)
     centred = (rewards - rewards.mean(-1, keepdim=True)).reshape(-1, 1)
-    tokens = advantages.whiten(centred.expand(-1, 9), mask)
+    tokens = whiten(world, centred.expand(-1, 9), mask)
     actual = advantages.reinforce_plus_plus_baseline(rewards, lengths).reshape(-1, 1)
     torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
 
@@ -280,33 +280,44 @@ def test_returns_to_go_matches_brute_force_with_observation_gaps(gamma):
     check(advantages.returns_to_go(rewards, mask, gamma=gamma), expected)
 
 
-def test_whiten_matches_hand_values():
+def whiten(world, x, mask, **options):
+    """Whitened by the statistics of x itself."""
+    mean, var = world.moments(x, mask)
+    return advantages.whiten(x, mask, mean=mean, var=var, **options)
+
+
+def test_whiten_uses_the_statistics_of_the_whole_step():
+    part = advantages.whiten(f64([[1.0, 7.0, 5.0]]), f64([[1, 0, 1]]), mean=3.0, var=4.0, eps=0.0)
+    check(part, [[-1.0, 0.0, 1.0]])
+
+
+def test_whiten_matches_hand_values(world):
     # valid 1, 2, 3: mean 2, unbiased variance 1
     scale = 1 / math.sqrt(1 + 1e-8)
     check(
-        advantages.whiten(f64([[1.0, 7.0, 2.0], [3.0, NAN, 9.0]]), f64([[1, 0, 1], [1, 0, 0]])),
+        whiten(world, f64([[1.0, 7.0, 2.0], [3.0, NAN, 9.0]]), f64([[1, 0, 1], [1, 0, 0]])),
         [[-scale, 0, 0], [scale, 0, 0]],
     )
-    check(advantages.whiten(f64([[1.0, 2.0, 3.0]]), f64([[1, 1, 1]]), eps=3.0), [[-0.5, 0.0, 0.5]])
+    check(whiten(world, f64([[1.0, 2.0, 3.0]]), f64([[1, 1, 1]]), eps=3.0), [[-0.5, 0.0, 0.5]])
 
 
-def test_whiten_gives_zero_mean_unit_variance():
+def test_whiten_gives_zero_mean_unit_variance(world):
     x, _, mask = token_batch()
-    valid = advantages.whiten(x * 5 + 3, mask)[mask.bool()]
+    valid = whiten(world, x * 5 + 3, mask)[mask.bool()]
     assert abs(valid.mean()) < 1e-12 and abs(valid.var() - 1) < 1e-7
 
 
 @pytest.mark.parametrize("mask", [[[0, 0, 0]], [[0, 1, 0]]])
-def test_whiten_of_fewer_than_two_tokens_is_zero(mask):
-    assert (advantages.whiten(f64([[4.0, 5.0, 6.0]]), f64(mask)) == 0).all()
+def test_whiten_of_fewer_than_two_tokens_is_zero(world, mask):
+    assert (whiten(world, f64([[4.0, 5.0, 6.0]]), f64(mask)) == 0).all()
 
 
-def test_whiten_of_equal_tokens_is_exactly_zero():
-    assert (advantages.whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)) == 0).all()
+def test_whiten_of_equal_tokens_is_exactly_zero(world):
+    assert (whiten(world, torch.full((7, 3), 0.1), torch.ones(7, 3)) == 0).all()
 
 
-def test_whiten_does_not_hide_a_valid_nan():
-    assert advantages.whiten(f64([[1.0, NAN, 2.0]]), torch.ones(1, 3)).isnan().all()
+def test_whiten_does_not_hide_a_valid_nan(world):
+    assert whiten(world, f64([[1.0, NAN, 2.0]]), torch.ones(1, 3)).isnan().all()
 
 
 # --- DAPO ---
@@ -357,7 +368,7 @@ CALLS = {
     "remax": (advantages.remax, [PG, torch.tensor([0.1, 0.5, 0.9])], {}),
     "gae": (advantages.gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
     "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
-    "whiten": (advantages.whiten, [BT, MASK], {}),
+    "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),
     "overlong_penalty": (advantages.overlong_penalty, [PG * 9], {"max_length": 8, "buffer": 4, "factor": 1.0}),
     "informative_groups": (advantages.informative_groups, [PG], {}),
 }

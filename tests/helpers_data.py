@@ -1,0 +1,54 @@
+"""What the tests of batches, metrics and ranks share: ranks that talk to nobody, samples, and responses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl.ranks import Ranks
+from rl.types import Response, Sample, Score
+
+ROW = {"data_source": "math", "extra_info": {}, "reward_model": {"ground_truth": "1"}}
+
+
+def ranks_without_group(rank: int = 0, size: int = 1) -> Ranks:
+    """One of so many ranks, for functions that only ask which one they run on."""
+    return Ranks(rank, size, torch.device("cpu"), torch.float32, rank, size, None, None)
+
+
+def sample(
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    response_mask: Sequence[int] | None = None,
+    rollout_logprobs: Sequence[float] | None = None,
+    row_index: int = 0,
+    finish_reason: str = "stop",
+) -> Sample:
+    """By default the policy sampled all of the response, with log-probs -0.5, -1, -1.5, ..."""
+    mask = [1] * len(response_ids) if response_mask is None else response_mask
+    logprobs = [-0.5 * (i + 1) for i in range(len(response_ids))] if rollout_logprobs is None else rollout_logprobs
+    return Sample(prompt_ids, response_ids, mask, logprobs, finish_reason, row_index)
+
+
+def scored(value: float | None, components: dict | None = None, status: str = "ok", seconds: float = 0.0) -> Score:
+    """A score of a response that says "text"."""
+    return Score("text", value, components or {}, status, seconds)
+
+
+def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:
+    """A response of so many tokens to a prompt of so many, on a rank that has no tokens of it."""
+    facts = dict(
+        row_index=0,
+        score=scored(0.0),
+        response_length=length,
+        num_sampled=length,
+        shared=0,
+        finish_reason="stop",
+        policy_versions=(1, 1),
+        turns=1,
+        rank=0,
+        number=0,
+        prompt_ids=np.ones(prompt, np.int32),
+    )
+    return Response(**facts | changes)
