@@ -111,11 +111,12 @@ def die_with_launcher() -> None:
 
 def init_ranks(stall_timeout: float | None = None) -> Ranks:
     """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
-    world of one.
+    world of one; under torchrun, this process dies with it from here on.
 
     Ranks wait for each other a little longer than `stall_timeout` seconds, so that rl/run/watchdog.py comes first and
     says where they stand; by default as long as torch sees fit.
     """
+    die_with_launcher()
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ def evaluation_is_due(args: Any, step: int, total_steps: int) -> bool:
     """
     if step == 0 and "val_before_train" in vars(args):
         return args.val_before_train
-    return bool(args.val_files) and args.test_freq > 0 and (step % args.test_freq == 0 or step == total_steps)
+    return args.test_freq > 0 and bool(args.val_files) and (step % args.test_freq == 0 or step == total_steps)
 
 
 class Tracker:

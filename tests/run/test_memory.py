@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from rl import memory
 from rl.batching import plan_micro_batches, shared_prefix
-from rl.fsdp import Dist
-from rl.memory import largest_micro_batch
+from rl.ranks import Ranks
+from rl.run import memory
+from rl.run.memory import largest_micro_batch
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def plan(monkeypatch):
         monkeypatch.setattr(memory, "GIB", UNIT)
         monkeypatch.setattr(memory, "select", lambda batch, rows, device: batch)
         monkeypatch.setattr(memory, "token_logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
-        d = Dist(0, 1, torch.device("cuda"), torch.bfloat16)
+        ranks = Ranks(0, 1, torch.device("cuda"), torch.bfloat16, data_rank=0, data_size=1, group=None, data_group=None)
         sizes = dict(max_tokens=8, max_length=8, engine_memory=engine * UNIT)
-        return memory.rehearse(trained, **sizes, d=d, **arguments)
+        return memory.rehearse(trained, **sizes, ranks=ranks, **arguments)
 
     return run
 

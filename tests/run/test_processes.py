@@ -9,17 +9,21 @@ import pytest
 
 RANK = """
 import os, sys, time
+from dataclasses import make_dataclass
 from pathlib import Path
-from rl.fsdp import init_distributed
+from rl import flags
+from rl.ranks import init_ranks
 
 if sys.argv[2] == "joined":
-    init_distributed()
+    init_ranks()
+else:
+    flags.parse(make_dataclass("Args", [("words", flags.tyro.conf.Positional[tuple[str, ...]])]), None)
 Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["joined", "before"])
+@pytest.mark.parametrize("when", ["joined", "parsed"])
 def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
     (tmp_path / "rank.py").write_text(RANK)
     launcher = launch.start(tmp_path / "rank.py", tmp_path, when, nproc=2)
@@ -40,14 +44,15 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
 STALL = """
 import os, sys, time
 import torch
-from rl import fsdp, watchdog
-from rl.metrics import Timer
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.run import watchdog
+from rl.run.clock import Clock
 
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is said counts only on stderr
-d = fsdp.init_distributed()
-watchdog.start(2.0, d.rank)
+ranks = init_ranks()
+watchdog.start(2.0, ranks.rank)
 for step in range(3):  # 4.5 s in all: slow is not stalled
-    clock = Timer(d.device)
+    clock = Clock(ranks)
     time.sleep(1.5)
     clock("gen")
 
@@ -59,9 +64,9 @@ def forget_the_collective():
 if sys.argv[1] == "no":
     watchdog.stop()
     time.sleep(3)
-    fsdp.shutdown_distributed()
-elif d.rank == 0:
-    fsdp.all_reduce_sum(torch.ones(1))
+    shutdown_ranks()
+elif ranks.rank == 0:
+    ranks.all_reduce_sum(torch.ones(1))
 else:
     forget_the_collective()
 """

@@ -21,9 +21,10 @@ import helpers_scripts as h
 import launch
 import pytest
 
-from rl import tracking
-from rl.tracking import Tracker, _drop_after, progress, progress_line, redact, say, secrets, show_sample
-from rl.tracking_worker import Reader
+from rl.console import progress, progress_line, say, show_sample
+from rl.run import tracking
+from rl.run.tracking import Tracker, _drop_after, redact, secrets
+from rl.run.tracking_worker import Reader
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def test_values_of_variables_that_look_secret_are_not_in_the_config(tmp_path, mo
 TRACK = """
 import os, sys
 from dataclasses import dataclass
-from rl.tracking import Tracker
+from rl.run.tracking import Tracker
 
 @dataclass
 class Config:
@@ -341,7 +342,7 @@ def test_tensorboard_holds_every_value(tracked, tmp_path, sent):
     if sent == "later, by hand":
         for name in ("config.json", "metrics.jsonl", "generations.jsonl"):
             shutil.copy(tracked / name, tmp_path)
-        launch.run("-m", "rl.tracking_worker", "tensorboard", tmp_path, "my-project", "my-experiment")
+        launch.run("-m", "rl.run.tracking_worker", "tensorboard", tmp_path, "my-project", "my-experiment")
         tracked = tmp_path
     events = EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
@@ -386,7 +387,7 @@ STEPS = 20
 TIMED = f"""
 import json, os, signal, sys, time
 from dataclasses import dataclass
-from rl import tracking
+from rl.run import tracking
 
 @dataclass
 class Config:
