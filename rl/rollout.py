@@ -80,6 +80,8 @@ def sample_groups(
                     bar.update()
                     group = [groups[i][j] for j in range(sampling.n)]
                     handed[i] = on_group(rows[i], group) if on_group is not None else None
+        else:
+            assert len(handed) == len(rows), f"{len(rows) - len(handed)} of {len(rows)} groups never came back"
     samples = [groups[i][j] for i in sorted(handed) for j in range(sampling.n)]
     return samples, [handed[i] for i in sorted(handed)]
 

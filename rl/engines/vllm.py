@@ -120,7 +120,7 @@ class Engine:
         """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine."""
         if self.group is None:
             every, self.new = [(self.rank, request) for request in self.new], []
-        elif self.may_be_new:
+        elif self.may_be_new or not self.in_flight:
             parts: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(parts, (self.rank, self.new), group=self.group)
             every, self.new = [(rank, request) for rank, requests in parts for request in requests], []
