@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
 from benchmarks.noise_reward import compute_score  # noqa: E402
-from rl.rollout import stop_token_ids  # noqa: E402
+from rl.data import stop_token_ids  # noqa: E402
 
 Row = Literal["A", "B", "C", "D", "E"]
 

@@ -24,9 +24,12 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.step_time import model_folder, now  # noqa: E402
-from rl import fsdp, logprobs  # noqa: E402
+from rl import logprobs  # noqa: E402
 from rl.attention import choose_attention  # noqa: E402
 from rl.batching import collate, plan_micro_batches, shared_prefix  # noqa: E402
+from rl.models import load_causal_lm  # noqa: E402
+from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
+from rl.sharding import shard  # noqa: E402
 from rl.types import Batch, Sample, select  # noqa: E402
 
 LENGTHS = {"tiny": [(16, 32), (8, 8)]}  # tokens of prompt and response
@@ -75,15 +78,15 @@ def backward(model: nn.Module, batch: Batch, rows: list[int], device: torch.devi
     return logp.detach()
 
 
-def numbers(model: nn.Module, batch: Batch, d: fsdp.Dist) -> tuple[torch.Tensor, torch.Tensor]:
+def numbers(model: nn.Module, batch: Batch, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and gradients of one micro-batch, each as one vector."""
-    logp = backward(model, batch, list(range(len(batch.lengths))), d.device)
+    logp = backward(model, batch, list(range(len(batch.lengths))), ranks.device)
     gradients = torch.cat([p.grad.full_tensor().flatten().cpu() for p in model.parameters()])
     model.zero_grad(set_to_none=True)
     return logp.flatten().cpu(), gradients
 
 
-def compare(folder: Path, d: fsdp.Dist) -> None:
+def compare(folder: Path, ranks: Ranks) -> None:
     """Print how far the two ways are from unshared float32. In the precision of training, equally far is as it should
     be.
     """
@@ -94,10 +97,10 @@ def compare(folder: Path, d: fsdp.Dist) -> None:
         f"{'precision':12}{'attention':16}{'computed':12}{'log-probs: largest gap':>24}{'gradients: relative gap':>26}"
     )
     reference = None
-    for precision in dict.fromkeys((torch.float32, d.dtype)):
-        here = replace(d, dtype=precision)
+    for precision in dict.fromkeys((torch.float32, ranks.dtype)):
+        here = replace(ranks, dtype=precision)
         attention = choose_attention(here.device, precision)
-        model = fsdp.shard(fsdp.load_policy(str(folder), here), here)
+        model = shard(load_causal_lm(str(folder), here), here)
         with unshared():
             alone = numbers(model, batch, here)
         together = numbers(model, batch, here)
@@ -111,7 +114,7 @@ def compare(folder: Path, d: fsdp.Dist) -> None:
         del model
 
 
-def measure(model: nn.Module, batch: Batch, args: Args, d: fsdp.Dist, *, share: bool) -> tuple[float, float, int]:
+def measure(model: nn.Module, batch: Batch, args: Args, ranks: Ranks, *, share: bool) -> tuple[float, float, int]:
     """Tokens a second, share of them computed, and micro-batches of one update."""
     lengths = batch.lengths.tolist()
     shared = shared_prefix(batch).tolist() if share else None
@@ -120,35 +123,35 @@ def measure(model: nn.Module, batch: Batch, args: Args, d: fsdp.Dist, *, share: 
     computed = sum(lengths[i] - (shared[i] if share and i - 1 in micro else 0) for micro in micros for i in micro)
     with nullcontext() if share else unshared():
         for micro in (micros[0], micros[-1]):
-            backward(model, batch, micro, d.device)
-        start = now(d.device)
+            backward(model, batch, micro, ranks.device)
+        start = now(ranks.device)
         for micro in micros:
-            backward(model, batch, micro, d.device)
-        seconds = now(d.device) - start
+            backward(model, batch, micro, ranks.device)
+        seconds = now(ranks.device) - start
     model.zero_grad(set_to_none=True)
     return sum(lengths) / seconds, computed / sum(lengths), len(micros)
 
 
 def main(args: Args) -> None:
-    d = fsdp.init_distributed()
+    ranks = init_ranks()
     folder = model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
-    compare(folder, d)
-    model = fsdp.shard(
-        fsdp.load_policy(str(folder), d),
-        d,
+    compare(folder, ranks)
+    model = shard(
+        load_causal_lm(str(folder), ranks),
+        ranks,
         activation_checkpointing=args.activation_checkpointing,
-        compile=d.device.type == "cuda",
+        compile=ranks.device.type == "cuda",
     )
     print(f"\n{'tokens':14}{'computed':12}{'of the tokens':>14}{'micro-batches':>16}{'tokens/s':>12}{'speed-up':>10}")
     for prompt_length, response_length in LENGTHS.get(args.shape, OTHER_LENGTHS):
         batch = make_batch(args.prompts, args.rollout_n, prompt_length, [response_length] * args.rollout_n)
-        found = {share: measure(model, batch, args, d, share=share) for share in (True, False)}
+        found = {share: measure(model, batch, args, ranks, share=share) for share in (True, False)}
         for share, way in ((False, "unshared"), (True, "shared")):
             rate, computed, micros = found[share]
             speed_up = f"{rate / found[False][0]:10.2f}"
             name = f"{prompt_length} + {response_length}"
             print(f"{name:14}{way:12}{computed:14.1%}{micros:16}{rate:12,.0f}{speed_up}", flush=True)
-    fsdp.shutdown_distributed()
+    shutdown_ranks()
 
 
 if __name__ == "__main__":
