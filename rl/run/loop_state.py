@@ -5,54 +5,68 @@ import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 ARRAY = "__array__"  # {ARRAY: number} stands for an array in the JSON
+DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 
 
 class LoopState(NamedTuple):
-    """A state as it was when it was encoded, whatever the loop changes in it afterwards; arrays are shared with it."""
+    """A state as it was when it was encoded, whatever the loop changes in it afterwards."""
 
     text: str
     arrays: dict[str, np.ndarray]
 
 
 def encode(state: dict[str, Any]) -> LoopState:
-    """Raises TypeError if the state holds anything but numbers, strings, None, lists, tuples, dicts, and arrays."""
+    """Raises TypeError if the state holds anything but numbers, strings, None, lists, tuples, dicts, tensors (as
+    lists), and arrays of numbers.
+    """
     arrays: dict[str, np.ndarray] = {}
 
     def plain(x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            arrays[str(len(arrays))] = x
+        if type(x) is np.ndarray and x.dtype.name in DTYPES:
+            arrays[str(len(arrays))] = np.array(x, x.dtype.newbyteorder("="), order="C")
             return {ARRAY: str(len(arrays) - 1)}
-        if hasattr(x, "tolist"):  # tensors, numpy's numbers
+        if hasattr(x, "tolist") and not isinstance(x, np.ndarray):  # tensors, numpy's numbers
             return x.tolist()
+        kind = type(x).__name__ + (f" of {x.dtype}" if isinstance(x, np.ndarray) else "")
         raise TypeError(
-            f"the state of the loop has a {type(x).__name__} in it, which a checkpoint cannot hold; make it of "
-            "numbers, strings, lists, dicts and numpy arrays"
+            f"the state of the loop has a {kind} in it, which a checkpoint cannot hold; make it of "
+            "numbers, strings, lists, dicts and numpy arrays of numbers"
         )
 
-    return LoopState(json.dumps(state, default=plain), arrays)
+    text = json.dumps(state, default=plain)
+    if text.count(f'"{ARRAY}": ') > len(arrays):
+        raise TypeError(f"the state of the loop has a dict with the key {ARRAY!r} in it; give it another name")
+    return LoopState(text, arrays)
 
 
 def write(folder: pathlib.Path, rank: int, state: LoopState) -> None:
     """Write the state of a rank."""
     (folder / f"rank_{rank}.json").write_text(state.text)
     if state.arrays:
-        contiguous = {name: np.ascontiguousarray(x) for name, x in state.arrays.items()}
-        save_file(contiguous, folder / f"rank_{rank}.safetensors")
+        save_file(state.arrays, folder / f"rank_{rank}.safetensors")
 
 
 def read(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The states of all ranks, in their order. Raises ValueError if there are none."""
+    """The states of all ranks, in their order. Raises ValueError if there are none, or if one is damaged."""
     states = []
     while (file := folder / f"rank_{len(states)}.json").is_file():
-        arrays = load_file(file.with_suffix(".safetensors")) if file.with_suffix(".safetensors").is_file() else {}
-        states.append(
-            json.loads(
-                file.read_text(), object_hook=lambda x, arrays=arrays: arrays[x[ARRAY]] if x.keys() == {ARRAY} else x
-            )
-        )
+        try:
+            tensors = file.with_suffix(".safetensors")
+            arrays = load_file(tensors) if tensors.is_file() else {}
+            states.append(json.loads(file.read_text(), object_hook=lambda x, arrays=arrays: _decoded(x, arrays)))
+        except (SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} is not loaded: {error!r}") from error
     if not states:
-        raise ValueError(f"{folder.parent} does not hold the state of the loop; it comes from an older version")
+        raise ValueError(
+            f"{folder.parent} does not hold the state of the loop: an older version has written it; continue it with "
+            "that, or choose another --experiment-name to start anew"
+        )
     return states
+
+
+def _decoded(x: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
+    return arrays[x[ARRAY]] if x.keys() == {ARRAY} else x
