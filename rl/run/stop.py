@@ -100,9 +100,12 @@ def _write(text: bytes) -> None:
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was; with a group (on the CPU), whether one of
-    its ranks says so, and all its ranks must enter. What the group says this rank then knows.
+    its ranks says so, and all its ranks must enter. What the group says this rank then knows. False after `hold`: no
+    `check` would follow, and what is waited for is needed.
     """
     global _known
+    if _held:
+        return False
     if group is None:
         return _asked()
     _known = _any_rank(_asked(), group)
