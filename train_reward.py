@@ -147,7 +147,9 @@ def main(args: Args) -> dict[str, float]:
             means.over_sequences({"train/score_chosen": chosen, "train/score_rejected": rejected})
         grad_norm = sharding.clip_grad_norm(model, args.grad_clip)
         if not math.isfinite(grad_norm):
-            raise RuntimeError(f"step {step + 1}: gradient norm {grad_norm}; the checkpoints of the run are intact")
+            raise RuntimeError(
+                f"step {step + 1}: gradient norm {grad_norm}; the checkpoints in {run.folder.root} are intact"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock("update")

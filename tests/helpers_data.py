@@ -6,15 +6,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl.batching import Update
 from rl.ranks import Ranks
 from rl.types import Response, Sample, Score
 
-ROW = {"data_source": "math", "extra_info": {}, "reward_model": {"ground_truth": "1"}}
 
-
-def ranks_without_group(rank: int = 0, size: int = 1) -> Ranks:
+def ranks_without_group(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Ranks:
     """One of so many ranks, for functions that only ask which one they run on."""
-    return Ranks(rank, size, torch.device("cpu"), torch.float32, rank, size, None, None)
+    return Ranks(rank, size, torch.device("cpu"), dtype, rank, size, None, None)
+
+
+def update(*micro_batches: Sequence[int]) -> Update:
+    """An optimizer step of which this rank has these micro-batches."""
+    rows = [row for micro in micro_batches for row in micro]
+    return Update(range(max(rows, default=-1) + 1), list(map(list, micro_batches)), 0.0, 0.0, [])
 
 
 def sample(

@@ -7,6 +7,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
+from helpers_data import ranks_without_group, update
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -19,15 +20,14 @@ from transformers import (
 from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
-from rl import critic, fsdp, logprobs
-from rl.fsdp import Dist
+from rl import critic, logprobs, models, reward_model, sharding
+from rl.ranks import init_ranks
 from rl.types import select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORKER = launch.TESTS / "models" / "workers" / "values.py"
-CPU = torch.device("cpu")
-ALONE = Dist(0, 1, CPU, torch.float64)
+ALONE = ranks_without_group(dtype=torch.float64)
 TEMPERATURE = worker.TEMPERATURE
 
 
@@ -56,13 +56,14 @@ def plain_critic(folder, dtype=torch.float64):
 
 
 def packed_critic(folder, dtype=torch.float64):
-    return logprobs.add_packed_forward(critic.load_critic(str(folder), ALONE, dtype=dtype))
+    model = reward_model.load_reward_model(str(folder), ALONE, dtype=dtype, new_head=nn.init.zeros_)
+    return logprobs.add_packed_forward(model)
 
 
 def shared_policy(folder, dtype=torch.float64):
     """A policy with a value head that is not zero."""
-    policy = fsdp.load_policy(folder, ALONE, dtype=dtype)
-    critic.add_value_head(policy)
+    policy = models.load_causal_lm(folder, ALONE, dtype=dtype)
+    models.add_value_head(policy)
     with torch.no_grad():
         policy.value_head.weight.copy_(worker.head_weight(policy.value_head.in_features))
     return policy
@@ -168,7 +169,7 @@ def test_one_pass_over_a_shared_backbone_equals_two(judge, tiny_model, batch):
 
 
 def test_fixed_values_fill_their_own_rows(judge, batch):
-    values = critic.fixed_values(packed_critic(judge), batch, [[7, 0], [], [3]], device=CPU)
+    values = critic.fixed_values(packed_critic(judge), batch, [update([7, 0], []), update([3])])
     with torch.no_grad():
         expected = prefix_values(plain_critic(judge), batch)
     close(values[[0, 3, 7]], expected[[0, 3, 7]].to(values.dtype), 1e-6)
@@ -185,8 +186,8 @@ def measured(tiny_model, judge, batch, tmp_path_factory):
     """World size -> what tests/models/workers/values.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("values")
     torch.save(batch, folder / "batch.pt")
-    launch.run(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2)
-    alone = worker.measure(tiny_model, judge, batch, fsdp.init_distributed())
+    launch.run(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2, PYTHONPATH=launch.PATHS)
+    alone = worker.measure(tiny_model, judge, batch, init_ranks())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}
 
@@ -207,7 +208,7 @@ def steps(tiny_model, judge, batch):
 def test_gradients_reach_head_and_backbone_however_the_step_is_cut(judge, tiny_model, batch, steps, kind, max_tokens):
     model = packed_critic(judge) if kind == "critic" else shared_policy(tiny_model)
     expected_loss, expected = steps[kind, "all"]
-    loss = worker.backward(model, batch, worker.ALL, max_tokens=max_tokens, d=ALONE)
+    loss = worker.backward(model, batch, worker.ALL, max_tokens=max_tokens, ranks=ALONE)
     assert loss == pytest.approx(expected_loss, rel=1e-9)
     assert largest_error({name: p.grad for name, p in model.named_parameters()}, expected) < 1e-9
     assert all(x.abs().max() > 1e-3 for x in expected.values())
@@ -255,8 +256,8 @@ def test_empty_rows_give_zeros_and_zero_gradients(judge, tiny_model, batch, kind
 
 
 def test_a_new_head_is_zero_and_moves_first(tiny_model, batch):
-    separate, policy = packed_critic(tiny_model, torch.float32), fsdp.load_policy(tiny_model, ALONE)
-    critic.add_value_head(policy)
+    separate, policy = packed_critic(tiny_model, torch.float32), models.load_causal_lm(tiny_model, ALONE)
+    models.add_value_head(policy)
     for model, head in ((separate, separate.score), (policy, policy.value_head)):
         assert head.weight.shape == (1, 96) and head.weight.dtype == torch.float32 and head.bias is None
         values = critic.token_values(model, batch)
@@ -267,10 +268,14 @@ def test_a_new_head_is_zero_and_moves_first(tiny_model, batch):
         }
 
 
-def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model):
+@pytest.mark.parametrize("flag", ["--critic-model", "--model"])
+def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model, world, flag):
     for folder in (judge, tiny_model):
         written = load_file(f"{folder}/model.safetensors")
-        loaded = dict(critic.load_critic(folder, ALONE).named_parameters())
+        paths = dict(critic_model=folder, model="unused") if flag == "--critic-model" else dict(model=folder)
+        model = critic.load_critic(worker.arguments(**paths), world)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        loaded = dict(sharding.full_tensors(model))
         assert all(torch.equal(loaded[name], x) for name, x in written.items())
         assert set(loaded) - set(written) == ({"score.weight"} if folder == tiny_model else set())
     assert load_file(f"{judge}/model.safetensors")["score.weight"].std() > 0.1
@@ -294,23 +299,29 @@ def refused(judge, tmp_path):
 
 
 def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def check(folder, **changes):
+        critic.check_critic(worker.arguments(critic_model=folder and str(folder), **changes), tokenizer)
+
     for name, words in (
         ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),
         ("incomplete", "its files lack 13 of its weights, model.layers.1.input_layernorm.weight among"),
         ("bert", "a BertForSequenceClassification has no linear `score` head"),
     ):
         with pytest.raises(ValueError, match=f"--critic-model .*{name}: {words}"):
-            critic.load_critic(str(refused[name]), ALONE)
+            critic.load_critic(worker.arguments(critic_model=str(refused[name])), ALONE)
     with pytest.raises(ValueError, match="--critic-model .*two_labels: its head gives 2 labels"):
-        critic.check_critic(str(refused["two_labels"]), AutoTokenizer.from_pretrained(tiny_model))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for folder in (tiny_model, judge):
-        critic.check_critic(folder, tokenizer)
+        check(refused["two_labels"])
+    for folder in (tiny_model, judge, None):
+        check(folder)
+    with pytest.raises(ValueError, match=r"--max-prompt-length \+ --max-response-length = 513 tokens, but .* 512 pos"):
+        check(judge, max_response_length=501)
     tokenizer.add_tokens("<tool>")
     with pytest.raises(ValueError, match="--critic-model .*: its tokenizer is not that of --model"):
-        critic.check_critic(judge, tokenizer)
+        check(judge)
     with pytest.raises(ValueError, match="--critic-model runs/no/huggingface: no tokenizer can be loaded from there"):
-        critic.check_critic("runs/no/huggingface", tokenizer)
+        check("runs/no/huggingface")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,9 +342,9 @@ def test_the_head_is_sharded_with_the_root_from_rank_0(measured, judge, world_si
 def test_engines_and_exports_do_not_get_the_value_head(measured, tiny_model, judge, world_size):
     names = [name for name, _ in AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()]
     for rank in measured[world_size]:
-        assert rank["shared"]["names"] == names
+        assert rank["shared"]["for the engine"] == dict.fromkeys(names, torch.float32)  # of the ranks' precision
         assert set(rank["shared"]["loaded"]) == {*names, "value_head.weight"}
-        assert "score.weight" in rank["critic"]["names"]
+        assert "score.weight" in rank["critic"]["for the engine"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -349,14 +360,14 @@ def test_a_step_after_offloading_changes_no_bit(measured, kind, world_size):
 @pytest.mark.parametrize("fused", [True, False])
 def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, fused):
     """To the meta device, which stands for an accelerator: any machine has it."""
-    model = fsdp.shard(critic.load_critic(judge, world), world)
+    model = critic.load_critic(worker.arguments(critic_model=judge), world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    worker.backward(model, batch, worker.ONE, max_tokens=40, d=world)
+    worker.backward(model, batch, worker.ONE, max_tokens=40, ranks=world)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     before = list(model.parameters())
     home = {x["step"].device for x in optimizer.state.values()}
-    fsdp.onload(model, torch.device("meta"), optimizer)
+    sharding.onload(model, torch.device("meta"), optimizer)
     assert [id(p) for p in model.parameters()] == [id(p) for p in before]
     assert optimizer.param_groups[0]["params"] == before and list(optimizer.state) == before
     for p, state in optimizer.state.items():
@@ -366,11 +377,11 @@ def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU machine there is nowhere to offload from")
 def test_offloading_frees_the_device_and_changes_no_bit(judge, world, batch):
-    model = fsdp.shard(critic.load_critic(judge, world), world)
+    model = critic.load_critic(worker.arguments(critic_model=judge), world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step():
-        worker.backward(model, batch, worker.ALL, max_tokens=1000, d=world)
+        worker.backward(model, batch, worker.ALL, max_tokens=1000, ranks=world)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -381,10 +392,10 @@ def test_offloading_frees_the_device_and_changes_no_bit(judge, world, batch):
 
     step()
     expected, held = [x.cpu() for x in tensors()], torch.cuda.memory_allocated()
-    fsdp.offload(model, optimizer)
+    sharding.offload(model, optimizer)
     assert held - torch.cuda.memory_allocated() >= sum(x.nbytes for x in expected)
     assert {x.device.type for x in tensors()} == {"cpu"}
-    fsdp.onload(model, world.device, optimizer)
+    sharding.onload(model, world.device, optimizer)
     assert {x.device.type for x in tensors()} == {"cuda"}
     assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors(), expected, strict=True))
     step()

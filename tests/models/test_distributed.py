@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
 
-from rl import fsdp
+from rl import sharding
 from rl.batching import plan_micro_batches
 
 WORKERS = launch.TESTS / "models" / "workers"
@@ -35,7 +35,9 @@ def measured(tiny_model, batch, tmp_path_factory):
     for world_size in (1, 2):
         out = folder / str(world_size)
         out.mkdir()
-        launch.run(WORKERS / "gradients.py", tiny_model, folder / "batch.pt", out, nproc=world_size)
+        launch.run(
+            WORKERS / "gradients.py", tiny_model, folder / "batch.pt", out, nproc=world_size, PYTHONPATH=launch.PATHS
+        )
         results[world_size] = [torch.load(out / f"rank{rank}.pt") for rank in range(world_size)]
     return results
 
@@ -85,7 +87,7 @@ def test_full_tensors_casts_whatever_it_gathers_at_a_time(plain, ranks):
 
 def test_full_tensors_gathers_many_tensors_by_one_call(plain, ranks):
     sizes = [parameter.numel() for parameter in plain.parameters()]
-    assert len(sizes) > 20 and 20_000 < sum(sizes) < fsdp.GATHERED_ELEMENTS
+    assert len(sizes) > 20 and 20_000 < sum(sizes) < sharding.GATHERED_ELEMENTS
     blocks = len({end // 20_000 for end in itertools.accumulate(sizes)})
     for rank in ranks:
         calls = [count for _, count in rank["gathered"].values()]
@@ -179,7 +181,7 @@ def copies(tiny_model, batch, tmp_path_factory):
     """What tests/models/workers/copies.py found on each of four ranks."""
     folder = tmp_path_factory.mktemp("copies")
     torch.save(batch, folder / "batch.pt")
-    launch.run(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4)
+    launch.run(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4, PYTHONPATH=launch.PATHS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import launch
 import pytest
 import torch
+from helpers_data import ranks_without_group, update
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,8 +32,8 @@ from workers.objectives import (
 from rl import logprobs
 from rl.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.batching import collate
-from rl.fsdp import Dist, load_policy
 from rl.logprobs import add_response_logprobs, fixed_logprobs, token_logprobs
+from rl.models import load_causal_lm
 from rl.types import Sample, select
 
 SIZES = dict(vocab_size=80, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
@@ -41,7 +42,7 @@ EOS = 2
 
 
 def packed_model(path, dtype=torch.float64):
-    return add_response_logprobs(load_policy(path, Dist(0, 1, CPU, dtype), dtype=dtype))
+    return load_causal_lm(path, ranks_without_group(dtype=dtype), dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +178,11 @@ def test_token_logprobs_does_not_keep_logits(monkeypatch, packed, batch):
 def test_token_logprobs_asks_the_head_for_response_tokens_only(monkeypatch, packed, batch):
     rows = []
 
-    def counted(weight, hidden, *rest, chunk=packed.head_chunk):
+    def counted(weight, hidden, *rest, chunk=packed.packed.head_chunk):
         rows.append(hidden.shape[0])
         return chunk(weight, hidden, *rest)
 
-    monkeypatch.setattr(packed, "head_chunk", counted)
+    monkeypatch.setattr(packed, "packed", replace(packed.packed, head_chunk=counted))
     token_logprobs(packed, batch, temperature=TEMPERATURE)
     assert sum(rows) == int(batch.response_mask.sum())
 
@@ -269,7 +270,7 @@ def test_rows_without_a_token_that_counts_give_zero_gradients(packed, batch):
 
 def test_fixed_logprobs_fills_its_own_rows(packed, plain, batch):
     expected, _ = one_by_one(plain, batch)
-    logp = fixed_logprobs(packed, batch, [[7, 0], [], [3]], temperature=TEMPERATURE, device=CPU)
+    logp = fixed_logprobs(packed, batch, [update([7, 0], []), update([3])], temperature=TEMPERATURE)
     assert logp.shape == batch.input_ids.shape and not logp.requires_grad
     close(logp[[0, 3, 7]], expected[[0, 3, 7]].detach().to(logp.dtype), 1e-6)
     assert not logp[[1, 2, 4, 5, 6]].any()

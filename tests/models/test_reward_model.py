@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers_data import ranks_without_group, update
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen2ForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -20,12 +21,12 @@ from workers import scores as worker
 
 import train_reward
 from data import arithmetic
-from rl import fsdp, logprobs, reward_model
+from rl import logprobs, reward_model, sharding
 from rl.batching import collate
 from rl.data import encode_conversation, prompts_for_step, read_preference_rows
-from rl.fsdp import Dist
-from rl.scoring import Score
-from rl.types import Sample, select
+from rl.ranks import init_ranks
+from rl.scoring.pool import RewardModel
+from rl.types import Sample, Score, select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +57,7 @@ def load_plain(folder, dtype=torch.float64):
 def load_packed(folder, dtype=torch.float64, head_seed=None):
     """With `head_seed` as train_reward.py does it."""
     new = {} if head_seed is None else dict(flag="--model", new_head=partial(reward_model.random_head, seed=head_seed))
-    model = reward_model.load_reward_model(str(folder), Dist(0, 1, CPU, dtype), dtype=dtype, **new)
+    model = reward_model.load_reward_model(str(folder), ranks_without_group(dtype=dtype), dtype=dtype, **new)
     return logprobs.add_packed_forward(model)
 
 
@@ -147,7 +148,7 @@ def test_the_head_runs_in_float32_on_bfloat16_states(judge):
 
 def test_fixed_scores_fill_their_own_rows(packed, plain):
     batch = make_batch()
-    scores = reward_model.fixed_scores(packed, batch, [[7, 0], [], [3]], device=CPU)
+    scores = reward_model.fixed_scores(packed, batch, [update([7, 0], []), update([3])], device=CPU)
     expected = one_by_one(plain, batch).detach().float()
     torch.testing.assert_close(scores[[0, 3, 7]], expected[[0, 3, 7]], rtol=0, atol=1e-6)
     assert not scores.requires_grad and not scores[[1, 2, 4, 5, 6]].any()
@@ -169,8 +170,8 @@ def rendered_scores(folder, last=1000):
 @pytest.mark.parametrize("budget", [1, 40, 1000])
 def test_conversations_are_rendered_by_the_models_own_template(judge, packed, capsys, budget):
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    d = Dist(0, 1, CPU, torch.float64)
-    limits = dict(max_length=100, max_tokens_per_gpu=budget, d=d)
+    ranks = ranks_without_group(dtype=torch.float64)
+    limits = dict(max_length=100, max_tokens_per_gpu=budget, ranks=ranks)
     scores = reward_model.score_conversations(packed, tokenizer, worker.PROMPTS, worker.RESPONSES, **limits)
     assert scores == pytest.approx(rendered_scores(judge), abs=1e-6) and capsys.readouterr().err == ""
     assert reward_model.score_conversations(packed, tokenizer, [], [], **limits) == []
@@ -180,7 +181,7 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
     tokenizer = AutoTokenizer.from_pretrained(judge)
     lengths = [len(tokenizer(text)["input_ids"]) for text in RENDERED]
     assert lengths == [7, 42, 28]
-    limits = dict(max_length=20, max_tokens_per_gpu=100, d=Dist(0, 1, CPU, torch.float64))
+    limits = dict(max_length=20, max_tokens_per_gpu=100, ranks=ranks_without_group(dtype=torch.float64))
     scores = reward_model.score_conversations(packed, tokenizer, worker.PROMPTS, worker.RESPONSES, **limits)
     assert scores == pytest.approx(rendered_scores(judge, last=20), abs=1e-6)
     assert "2 of 3 conversations have more than 20 tokens" in capsys.readouterr().err
@@ -196,7 +197,7 @@ def measured(judge, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scores")
     torch.save(make_batch(), folder / "batch.pt")
     launch.run(WORKER, judge, folder / "batch.pt", folder, nproc=2)
-    alone = worker.measure(judge, make_batch(), fsdp.init_distributed())
+    alone = worker.measure(judge, make_batch(), init_ranks())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}
 
@@ -243,15 +244,15 @@ def test_ranks_score_what_they_are_given_before_and_after_offloading(judge, meas
 def test_offloading_frees_the_device(judge, world):
     model = reward_model.load_reward_model(judge, world, dtype=world.dtype).requires_grad_(False)
     before = torch.cuda.memory_allocated()
-    model = fsdp.shard(model, world)
+    model = sharding.shard(model, world)
     batch = select(make_batch(), range(8), world.device)
     with torch.no_grad():
         expected = reward_model.sequence_scores(model, batch)
         held = torch.cuda.memory_allocated()
-        fsdp.offload(model)
+        sharding.offload(model)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         assert torch.cuda.memory_allocated() - before < 0.1 * (held - before)
-        fsdp.onload(model, world.device)
+        sharding.onload(model, world.device)
         assert {p.device.type for p in model.parameters()} == {"cuda"}
         assert torch.equal(reward_model.sequence_scores(model, batch), expected)
 
@@ -330,9 +331,10 @@ def test_a_learned_score_that_is_not_finite_is_none(judge, monkeypatch, capsys):
     monkeypatch.setattr(reward_model, "score_conversations", lambda *_, **__: learned)
     samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * 4
     scores = [Score("x", value, {}, "ok" if value is not None else "none", 0.0) for value in (1.0, 1.0, 1.0, None)]
-    rest = dict(coef=2.0, alone=False, max_length=8, max_tokens_per_gpu=8, d=Dist(0, 1, CPU, torch.float32))
-    model = load_packed(judge, torch.float32)
-    got = reward_model.add_scores(model, None, [{"row_index": 0, "prompt": "p"}], samples, scores, **rest)
+    rest = dict(coef=2.0, max_length=8, max_tokens_per_gpu=8, ranks=ranks_without_group())
+    learned_reward = RewardModel(load_packed(judge, torch.float32), None, **rest)
+    rows = [{"row_index": 0, "prompt": "p"}]
+    got = reward_model.add_scores(*learned_reward, rows, samples, scores, alone=False)
     assert [x.value for x in got] == [2.0, None, None, None]
     assert [x.status for x in got] == ["ok", "error", "error", "none"]
     assert "gave NaN or infinity for 2 of 4 responses" in capsys.readouterr().err
@@ -461,8 +463,8 @@ def test_training_finds_the_rule_behind_the_preferences(trained):
         assert x["train/margin"] == pytest.approx(x["train/score_chosen"] - x["train/score_rejected"])
         assert x["train/grad_norm"] > 0 and x["train/accuracy"] * 32 == round(x["train/accuracy"] * 32)
     output = (trained / "output.txt").read_text()
-    assert "steps 1-30, 32 pairs a step of 512, 2 rank(s)" in output
-    assert f"loss {val[2]['val/loss']:.4f}, accuracy {val[2]['val/accuracy']:.3f} on 200 pairs" in output
+    assert "steps 1-30, 2 rank(s), 32 pairs a step of 512" in output
+    assert f"step 30 | held out: loss {val[2]['val/loss']:.4f}, accuracy {val[2]['val/accuracy']:.4f}\n" in output
     assert f"step 20/30 | loss {train[19]['train/loss']:.4f} | accuracy {train[19]['train/accuracy']:.3f}" in output
 
 
@@ -490,7 +492,7 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
             [row[side] for row in rows],
             max_length=64,
             max_tokens_per_gpu=1000,
-            d=Dist(0, 1, CPU, torch.float32),
+            ranks=ranks_without_group(),
         )
         for side in ("chosen", "rejected")
     ]
@@ -595,7 +597,9 @@ def test_an_update_that_is_not_finite_stops_the_run(run, task, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(task["model"], num_labels=1)
     model.score.weight.data.fill_(math.inf)
     model.save_pretrained(tmp_path / "broken")
-    with pytest.raises(RuntimeError, match="step 1: gradient norm nan; the checkpoints in .* are intact"):
+    with pytest.raises(
+        RuntimeError, match=f"step 1: gradient norm nan; the checkpoints in {tmp_path / 'run'} are intact"
+    ):
         run("run", model=str(tmp_path / "broken"))
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import launch
 import pytest
 import torch
+from helpers_data import ranks_without_group
 from transformers import (
     AutoModelForCausalLM,
     Lfm2Config,
@@ -22,8 +23,8 @@ from workers.shared import CPU, GROUPS, gradients, group_batch, row_weights, sha
 from rl import attention
 from rl.attention import Packing, packed_sdpa, packed_varlen
 from rl.batching import collate, shared_prefix
-from rl.fsdp import Dist, load_policy
 from rl.logprobs import add_packed_forward, add_response_logprobs, token_logprobs
+from rl.models import load_causal_lm
 from rl.types import Sample, select
 
 WORKER = launch.TESTS / "models" / "workers" / "shared.py"
@@ -62,7 +63,7 @@ def batch():
 
 
 def packed_model(path, dtype):
-    return load_policy(path, Dist(0, 1, CPU, dtype), dtype=dtype)
+    return load_causal_lm(path, ranks_without_group(dtype=dtype), dtype=dtype)
 
 
 def watch(model):

@@ -12,9 +12,11 @@ import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
-from rl import fsdp
 from rl.batching import collate
 from rl.logprobs import token_logprobs
+from rl.models import load_causal_lm
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.sharding import shard
 from rl.types import Batch, Sample
 
 LENGTHS = ([5, 9], [20, 3, 7], [2, 2, 2, 2, 2], [31, 17])
@@ -49,10 +51,10 @@ def main(path: str, out: str, backend: str = "aot_eager") -> None:
         return torch_compile(*args, backend=recording_backend, **kwargs)
 
     torch.compile = compile_with_backend
-    d = fsdp.init_distributed()
-    values, gradients, graphs = run(fsdp.shard(fsdp.load_policy(path, d), d))
+    ranks = init_ranks()
+    values, gradients, graphs = run(shard(load_causal_lm(path, ranks), ranks))
     assert graphs == [0, 0, 0, 0], graphs
-    compiled = fsdp.shard(fsdp.load_policy(path, d), d, compile=True, activation_checkpointing="selective")
+    compiled = shard(load_causal_lm(path, ranks), ranks, compile=True, activation_checkpointing="selective")
     compiled_values, compiled_gradients, graphs = run(compiled)
     results = {
         "values": (compiled_values - values).abs().max().item(),
@@ -62,7 +64,7 @@ def main(path: str, out: str, backend: str = "aot_eager") -> None:
         "graph_breaks": sum(counters["graph_break"].values()),
     }
     Path(out).write_text(json.dumps(results))
-    fsdp.shutdown_distributed()
+    shutdown_ranks()
 
 
 if __name__ == "__main__":

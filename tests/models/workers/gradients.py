@@ -9,36 +9,29 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from helpers_data import update
 from objectives import CASES, TEMPERATURE, packed_backward
 
-from rl import fsdp
-from rl.batching import plan_micro_batches
-from rl.fsdp import (
-    Dist,
-    all_gather,
-    all_reduce_sum,
-    clip_grad_norm,
-    full_tensors,
-    init_distributed,
-    load_policy,
-    own_slice,
-    shard,
-)
+from rl import models, sharding
+from rl.batching import Update, plan_micro_batches
 from rl.logprobs import fixed_logprobs
+from rl.models import load_causal_lm
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.rollout import verify_engine
+from rl.sharding import clip_grad_norm, full_tensors, shard
 from rl.types import Batch, Sample
 
 ALL, SOME, ONE = range(8), range(3), range(1)  # rows: three or one leave a rank of two without work
 CASE = ("ppo_clip", "token-mean")
 
 
-def load(path: str, d: Dist, dtype: torch.dtype, **options) -> torch.nn.Module:
+def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Module:
     """The policy as a script loads it; only rank 0 may read the folder's weights."""
-    if d.is_main:
-        return shard(load_policy(path, d, dtype=dtype), d, **options)
+    if ranks.is_main:
+        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, **options)
     refusal = AssertionError("only rank 0 reads the weights")
-    with mock.patch.object(fsdp.AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
-        return shard(load_policy(path, d, dtype=dtype), d, **options)
+    with mock.patch.object(models.AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
+        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, **options)
 
 
 def take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -52,17 +45,17 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in full_tensors(model)}
 
 
-def check_collectives(d: Dist) -> dict:
+def check_collectives(ranks: Ranks) -> dict:
     lists = [list(range(n)) for n in (0, 1, 3, 8, 11)]
     return {
-        "own_slices": [own_slice(items, d) for items in lists],
-        "restored": [all_gather(own_slice(items, d), d) for items in lists],
-        "uneven": all_gather((f"{d.rank}.{i}" for i in range(3 * d.rank + 1)), d),
-        "sum": all_reduce_sum(torch.tensor([1.0, float(d.rank)])),
+        "own_slices": [ranks.own_slice(items) for items in lists],
+        "restored": [ranks.all_gather(ranks.own_slice(items)) for items in lists],
+        "uneven": ranks.all_gather(f"{ranks.rank}.{i}" for i in range(3 * ranks.rank + 1)),
+        "sum": ranks.all_reduce_sum(torch.tensor([1.0, float(ranks.rank)])),
     }
 
 
-def check_verify_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tensor, d: Dist) -> dict:
+def check_verify_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tensor, ranks: Ranks) -> dict:
     """Engine log-probs that are off by 0.01 on all tokens of row 0 and by 0.04 on those of row 1, and nothing else."""
 
     def sample(row: int, error: float) -> Sample:
@@ -72,72 +65,72 @@ def check_verify_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tenso
         return Sample(ids[:start], ids[start:], [1] * (end - start), wrong, "stop", row)
 
     samples = [sample(0, 0.01), sample(1, -0.04)]
-    options = dict(temperature=TEMPERATURE, d=d)
+    options = dict(temperature=TEMPERATURE, ranks=ranks)
     messages = []
     for bad in (samples, [sample(0, 0.0), sample(1, float("nan"))]):
         try:
-            verify_engine(policy, own_slice(bad, d), limit=0.02, **options)
+            verify_engine(policy, ranks.own_slice(bad), limit=0.02, **options)
         except RuntimeError as error:
             messages.append(str(error))
     return {
-        "gap": verify_engine(policy, own_slice(samples, d), limit=0.05, **options),
-        "gap_without_work": verify_engine(policy, own_slice(samples[:1], d), limit=0.05, **options),
+        "gap": verify_engine(policy, ranks.own_slice(samples), limit=0.05, **options),
+        "gap_without_work": verify_engine(policy, ranks.own_slice(samples[:1]), limit=0.05, **options),
         "gap_of_first_probe": verify_engine(policy, samples, limit=0.05, num_probe=1, **options),
         "messages": messages,
     }
 
 
-def check_mixed_precision(path: str, batch: Batch, plan: list[list[int]], d: Dist) -> dict:
+def check_mixed_precision(path: str, batch: Batch, updates: list[Update], ranks: Ranks) -> dict:
     """bfloat16 compute on float32 master weights, the precision of training on GPUs."""
-    d = replace(d, dtype=torch.bfloat16)
-    model = load(path, d, torch.float32)
-    packed_backward(model, batch, ALL, CASE, max_tokens=1000, rank=d.rank, world_size=d.world_size)
+    ranks = replace(ranks, dtype=torch.bfloat16)
+    model = load(path, ranks, torch.float32)
+    packed_backward(model, batch, ALL, CASE, max_tokens=1000, rank=ranks.rank, world_size=ranks.size)
     results = {"gradients_bfloat16": take_gradients(model)}
-    fixed_logprobs(model, batch, plan, temperature=TEMPERATURE, device=d.device)
+    fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
     return results | {"master_after_forward": parameters(model)}
 
 
-def check_forward_between_backward_and_step(path: str, batch: Batch, plan: list[list[int]], d: Dist) -> dict:
+def check_forward_between_backward_and_step(path: str, batch: Batch, updates: list[Update], ranks: Ranks) -> dict:
     """Log-probs after a step of gradient descent, with a forward pass without gradients where it must not matter."""
     results = {}
     for place in ("nowhere", "before the optimizer is made", "before the step"):
-        model = load(path, d, torch.float64)
+        model = load(path, ranks, torch.float64)
 
         def look(here: str, model=model, place=place) -> None:
             if here == place:
-                fixed_logprobs(model, batch, plan, temperature=TEMPERATURE, device=d.device)
+                fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
 
         look("before the optimizer is made")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        packed_backward(model, batch, ALL, CASE, max_tokens=40, rank=d.rank, world_size=d.world_size)
+        packed_backward(model, batch, ALL, CASE, max_tokens=40, rank=ranks.rank, world_size=ranks.size)
         look("before the step")
         optimizer.step()
-        logp = fixed_logprobs(model, batch, plan, temperature=TEMPERATURE, device=d.device)
-        results[place] = all_reduce_sum(logp)
+        logp = fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
+        results[place] = ranks.all_reduce_sum(logp)
     return {"after_step": results}
 
 
 def main(path: str, batch_file: str, out: str) -> None:
-    d = init_distributed()
+    ranks = init_ranks()
     batch: Batch = torch.load(batch_file, weights_only=False)
-    work = dict(rank=d.rank, world_size=d.world_size)
-    model = load(path, d, torch.float64)
+    work = dict(rank=ranks.rank, world_size=ranks.size)
+    model = load(path, ranks, torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
     embedding = model.get_input_embeddings().weight
     results = {
-        "rank": d.rank,
+        "rank": ranks.rank,
         "loaded": parameters(model),
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "tied": model.get_output_embeddings().weight is embedding,
         "sharded_embedding": tuple(embedding.to_local().shape),
         "names": [name for name, _ in model.named_parameters()],
-        **check_collectives(d),
+        **check_collectives(ranks),
     }
 
     results["gradients"], results["losses"] = {}, {}
     for case in CASES:
         share = packed_backward(model, batch, ALL, case, max_tokens=40, **work)
-        results["losses"][case] = all_reduce_sum(torch.tensor(share, dtype=torch.float64)).item()
+        results["losses"][case] = ranks.all_reduce_sum(torch.tensor(share, dtype=torch.float64)).item()
         results["gradients"][case] = take_gradients(model)
     for rows in (SOME, ONE):
         packed_backward(model, batch, rows, CASE, max_tokens=16, **work)
@@ -148,12 +141,13 @@ def main(path: str, batch_file: str, out: str) -> None:
         results[f"norm_{max_norm}"] = clip_grad_norm(model, max_norm)
         results[f"clipped_{max_norm}"] = take_gradients(model)
 
-    plan = plan_micro_batches(batch.lengths.tolist(), ALL, world_size=d.world_size, max_tokens=40)[d.rank]
+    plan = plan_micro_batches(batch.lengths.tolist(), ALL, world_size=ranks.size, max_tokens=40)[ranks.rank]
+    updates = [update(*plan)]
     zeros = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
-    logp = fixed_logprobs(model, replace(batch, rollout_logp=zeros), plan, temperature=TEMPERATURE, device=d.device)
+    logp = fixed_logprobs(model, replace(batch, rollout_logp=zeros), updates, temperature=TEMPERATURE)
     results["fixed_rows"] = [row for micro in plan for row in micro]
     results["fixed_logp"] = logp
-    results |= check_verify_engine(model, batch, all_reduce_sum(logp), d)
+    results |= check_verify_engine(model, batch, ranks.all_reduce_sum(logp), ranks)
     results["after_forward"] = parameters(model)
 
     for case in (CASE, ("policy_gradient", "seq-mean-token-mean")):
@@ -163,35 +157,35 @@ def main(path: str, batch_file: str, out: str) -> None:
         optimizer.zero_grad(set_to_none=True)
     results["trained"] = parameters(model)
     results["trained_logp"] = fixed_logprobs(
-        model, replace(batch, rollout_logp=zeros), plan, temperature=TEMPERATURE, device=d.device
+        model, replace(batch, rollout_logp=zeros), updates, temperature=TEMPERATURE
     )
 
     for what in ("full", "selective"):
-        recomputing = load(path, d, torch.float64, activation_checkpointing=what)
+        recomputing = load(path, ranks, torch.float64, activation_checkpointing=what)
         calls = []
         recomputing.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         packed_backward(recomputing, batch, ALL, CASE, max_tokens=40, **work)
         results["gradients_" + what], results["calls_" + what] = take_gradients(recomputing), (len(calls), len(plan))
-    copies = load(path, d, torch.float64, fsdp_size=1)  # every rank holds everything
+    copies = load(path, ranks, torch.float64, fsdp_size=1)  # every rank holds everything
     packed_backward(copies, batch, ALL, CASE, max_tokens=40, **work)
     results["norm_copies"] = clip_grad_norm(copies, 1e9)
     results["gradients_copies"] = take_gradients(copies)
     results["whole_copies"] = all(p.to_local().shape == p.shape for p in copies.parameters())
-    single = load(path, d, torch.float32)
+    single = load(path, ranks, torch.float32)
     packed_backward(single, batch, ALL, CASE, max_tokens=40, **work)
     results["gradients_float32"] = take_gradients(single)
     results["gathered"] = {}  # elements at a time -> what came, and by how many calls
-    for at_a_time in (1, 20_000, fsdp.GATHERED_ELEMENTS):
+    for at_a_time in (1, 20_000, sharding.GATHERED_ELEMENTS):
         with (
-            mock.patch.object(fsdp, "GATHERED_ELEMENTS", at_a_time),
+            mock.patch.object(sharding, "GATHERED_ELEMENTS", at_a_time),
             mock.patch.object(torch.distributed, "all_gather", wraps=torch.distributed.all_gather) as call,
         ):
             results["gathered"][at_a_time] = dict(full_tensors(single, torch.bfloat16)), call.call_count
-    results |= check_mixed_precision(path, batch, plan, d)
-    results |= check_forward_between_backward_and_step(path, batch, plan, d)
+    results |= check_mixed_precision(path, batch, updates, ranks)
+    results |= check_forward_between_backward_and_step(path, batch, updates, ranks)
 
-    torch.save(results, Path(out) / f"rank{d.rank}.pt")
-    fsdp.shutdown_distributed()
+    torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
+    shutdown_ranks()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_grpo
-from rl import fsdp, losses
+from rl import losses, sharding
 from rl.batching import collate, plan_micro_batches
 from rl.logprobs import token_logprobs
 from rl.types import Batch, Sample, select
@@ -97,7 +97,7 @@ def packed_backward(
         objective, _ = token_objective(loss_mode, logp, entropy, micro)
         loss = losses.aggregate(objective, micro.response_mask, agg_mode, **denominators)
         if isinstance(model, FSDPModule):
-            fsdp.last_micro_batch(model, micro_rows is plans[rank][-1])
+            sharding.last_micro_batch(model, micro_rows is plans[rank][-1])
         loss.backward()
         total += loss.item()
     return total

@@ -10,8 +10,10 @@ import torch
 from objectives import TEMPERATURE, packed_backward
 
 from rl.engines import vllm
-from rl.fsdp import full_tensors, init_distributed, load_policy, own_slice, shard, shutdown_distributed
+from rl.models import load_causal_lm, weights_for_engine
+from rl.ranks import init_ranks, shutdown_ranks
 from rl.rollout import fold, sample_groups, verify_engine
+from rl.sharding import full_tensors, shard
 from rl.types import Sampling
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
@@ -19,41 +21,31 @@ ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPT
 
 
 def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
-    d = init_distributed()
-    engine = vllm.make_engine(
-        path,
-        d=d,
-        dtype=d.dtype,
-        max_model_len=64,
-        max_num_seqs=8,
-        tensor_parallel_size=int(tensor_parallel_size),
+    ranks = init_ranks()
+    engine = vllm.Engine(
+        path, ranks, ranks.dtype, max_model_len=64, max_num_seqs=8, tensor_parallel_size=int(tensor_parallel_size)
     )
-    policy = shard(load_policy(path, d), d)
+    policy = shard(load_causal_lm(path, ranks), ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     batch = torch.load(batch_file, weights_only=False)
     results = {"tied": policy.config.tie_word_embeddings}
 
     def roll_out(name: str, rows: list[dict], *, pushed: bool = True) -> None:
         if pushed:
-            vllm.update_weights(engine, full_tensors(policy, d.dtype))
+            engine.update_weights(weights_for_engine(policy, ranks))
         sampling = Sampling(n=2, temperature=TEMPERATURE, max_tokens=10)
-        own_rows, handed = own_slice(rows, d), {}
-        samples = sample_groups(
-            vllm,
-            engine,
-            own_rows,
-            sampling,
-            seed=fold(0, len(results), d.rank),
-            on_group=lambda row, group: handed.update({row["row_index"]: group}),
-        )
-        assert [s for row in own_rows for s in handed.pop(row["row_index"])] == samples and not handed
+        own_rows, seed = ranks.own_slice(rows), fold(0, len(results), engine.first_rank)
+        samples, handed = sample_groups(engine, own_rows, sampling, seed=seed, on_group=lambda row, group: (row, group))
+        assert [row for row, _ in handed] == own_rows and [s for _, group in handed for s in group] == samples
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
-        results[f"{name} gap"] = verify_engine(policy, samples, temperature=TEMPERATURE, limit=limit, d=d, num_probe=9)
+        results[f"{name} gap"] = verify_engine(
+            policy, samples, temperature=TEMPERATURE, limit=limit, ranks=ranks, num_probe=9
+        )
 
     roll_out("first push", ROWS)
     packed_backward(
-        policy, batch, range(8), ("ppo_clip", "token-mean"), max_tokens=40, rank=d.rank, world_size=d.world_size
+        policy, batch, range(8), ("ppo_clip", "token-mean"), max_tokens=40, rank=ranks.rank, world_size=ranks.size
     )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -62,9 +54,9 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     roll_out("second push", ROWS)
     roll_out("rank 0 without prompts", ROWS[:1])
 
-    torch.save(results, Path(out) / f"rank{d.rank}.pt")
-    vllm.close(engine)
-    shutdown_distributed()
+    torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
+    engine.close()
+    shutdown_ranks()
 
 
 if __name__ == "__main__":

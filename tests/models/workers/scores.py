@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rl import fsdp, losses, reward_model
+from rl import losses, reward_model
 from rl.batching import plan_micro_batches
-from rl.fsdp import Dist
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.sharding import offload, onload, shard
 from rl.types import Batch, select
 
 PROMPTS = ["1+2=?", [{"role": "user", "content": "4+5=?"}], [{"role": "user", "content": "say so!"}]]
@@ -43,35 +44,35 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def load(path: str, d: Dist, **options) -> nn.Module:
+def load(path: str, ranks: Ranks, **options) -> nn.Module:
     """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
-    if d.is_main:
-        return fsdp.shard(reward_model.load_reward_model(path, d, dtype=torch.float64), d, **options)
+    if ranks.is_main:
+        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, **options)
     refusal = AssertionError("only rank 0 reads the weights")
     with mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", side_effect=refusal):
-        return fsdp.shard(reward_model.load_reward_model(path, d, dtype=torch.float64), d, **options)
+        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, **options)
 
 
-def measure(path: str, batch: Batch, d: Dist) -> dict:
+def measure(path: str, batch: Batch, ranks: Ranks) -> dict:
     """Everything this rank sees."""
-    model, work = load(path, d), dict(rank=d.rank, world_size=d.world_size)
+    model, work = load(path, ranks), dict(rank=ranks.data_rank, world_size=ranks.data_size)
     results = {}
     for name, pairs, max_tokens in (("all", range(4), 40), ("one", range(1), 40)):
         loss = torch.tensor(backward(model, batch, pairs, max_tokens=max_tokens, **work), dtype=torch.float64)
-        results[name] = fsdp.all_reduce_sum(loss).item(), gradients(model)
-    checkpointing = load(path, d, activation_checkpointing="full")
+        results[name] = ranks.all_reduce_sum(loss).item(), gradients(model)
+    checkpointing = load(path, ranks, activation_checkpointing="full")
     backward(checkpointing, batch, range(4), max_tokens=40, **work)
     results["checkpointing"] = gradients(checkpointing)
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    count = 3 if d.is_main else 0  # rank 0 has three micro-batches, another one none
-    limits = dict(max_length=100, max_tokens_per_gpu=10, d=d)
+    count = 3 if ranks.is_main else 0  # rank 0 has three micro-batches, another one none
+    limits = dict(max_length=100, max_tokens_per_gpu=10, ranks=ranks)
     results["scores"] = [
         reward_model.score_conversations(model, tokenizer, PROMPTS[:count], RESPONSES[:count], **limits)
     ]
     for _ in range(2):
-        fsdp.offload(model)
-        fsdp.onload(model, d.device)
+        offload(model)
+        onload(model, ranks.device)
         results["scores"].append(
             reward_model.score_conversations(model, tokenizer, PROMPTS[:count], RESPONSES[:count], **limits)
         )
@@ -79,7 +80,7 @@ def measure(path: str, batch: Batch, d: Dist) -> dict:
 
 
 if __name__ == "__main__":
-    here = fsdp.init_distributed()
+    here = init_ranks()
     found = measure(sys.argv[1], torch.load(sys.argv[2], weights_only=False), here)
     torch.save(found, Path(sys.argv[3]) / f"rank{here.rank}.pt")
-    fsdp.shutdown_distributed()
+    shutdown_ranks()

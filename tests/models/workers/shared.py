@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl import fsdp
 from rl.batching import collate, plan_updates, shared_prefix
 from rl.logprobs import token_logprobs
+from rl.models import load_causal_lm
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.sharding import shard
 from rl.types import Batch, Sample, select
 
 TEMPERATURE = 0.7  # as in objectives.py
@@ -71,21 +73,20 @@ def shared_gradients(
 
 
 def main(path: str, batch_file: str, out: str) -> None:
-    d = fsdp.init_distributed()
+    ranks = init_ranks()
     batch = torch.load(batch_file, weights_only=False)
-    model = fsdp.shard(fsdp.load_policy(path, d, dtype=torch.float64), d, activation_checkpointing="selective")
-    [(_, plan)] = plan_updates(
+    model = shard(load_causal_lm(path, ranks, dtype=torch.float64), ranks, activation_checkpointing="selective")
+    [update] = plan_updates(
         batch.lengths.tolist(),
         shared=shared_prefix(batch).tolist(),
         mini_batch_size=len(batch.lengths),
         max_tokens=32,
-        rank=d.rank,
-        world_size=d.world_size,
+        ranks=ranks,
     )
-    logp, entropy, grads = shared_gradients(model, batch, plan)
-    results = {"plan": plan, "logp": logp, "entropy": entropy, "gradients": grads}
-    torch.save(results, Path(out) / f"rank{d.rank}.pt")
-    fsdp.shutdown_distributed()
+    logp, entropy, grads = shared_gradients(model, batch, update.micro_batches)
+    results = {"plan": update.micro_batches, "logp": logp, "entropy": entropy, "gradients": grads}
+    torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
+    shutdown_ranks()
 
 
 if __name__ == "__main__":
