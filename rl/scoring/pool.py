@@ -11,6 +11,7 @@ time. Past its deadline, or when it dies, the process is replaced and the task h
 function's business (0); "no score" is None: the response leaves the group statistics and the loss, and is counted.
 """
 
+import collections
 import json
 import math
 import os
@@ -103,6 +104,7 @@ class Scorer:
             queue.SimpleQueue()
         )  # (number, row, samples, whether to score twice), None: stop
         self.total = 0  # tasks ever submitted
+        self.open: set[int] = set()  # numbers of those that were not collected
         self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
         self.reward_model: RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
@@ -124,6 +126,7 @@ class Scorer:
         for i in range(0, len(samples), size):
             self.tasks.put((self.total, row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
             ticket.tasks.append(self.total)
+            self.open.add(self.total)
             self.total += 1
         return ticket
 
@@ -135,13 +138,20 @@ class Scorer:
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]
         wanted = [number for ticket in tickets for number in ticket.tasks]
+        assert len(self.open & set(wanted)) == len(wanted), "a ticket is collected twice, or comes from another Scorer"
+        waiting = collections.deque(wanted)
         with self.news:
-            while not (self.broken or stop.requested() or self.finished.keys() >= set(wanted)):
+            while True:
+                while waiting and waiting[0] in self.finished:
+                    waiting.popleft()
+                if self.broken or stop.requested() or not waiting:
+                    break
                 self.news.wait(0.2)
             if self.broken is not None:
                 raise RuntimeError("the pool of reward processes failed") from self.broken
-            stopped = not self.finished.keys() >= set(wanted)
+            stopped = bool(waiting)
             finished = [] if stopped else [self.finished.pop(number) for number in wanted]
+        self.open -= set(wanted)
         if problems := [problem for _, problem in finished if problem is not None]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         scores = [score for part, _ in finished for score in part]

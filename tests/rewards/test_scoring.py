@@ -14,14 +14,15 @@ import textwrap
 import time
 from pathlib import Path
 
+import helpers_scripts as h
 import launch
 import pytest
 from launch import alive, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl.scoring import Score, Scorer, decode_responses, parse_functions, stop_if_failing
-from rl.types import Sample
+from rl.scoring.pool import Scorer, decode_responses, parse_functions, stop_if_failing
+from rl.types import Response, Sample, Score
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
@@ -88,8 +89,7 @@ def sample(tokenizer, index, text):
 def score(scorer, *texts, **fields):
     """Scores of the responses `texts` to one prompt."""
     samples = [sample(scorer.tokenizer, 7, text) for text in texts]
-    scorer.submit(row(7, **fields), samples)
-    return scorer.collect(samples)
+    return scorer.collect([scorer.submit(row(7, **fields), samples)])
 
 
 def values(scores):
@@ -117,10 +117,9 @@ def test_scores_find_their_samples_whatever_finishes_first(pool, write, tokenize
     }
     for _ in range(2):  # the same rows again in the next step
         groups = {i: [sample(tokenizer, i, str(k)) for k in (8, 5, 9)] for i in rows}
-        for i in (3, 0, 4, 1):
-            scorer.submit(rows[i], groups[i])
+        tickets = {i: scorer.submit(rows[i], groups[i]) for i in (3, 0, 4, 1)}
         order = [1, 4, 0, 3]  # as the engine returned them, not as they were submitted
-        scores = scorer.collect([s for i in order for s in groups[i]])
+        scores = scorer.collect([tickets[i] for i in order])
         assert values(scores) == [100 * i + 1000 * (i % 2) + k for i in order for k in (8, 5, 9)]
         assert [s.text for s in scores] == ["8", "5", "9"] * 4 and set(statuses(scores)) == {"ok"}
 
@@ -137,8 +136,7 @@ def test_a_reward_sees_the_text_and_the_length_of_the_response(pool, write, toke
 def test_nothing_submitted_nothing_collected(pool, write):
     scorer = pool(write("return 1.0"))
     assert scorer.collect([]) == [] == scorer.collect([])
-    scorer.submit(row(3), [])
-    assert scorer.collect([]) == []
+    assert scorer.collect([scorer.submit(row(3), [])]) == []
 
 
 @pytest.mark.parametrize("clean_up", [False, True])
@@ -151,20 +149,56 @@ def test_responses_become_text_as_transformers_decodes_them(tokenizer, clean_up,
     assert texts[1] == "" and 0 < len(texts[2]) < 40
 
 
-def test_a_row_may_be_submitted_once_between_two_collects(pool, write, tokenizer):
+def test_batches_of_the_same_rows_are_scored_side_by_side(pool, tokenizer, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "import time\n" + h.REWARD.replace("    return", "    time.sleep(0.01)\n    return")
+    )
+    numbers = random.Random(1)
+
+    def batch(n):
+        """A group of n responses to each of four rows."""
+        responses = {i: [str(numbers.randrange(10**6)) for _ in range(n)] for i in range(4)}
+        return {i: [sample(tokenizer, i, text) for text in texts] for i, texts in responses.items()}, responses
+
+    def expected(responses, order):
+        return [h.parity(text, str(10 + i)) for i in order for text in responses[i]]
+
+    scorer = pool(str(tmp_path / "reward.py"), workers=2)
+    rows = [row(i, truth=str(10 + i)) for i in range(4)]
+    (sampled, said), (greedy, said_greedily) = batch(5), batch(1)
+    tickets, baselines = [], []
+    for i in range(4):  # sampled and greedy responses of one row
+        tickets.append(scorer.submit(rows[i], sampled[i]))
+        baselines.append(scorer.submit(rows[i], greedy[i]))
+    later, said_later = batch(3)  # and the next step's, before anything is collected
+    next_step = [scorer.submit(rows[i], later[i]) for i in range(4)]
+
+    found = scorer.collect(next_step)
+    assert values(found) == expected(said_later, range(4)) and set(values(found)) == {0.0, 1.0}
+    assert [s.text for s in found] == [text for i in range(4) for text in said_later[i]]
+    assert values(scorer.collect(baselines[::-1])) == expected(said_greedily, [3, 2, 1, 0])
+    again = scorer.submit(rows[2], sampled[2])
+    assert values(scorer.collect([tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
+    assert values(scorer.collect([tickets[1], tickets[3]])) == expected(said, [1, 3])
+    assert not scorer.open and not scorer.finished
+
+
+def test_a_ticket_counts_once(pool, write, tokenizer):
     scorer = pool(write("return 1.0"))
-    scorer.submit(row(3), [sample(tokenizer, 3, "a")])
-    with pytest.raises(AssertionError, match="row 3 was submitted twice"):
-        scorer.submit(row(3), [sample(tokenizer, 3, "b")])
+    ticket = scorer.submit(row(3), [sample(tokenizer, 3, "a")])
+    with pytest.raises(AssertionError, match="a ticket is collected twice"):
+        scorer.collect([ticket, ticket])
+    assert values(scorer.collect([ticket])) == [1.0]
+    with pytest.raises(AssertionError, match="a ticket is collected twice, or comes from another Scorer"):
+        scorer.collect([ticket])
 
 
 def test_two_pools_do_not_mix(pool, write):
     first = pool(write("return 1.0", name="a/reward.py"))
     second = pool(write("return 2.0", name="b/reward.py"))
-    for scorer in (first, second):
-        scorer.submit(row(0), [sample(scorer.tokenizer, 0, "x")] * 20)
-    assert values(second.collect([sample(second.tokenizer, 0, "x")] * 20)) == [2.0] * 20
-    assert values(first.collect([sample(first.tokenizer, 0, "x")] * 20)) == [1.0] * 20
+    tickets = [x.submit(row(0), [sample(x.tokenizer, 0, "x")] * 20) for x in (first, second)]
+    assert values(second.collect(tickets[1:])) == [2.0] * 20
+    assert values(first.collect(tickets[:1])) == [1.0] * 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,9 +356,8 @@ def test_a_batched_function_gets_a_prompt_at_a_time(pool, write, tokenizer):
     )
     scorer = pool(path, workers=2)
     groups = {i: [sample(tokenizer, i, "a" * n) for n in lengths] for i, lengths in {0: (1, 5), 1: (2, 2, 1)}.items()}
-    for i, group in groups.items():
-        scorer.submit(row(i), group)
-    scores = scorer.collect([*groups[1], *groups[0]])
+    tickets = {i: scorer.submit(row(i), group) for i, group in groups.items()}
+    scores = scorer.collect([tickets[1], tickets[0]])
     assert values(scores) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert [s.components["size"] for s in scores] == [3.0, 3.0, 3.0, 2.0, 2.0]
 
@@ -363,14 +396,13 @@ def test_a_batched_function_must_return_one_score_for_each_response(pool, write,
 def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool, write, tokenizer, capfd):
     scorer = pool(write("return 1.0 / (ground_truth not in '14')"), workers=2)
     samples = [sample(tokenizer, i, f"it is {i}") for i in (3, 0, 4, 1, 2)]
-    for s in samples:
-        scorer.submit(row(s.row_index, truth=str(s.row_index)), [s])
-    scores = scorer.collect(samples)
+    tickets = [scorer.submit(row(s.row_index, truth=str(s.row_index)), [s]) for s in samples]
+    scores = scorer.collect(tickets)
     assert values(scores) == [1.0, 1.0, None, None, 1.0]
     assert statuses(scores) == ["ok", "ok", "error", "error", "ok"]
     out, err = capfd.readouterr()
     assert out == "" and err.count("Traceback") == 1
-    assert "reward: 2 problem(s), the first: row 1: " in err and "response: 'it is 1'" in err
+    assert "reward: 2 problem(s), the first: row 4: " in err and "response: 'it is 4'" in err
     assert 'mine.py", line 2, in compute_score' in err and "ZeroDivisionError" in err
     assert values(score(scorer, "a")) == [1.0] and capfd.readouterr().err == ""
 
@@ -419,8 +451,7 @@ def test_a_function_may_change_what_it_is_given(pool, write, capfd):
     the_row = row(7, list=[1, 2], index=3)
     samples = [sample(scorer.tokenizer, 7, "text")]
     for _ in range(2):
-        scorer.submit(the_row, samples)
-        (result,) = scorer.collect(samples)
+        (result,) = scorer.collect([scorer.submit(the_row, samples)])
         assert result.components == {"acc": 0.0, "a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
         assert result.text == "text"
     assert the_row["extra_info"] == {"list": [1, 2], "index": 3} and capfd.readouterr().err == ""
@@ -528,10 +559,10 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     """)
     scorer = pool(path, workers=2)
     samples = [sample(tokenizer, 7, text) for text in ("a", "b", "c")]
-    scorer.submit(row(7), samples)
+    ticket = scorer.submit(row(7), samples)
     until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 3, "no worker took the first response")
     os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
-    assert statuses(scorer.collect(samples)) == ["error", "ok", "ok"]
+    assert statuses(scorer.collect([ticket])) == ["error", "ok", "ok"]
     assert "signal SIGKILL" in capfd.readouterr().err
     # One that dies while it waits for work costs nothing.
     idle = [int((tmp_path / name).read_text()) for name in "bc"]
@@ -602,8 +633,7 @@ def test_ten_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, 
 
     pids = set()
     for round in range(10):
-        scorer.submit(row(7), [one] * 1000)
-        scores = scorer.collect([one] * 1000)
+        scores = scorer.collect([scorer.submit(row(7), [one] * 1000)])
         assert set(statuses(scores)) == {"ok"}
         pids |= set(values(scores))
         if round == 0:
@@ -632,14 +662,14 @@ def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
 TRAINER = """
 import sys, time
 from transformers import AutoTokenizer
-from rl.scoring import Scorer
+from rl.scoring.pool import Scorer
 from rl.types import Sample
 
 scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), workers=2)
 row = {"row_index": 0, "data_source": "", "reward_model": {"ground_truth": ""}, "extra_info": {}}
-scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
+ticket = scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
 if sys.argv[2].endswith("raise.py"):
-    scorer.collect([Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
+    scorer.collect([ticket])
     raise ValueError("the trainer fails")
 time.sleep(60)
 """
@@ -671,10 +701,9 @@ def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, w
 def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
     scorer = pool(write("return 1.0"))
     incomplete = {name: value for name, value in row(7).items() if name != "extra_info"}
-    one = sample(tokenizer, 7, "a")
-    scorer.submit(incomplete, [one])
+    ticket = scorer.submit(incomplete, [sample(tokenizer, 7, "a")])
     with pytest.raises(RuntimeError, match="the pool of reward processes failed") as error:
-        scorer.collect([one])
+        scorer.collect([ticket])
     assert isinstance(error.value.__cause__, KeyError)
 
 
@@ -722,10 +751,11 @@ def test_too_many_failures_stop_a_run(failed, none, limit, stops):
     states = ["error", "timeout"] * 10
     states = states[:failed] + ["none"] * none + ["ok"] * (20 - failed - none)
     scores = [Score("", 1.0 if state == "ok" else None, {}, state, 0.0) for state in states]
+    responses = [Response(i, score, 1, 1, 0, "stop", (0, 0), 1, 0, i) for i, score in enumerate(scores)]
     if not stops:
-        return stop_if_failing(scores, limit)
+        return stop_if_failing(responses, limit)
     with pytest.raises(RuntimeError, match=f"{failed} of 20 responses .* more than --reward-max-error-frac {limit};"):
-        stop_if_failing(scores, limit)
+        stop_if_failing(responses, limit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -804,12 +834,11 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
             "```python\nwhile True: pass\n```",
         ),
     }
-    samples = []
+    tickets = []
     for i, (source, (truth, *texts)) in enumerate(rows.items()):
         group = [sample(scorer.tokenizer, i, text) for text in texts]
-        scorer.submit(row(i, source=source, truth=truth), group)
-        samples += group
-    scores = scorer.collect(samples)
+        tickets.append(scorer.submit(row(i, source=source, truth=truth), group))
+    scores = scorer.collect(tickets)
     scorer.close()
     assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
