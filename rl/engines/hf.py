@@ -53,7 +53,7 @@ class Engine:
         for request in requests:
             check_request(request, taken, self.max_model_len)
             taken.add(request.key)
-            self.waiting.append(Growing(request, self.policy_version))
+        self.waiting += [Growing(request, self.policy_version) for request in requests]
 
     def has_requests(self) -> bool:
         """See `base.Engine`."""

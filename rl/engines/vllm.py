@@ -139,7 +139,9 @@ class Engine:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
         self._take_new()
         if not self.core.has_requests():
-            raise RuntimeError(f"vLLM has dropped {len(self.in_flight)} responses")
+            lost = len(self.in_flight)
+            self._complete(dict.fromkeys(self.in_flight, "abort"))
+            raise RuntimeError(f"vLLM has dropped {lost} responses")
         ended: dict[str, str] = {}
         for name, reason in self.core.step():
             if reason not in (None, "stop", "length"):
@@ -204,6 +206,8 @@ class Engine:
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.policy_version += 1
+        for name in self.in_flight.keys() - self.core.begun():
+            self.in_flight[name] = self.in_flight[name]._replace(version=self.policy_version)
 
     def sleep(self) -> None:
         """Free vLLM's weights and KV cache (level 2: nothing is kept, `update_weights` must follow `wake`)."""

@@ -71,12 +71,19 @@ class PublicPath:
         """Whether vLLM has anything left to do."""
         return self.engine.has_unfinished_requests()
 
+    def _states(self) -> dict[str, Any]:
+        """What vLLM has so far, by our name of the request."""
+        return {state.external_req_id: state for state in self.engine.output_processor.request_states.values()}
+
+    def begun(self) -> set[str]:
+        """Names of the requests that have a token."""
+        return {name for name, state in self._states().items() if state.detokenizer.output_token_ids}
+
     def abort(self, names: Sequence[str]) -> None:
         """Drop requests; what they have so far stays in `growing`."""
-        states = self.engine.output_processor.request_states
-        internal = {state.external_req_id: state for state in states.values()}
+        states = self._states()
         for name in names:
-            if (state := internal.get(name)) is not None and not self.growing[name].token_ids:
+            if (state := states.get(name)) is not None and not self.growing[name].token_ids:
                 ids, at = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
                 self.growing[name].token_ids.extend(ids)
                 self.growing[name].logprobs.extend(x[i].logprob for i, x in zip(ids, at, strict=True))
@@ -118,6 +125,10 @@ class Shortcuts:
     def has_requests(self) -> bool:
         """Whether vLLM has anything left to do."""
         return self.scheduler.has_requests()
+
+    def begun(self) -> set[str]:
+        """Names of the requests that have a token."""
+        return {name for name, growing in self.growing.items() if growing.token_ids}
 
     def abort(self, names: Sequence[str]) -> None:
         """Drop requests; what they have so far stays in `growing`."""

@@ -12,13 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import train_grpo
 from rl.batching import collate
+from rl.data import check_context, stop_token_ids
 from rl.engines import hf, vllm
 from rl.engines.hf import processed_logprobs
-from rl.fsdp import full_tensors, load_policy, shard
 from rl.logprobs import token_logprobs
-from rl.rollout import check_context, fold, sample_groups, stop_token_ids, verify_engine
-from rl.types import Sample, Sampling
+from rl.models import load_causal_lm
+from rl.rollout import as_sample, fold, sample_groups, verify_engine
+from rl.sharding import full_tensors, shard
+from rl.types import Completion, Sampling
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
@@ -26,40 +29,41 @@ ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(P
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 
 
-@pytest.fixture(scope="module", params=[hf, vllm], ids=["hf", "vllm"])
-def setup(request, world, tiny_model):
-    """(backend, engine); one engine a module, so a test must push the weights it wants to see."""
-    backend = request.param
-    if backend is vllm and importlib.util.find_spec("vllm") is None:
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine(request, world, tiny_model):
+    """One engine a module, so a test must push the weights it wants to see."""
+    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    engine = backend.make_engine(tiny_model, d=world, dtype=torch.float32, max_model_len=320, max_num_seqs=MAX_NUM_SEQS)
-    yield backend, engine
-    backend.close(engine)
+    kind = {"hf": hf.Engine, "vllm": vllm.Engine}[request.param]
+    engine = kind(tiny_model, world, torch.float32, max_model_len=320, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
 def policy(tiny_model, world):
-    return shard(load_policy(tiny_model, world), world)
+    return shard(load_causal_lm(tiny_model, world), world)
 
 
 def weights(policy):
     return {name: tensor.clone() for name, tensor in full_tensors(policy)}
 
 
-def push(setup, policy):
-    backend, engine = setup
-    backend.update_weights(engine, full_tensors(policy, torch.float32))
+def push(engine, policy):
+    engine.update_weights(full_tensors(policy, torch.float32))
 
 
-def generate(setup, prompts=PROMPTS, *, seed=0, **sampling):
-    backend, engine = setup
-    options = Sampling(**{"temperature": TEMPERATURE, "max_tokens": 12} | sampling)
-    return backend.generate(engine, prompts, options, seed=seed)
-
-
-def samples_from(setup, *, seed=0, **sampling):
+def samples_from(engine, rows=ROWS, *, seed=0, on_group=None, **sampling):
     options = Sampling(**{"n": 2, "temperature": TEMPERATURE, "max_tokens": 12} | sampling)
-    return sample_groups(*setup, ROWS, options, seed=seed)
+    return sample_groups(engine, rows, options, seed=seed, on_group=on_group)[0]
+
+
+def generate(engine, prompts=PROMPTS, *, seed=0, **sampling):
+    """Samples in groups, one group for each prompt."""
+    rows, n = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(prompts)], sampling.get("n", 1)
+    samples = samples_from(engine, rows, seed=seed, **{"n": 1} | sampling)
+    assert [s.row_index for s in samples] == [i for i in range(len(prompts)) for _ in range(n)]
+    return [samples[k : k + n] for k in range(0, len(samples), n)]
 
 
 def facts(samples):
@@ -68,7 +72,7 @@ def facts(samples):
 
 
 def tokens(groups):
-    return [[completion.token_ids for completion in group] for group in groups]
+    return [[s.response_ids.tolist() for s in group] for group in groups]
 
 
 def change(policy, *, scale, seed=0):
@@ -125,37 +129,34 @@ def plain_gap(policy, samples):
 # --- the engine is the policy ---
 
 
-def test_engine_logprobs_are_the_policys_after_every_push(setup, policy):
-    backend, engine = setup
-    backend.sleep(engine)
+def test_engine_logprobs_are_the_policys_after_every_push(engine, policy):
+    engine.sleep()
     change(policy, scale=0.05)  # not what stands in the folder
-    backend.wake(engine)
-    push(setup, policy)
-    samples = samples_from(setup)
+    engine.wake()
+    push(engine, policy)
+    samples = samples_from(engine)
     assert trainer_gap(policy, samples) < 1e-4 and plain_gap(policy, samples) < 1e-4
     for round in range(2):
         train(policy, samples)
-        assert trainer_gap(policy, samples_from(setup)) > 0.05  # the engine still holds the old policy
-        push(setup, policy)
-        samples = samples_from(setup, seed=round + 1)
+        assert trainer_gap(policy, samples_from(engine)) > 0.05  # the engine still holds the old policy
+        push(engine, policy)
+        samples = samples_from(engine, seed=round + 1)
         assert trainer_gap(policy, samples) < 1e-4 and plain_gap(policy, samples) < 1e-4
 
 
-def test_a_prompt_seen_before_a_push_is_scored_with_the_new_weights(setup, policy):
+def test_a_prompt_seen_before_a_push_is_scored_with_the_new_weights(engine, policy):
     """Engines cache the keys and values of prompts; those of old weights must not survive a push."""
     random = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, 80, (290,), generator=random).tolist()  # more than two of vLLM's cache blocks
 
     def gap():
-        ((completion,),) = generate(setup, [prompt], seed=1)
-        ids, logprobs = completion.token_ids, completion.logprobs
-        return trainer_gap(policy, [Sample(prompt, ids, [1] * len(ids), logprobs, "length", 0)])
+        return trainer_gap(policy, generate(engine, [prompt], seed=1)[0])
 
-    push(setup, policy)
+    push(engine, policy)
     assert gap() < 1e-4
     assert gap() < 1e-4  # now out of the cache
     change(policy, scale=0.05)
-    push(setup, policy)
+    push(engine, policy)
     assert gap() < 1e-4
 
 
@@ -183,38 +184,36 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("missing", TENSORS)
-def test_update_weights_refuses_a_push_without_one_tensor(setup, policy, missing):
-    backend, engine = setup
+def test_update_weights_refuses_a_push_without_one_tensor(engine, policy, missing):
     whole = weights(policy)
     with pytest.raises(RuntimeError, match="untouched") as error:
-        backend.update_weights(engine, [(name, tensor) for name, tensor in whole.items() if name != missing])
+        engine.update_weights([(name, tensor) for name, tensor in whole.items() if name != missing])
     assert missing in str(error.value)
-    backend.update_weights(engine, whole.items())
-    assert trainer_gap(policy, samples_from(setup, n=1)) < 1e-4  # a whole push repairs it
+    engine.update_weights(whole.items())
+    assert trainer_gap(policy, samples_from(engine, n=1)) < 1e-4  # a whole push repairs it
 
 
-def test_the_engine_keeps_its_weights_while_the_policy_moves_on(setup, policy):
+def test_the_engine_keeps_its_weights_while_the_policy_moves_on(engine, policy):
     """The engine holds a copy: an update of the trainer's parameters must not leak into it before the next push."""
-    push(setup, policy)
-    before = generate(setup, seed=5)
+    push(engine, policy)
+    before = generate(engine, seed=5)
     change(policy, scale=0.05)
-    after = generate(setup, seed=5)
+    after = generate(engine, seed=5)
     assert tokens(before) == tokens(after)
-    assert sum([c.logprobs for group in before for c in group], []) == pytest.approx(
-        sum([c.logprobs for group in after for c in group], []), abs=1e-5
-    )
+    for one, other in zip(sum(before, []), sum(after, []), strict=True):
+        assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
 
 
 # --- verify_engine ---
 
 
-def verify(setup, policy, world, *, temperature=TEMPERATURE, limit=1e-4):
-    return verify_engine(policy, samples_from(setup), temperature=temperature, limit=limit, d=world, num_probe=10)
+def verify(engine, policy, world, *, temperature=TEMPERATURE, limit=1e-4):
+    return verify_engine(policy, samples_from(engine), temperature=temperature, limit=limit, ranks=world, num_probe=10)
 
 
-def test_verify_engine_accepts_the_right_weights(setup, policy, world):
-    push(setup, policy)
-    assert verify(setup, policy, world) < 1e-5
+def test_verify_engine_accepts_the_right_weights(engine, policy, world):
+    push(engine, policy)
+    assert verify(engine, policy, world) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -226,99 +225,96 @@ def test_verify_engine_accepts_the_right_weights(setup, policy, world):
         ("model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
     ],
 )
-def test_verify_engine_notices_swapped_tensors_until_the_next_push(setup, policy, world, one, other):
-    backend, engine = setup
+def test_verify_engine_notices_swapped_tensors_until_the_next_push(engine, policy, world, one, other):
     whole = weights(policy)
-    backend.update_weights(engine, (whole | {one: whole[other], other: whole[one]}).items())
+    engine.update_weights((whole | {one: whole[other], other: whole[one]}).items())
     with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-        verify(setup, policy, world)
-    push(setup, policy)
-    assert verify(setup, policy, world) < 1e-5
+        verify(engine, policy, world)
+    push(engine, policy)
+    assert verify(engine, policy, world) < 1e-5
 
 
 @pytest.mark.parametrize("stale", [name for name in TENSORS if not name.endswith("bias")])
-def test_verify_engine_notices_a_tensor_that_missed_a_small_update(setup, policy, world, stale):
-    backend, engine = setup
+def test_verify_engine_notices_a_tensor_that_missed_a_small_update(engine, policy, world, stale):
     old = weights(policy)[stale]
     change(policy, scale=1e-3)
-    backend.update_weights(engine, (weights(policy) | {stale: old}).items())
+    engine.update_weights((weights(policy) | {stale: old}).items())
     with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-        verify(setup, policy, world)
-    push(setup, policy)
-    assert verify(setup, policy, world) < 1e-5
+        verify(engine, policy, world)
+    push(engine, policy)
+    assert verify(engine, policy, world) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.69, 1.0])
-def test_verify_engine_notices_another_temperature(setup, policy, world, temperature):
-    push(setup, policy)
+def test_verify_engine_notices_another_temperature(engine, policy, world, temperature):
+    push(engine, policy)
     with pytest.raises(RuntimeError, match=r"differ by \d\.\d\de-0\d on average over \d+ tokens, more than .* 1e-04"):
-        verify(setup, policy, world, temperature=temperature)
+        verify(engine, policy, world, temperature=temperature)
 
 
-def test_verify_engine_notices_logprobs_that_are_not_finite(setup, policy, world):
-    push(setup, policy)
-    samples = samples_from(setup)
+def test_verify_engine_notices_logprobs_that_are_not_finite(engine, policy, world):
+    push(engine, policy)
+    samples = samples_from(engine)
     samples[0].rollout_logprobs[-1] = math.nan
     with pytest.raises(RuntimeError, match="differ by nan"):
-        verify_engine(policy, samples, temperature=TEMPERATURE, limit=1e-4, d=world)
+        verify_engine(policy, samples, temperature=TEMPERATURE, limit=1e-4, ranks=world)
 
 
 # --- sampling ---
 
 
-def test_generate_is_a_function_of_its_seed(setup, policy):
-    push(setup, policy)
+def test_samples_are_a_function_of_their_seed(engine, policy):
+    push(engine, policy)
     torch.manual_seed(1)
-    first = generate(setup, n=2, seed=7)
-    generate(setup, n=2, seed=8)
+    first = generate(engine, n=2, seed=7)
+    generate(engine, n=2, seed=8)
     torch.manual_seed(2)
     np.random.seed(2)
-    again = generate(setup, n=2, seed=7)
+    again = generate(engine, n=2, seed=7)
     assert tokens(again) == tokens(first)
-    other = generate(setup, n=2, seed=8)
+    other = generate(engine, n=2, seed=8)
     for prompt in range(len(PROMPTS)):
         assert tokens(other)[prompt] != tokens(first)[prompt]
 
 
-def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(setup, policy):
+def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(engine, policy):
     """And vLLM, when all tokens of all sequences pass through its scheduler, gives the very same ones."""
-    backend, engine = setup
-    push(setup, policy)
-    samples = samples_from(setup, max_tokens=280)
+    push(engine, policy)
+    samples = samples_from(engine, max_tokens=280)
     assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
-    if backend is vllm:
-        unknown = engine._replace(tokens=vllm.Tokens())  # tokens that are not expected pass through vLLM
-        assert facts(samples_from((vllm, unknown), max_tokens=280)) == facts(samples)
-        ours = vars(engine.scheduler).pop("schedule")
+    if isinstance(engine, vllm.Engine):
+        core = engine.core
+        unknown = mock.patch.object(core, "growing", {})  # tokens that are not expected pass through vLLM
+        with unknown:
+            assert facts(samples_from(engine, max_tokens=280)) == facts(samples)
+        ours = vars(core.scheduler).pop("schedule")
         try:
-            assert facts(samples_from(setup, max_tokens=280)) == facts(samples)
-            assert facts(samples_from((vllm, unknown), max_tokens=280)) == facts(samples)
+            assert facts(samples_from(engine, max_tokens=280)) == facts(samples)
+            with unknown:
+                assert facts(samples_from(engine, max_tokens=280)) == facts(samples)
         finally:
-            engine.scheduler.schedule = ours
+            core.scheduler.schedule = ours
 
 
-def test_generate_refuses_sequences_that_could_outgrow_the_engine(setup):
-    backend, _ = setup
-    if backend is not vllm:
-        pytest.skip("only vLLM has such a limit")
+def test_sequences_that_could_outgrow_the_engine_are_refused(engine):
     assert max(map(len, PROMPTS)) == 37
     with pytest.raises(ValueError, match="may have 321 tokens, but the engine was made for 320"):
-        generate(setup, max_tokens=284)
+        generate(engine, max_tokens=284)
+    assert not engine.has_requests()  # also those that came before it
 
 
-def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):
+def test_sequences_that_vllm_preempts_are_scored_right(engine, policy):
     """The cache holds little more than one long sequence: others are thrown out, computed again and carried on."""
-    backend, engine = setup
-    if backend is not vllm:
+    if isinstance(engine, hf.Engine):
         pytest.skip("only vLLM has a cache that can be full")
-    push(setup, policy)
-    scheduler = engine.scheduler
+    push(engine, policy)
+    scheduler = engine.core.scheduler
     pool, block_size = scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.vllm_config.cache_config.block_size
     one_sequence = math.ceil(320 / block_size)
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - one_sequence - 1)
     try:
         with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
-            samples = samples_from(setup, max_tokens=280)
+            samples = samples_from(engine, max_tokens=280)
     finally:
         pool.free_blocks(taken)
     assert preempt.called and len(samples) == 2 * len(PROMPTS)
@@ -326,31 +322,31 @@ def test_sequences_that_vllm_preempts_are_scored_right(setup, policy):
     assert trainer_gap(policy, samples) < 1e-4
 
 
-def test_generate_leaves_the_global_generators_alone(setup, policy):
-    push(setup, policy)
+def test_sampling_leaves_the_global_generators_alone(engine, policy):
+    push(engine, policy)
     torch.manual_seed(3)
     np.random.seed(3)
     states = torch.get_rng_state(), np.random.get_state()
-    generate(setup)
+    generate(engine)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1][1]) and np.random.get_state()[2] == states[1][2]
 
 
-def test_generate_groups_n_different_samples_with_their_prompt(setup, policy):
-    push(setup, policy)
-    groups = generate(setup, n=3)
+def test_a_group_has_n_different_samples(engine, policy):
+    push(engine, policy)
+    groups = generate(engine, n=3)
     assert [len(group) for group in groups] == [3] * len(PROMPTS)
     for group in tokens(groups):
         assert len({tuple(ids) for ids in group}) == 3
     for sampled in (4, 1):
-        assert len(generate(setup, PROMPTS[:1], n=sampled)[0]) == sampled
+        assert len(generate(engine, PROMPTS[:1], n=sampled)[0]) == sampled
 
 
-def test_generate_samples_in_proportion_to_probability(setup, policy):
+def test_tokens_are_sampled_in_proportion_to_probability(engine, policy):
     """The first token of 600 samples against its distribution: a wrong temperature would be far off."""
-    push(setup, policy)
-    (group,) = generate(setup, [PROMPTS[1]], n=600, max_tokens=1, seed=3)
-    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in group]), minlength=80)
+    push(engine, policy)
+    (group,) = generate(engine, [PROMPTS[1]], n=600, max_tokens=1, seed=3)
+    counts = torch.bincount(torch.tensor([s.response_ids[0] for s in group]), minlength=80)
     expected = (logits_of(plain(policy), PROMPTS[1], [0])[0] / TEMPERATURE).softmax(-1)
     frequent = expected > 0.05
     assert 3 <= frequent.sum()
@@ -359,72 +355,70 @@ def test_generate_samples_in_proportion_to_probability(setup, policy):
     assert abs(counts[frequent].sum() / 600 - expected[frequent].sum()) < 0.08
 
 
-def test_responses_that_vllm_drops_are_an_error(setup, policy):
-    backend, engine = setup
-    if backend is hf:
+def test_responses_that_vllm_drops_are_an_error(engine, policy):
+    if isinstance(engine, hf.Engine):
         return  # no one else holds its requests
-    push(setup, policy)
+    push(engine, policy)
     core = engine.llm.llm_engine.engine_core
 
-    def drop_the_others(i, completions):
+    def drop_the_others(row, samples):
         core.abort_requests(list(core.engine_core.scheduler.requests))
 
-    with pytest.raises(RuntimeError, match="vLLM has dropped [1-9] of 10 responses"):
-        options = Sampling(2, TEMPERATURE, max_tokens=12)
-        backend.generate(engine, PROMPTS, options, seed=0, on_group=drop_the_others)
-    assert [len(group) for group in generate(setup, n=2)] == [2] * len(PROMPTS)  # the engine goes on
+    with pytest.raises(RuntimeError, match="vLLM has dropped [1-9] responses"):
+        samples_from(engine, on_group=drop_the_others)
+    assert not engine.has_requests()
+    assert [len(group) for group in generate(engine, n=2)] == [2] * len(PROMPTS)  # the engine goes on
 
 
-def test_generate_of_no_prompts_is_empty(setup):
-    assert generate(setup, []) == []
+def test_without_prompts_there_are_no_samples(engine):
+    assert generate(engine, []) == []
 
 
-def test_generate_says_length_after_max_tokens(setup, policy):
-    push(setup, policy)
+def test_a_response_says_length_after_max_tokens(engine, policy):
+    push(engine, policy)
     for max_tokens in (1, 7):
-        for completion in sum(generate(setup, n=2, max_tokens=max_tokens), []):
-            assert len(completion.token_ids) == len(completion.logprobs) <= max_tokens
-            if completion.finish_reason == "length":
-                assert len(completion.token_ids) == max_tokens
-                assert completion.token_ids[-1] not in (2, 0)
+        for s in samples_from(engine, max_tokens=max_tokens):
+            assert len(s.response_ids) == len(s.rollout_logprobs) <= max_tokens
+            if s.finish_reason == "length":
+                assert len(s.response_ids) == max_tokens
+                assert s.response_ids[-1] not in (2, 0)
 
 
-def ends_at_first(stops, completions, max_tokens):
-    """Every completion ends with its first stop token, or at the limit; both must happen. Returns the stops used."""
-    for completion in completions:
-        ids, stopped = completion.token_ids, completion.finish_reason == "stop"
+def ends_at_first(stops, samples, max_tokens):
+    """Every response ends with its first stop token, or at the limit; both must happen. Returns the stops used."""
+    for s in samples:
+        ids, stopped = s.response_ids.tolist(), s.finish_reason == "stop"
         assert not set(ids[:-1]) & set(stops) and (ids[-1] in stops) == stopped
-        assert len(completion.logprobs) == len(ids)
-        assert stopped or (completion.finish_reason == "length" and len(ids) == max_tokens)
-    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    return {completion.token_ids[-1] for completion in completions if completion.finish_reason == "stop"}
+        assert len(s.rollout_logprobs) == len(ids)
+        assert stopped or (s.finish_reason == "length" and len(ids) == max_tokens)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    return {int(s.response_ids[-1]) for s in samples if s.finish_reason == "stop"}
 
 
-def test_generate_stops_after_each_eos_of_the_generation_config(setup, policy, tiny_model):
+def test_a_response_ends_after_each_eos_of_the_generation_config(engine, policy, tiny_model):
     assert json.loads((Path(tiny_model) / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     with torch.no_grad():
         policy.get_input_embeddings().weight.to_local()[[0, 2]] *= 3  # makes both end tokens likely in some contexts
-    push(setup, policy)
-    completions = sum(generate(setup, n=16, max_tokens=10), [])
-    assert ends_at_first((2, 0), completions, 10) == {2, 0}
-    assert trainer_gap(policy, samples_from(setup, n=8)) < 1e-4  # the log-prob of the end token included
+    push(engine, policy)
+    assert ends_at_first((2, 0), samples_from(engine, n=16, max_tokens=10), 10) == {2, 0}
+    assert trainer_gap(policy, samples_from(engine, n=8)) < 1e-4  # the log-prob of the end token included
 
 
-def test_generate_stops_after_extra_stop_tokens(setup, policy):
-    push(setup, policy)
+def test_a_response_ends_after_extra_stop_tokens(engine, policy):
+    push(engine, policy)
     extra = tuple(range(20, 30))
-    completions = sum(generate(setup, n=8, stop_token_ids=extra), [])
-    assert ends_at_first((2, 0, *extra), completions, 12) & set(extra)
+    samples = samples_from(engine, n=8, stop_token_ids=extra)
+    assert ends_at_first((2, 0, *extra), samples, 12) & set(extra)
 
 
-def test_generate_at_temperature_zero_is_greedy(setup, policy):
-    push(setup, policy)
+def test_sampling_at_temperature_zero_is_greedy(engine, policy):
+    push(engine, policy)
     model = plain(policy)
-    for prompt, (completion,) in zip(PROMPTS, generate(setup, temperature=0.0, max_tokens=10), strict=True):
-        logits = logits_of(model, prompt, completion.token_ids)
-        assert completion.token_ids == logits.argmax(-1).tolist()
+    for prompt, (s,) in zip(PROMPTS, generate(engine, temperature=0.0, max_tokens=10), strict=True):
+        logits = logits_of(model, prompt, s.response_ids)
+        assert s.response_ids.tolist() == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1).max(-1).values
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(s.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
 
 def truncated(logits, *, temperature, top_k, top_p):
@@ -447,13 +441,12 @@ def truncated(logits, *, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.6), (6, 0.8)])
-def test_generate_reports_logprobs_of_the_truncated_distribution(setup, policy, top_k, top_p):
-    push(setup, policy)
+def test_logprobs_are_those_of_the_truncated_distribution(engine, policy, top_k, top_p):
+    push(engine, policy)
     model, seen = plain(policy), 0
-    groups = generate(setup, n=3, top_k=top_k, top_p=top_p)
-    for prompt, completion in ((p, c) for p, group in zip(PROMPTS, groups, strict=True) for c in group):
-        logits = logits_of(model, prompt, completion.token_ids).tolist()
-        for row, token, logprob in zip(logits, completion.token_ids, completion.logprobs, strict=True):
+    for s in samples_from(engine, n=3, top_k=top_k, top_p=top_p):
+        ids, logprobs = s.response_ids.tolist(), s.rollout_logprobs.tolist()
+        for row, token, logprob in zip(logits_of(model, s.prompt_ids, ids).tolist(), ids, logprobs, strict=True):
             allowed = truncated(row, temperature=TEMPERATURE, top_k=top_k, top_p=top_p)
             assert logprob == pytest.approx(math.log(allowed[token]), abs=1e-4)
             seen += 1
@@ -492,62 +485,95 @@ def test_processed_logprobs_by_hand(sampling, expected):
     torch.testing.assert_close(actual, torch.tensor([expected, expected[::-1]]).float(), rtol=0, atol=1e-6)
 
 
-def test_hf_engine_refuses_tensor_parallelism(tiny_model, world):
+def test_hf_engine_refuses_tensor_parallelism():
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 needs --engine vllm"):
-        hf.make_engine(tiny_model, d=world, dtype=torch.float32, max_model_len=64, tensor_parallel_size=2)
+        train_grpo.validate(train_grpo.Args(engine="hf", tensor_model_parallel_size=2))
 
 
 def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 1 rank"):
-        vllm.make_engine(tiny_model, d=world, dtype=torch.float32, max_model_len=64, tensor_parallel_size=2)
+        vllm.Engine(tiny_model, world, torch.float32, max_model_len=64, tensor_parallel_size=2)
 
 
 # --- samples ---
 
 
-def test_sample_groups_keeps_groups_together_in_the_order_of_rows(setup, policy):
-    push(setup, policy)
-    samples = samples_from(setup, n=3, seed=4)
+def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy):
+    push(engine, policy)
+    samples = samples_from(engine, n=3, seed=4)
     assert [s.row_index for s in samples] == [row["row_index"] for row in ROWS for _ in range(3)]
     assert [s.prompt_ids.tolist() for s in samples] == [prompt for prompt in PROMPTS for _ in range(3)]
-    completions = sum(generate(setup, n=3, seed=4), [])
-    assert [s.response_ids.tolist() for s in samples] == [c.token_ids for c in completions]
-    assert [s.finish_reason for s in samples] == [c.finish_reason for c in completions]
-    assert [s.rollout_logprobs.tolist() for s in samples] == [c.logprobs for c in completions]
     assert all(s.response_mask.tolist() == [1] * len(s.response_ids) for s in samples)
     assert all(len(s.rollout_logprobs) and max(s.rollout_logprobs) <= 0 for s in samples)
+    version = engine.policy_version
+    assert version > 0 and all(s.policy_versions == (version, version) and s.turns == 1 for s in samples)
 
 
-def test_groups_are_handed_over_once_complete_while_others_are_sampled(setup, policy):
+def test_a_sample_is_what_the_engine_completed():
+    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", (3, 4))
+    s = as_sample(completion, {"prompt_ids": [5, 6], "row_index": 11})
+    assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
+    assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
+    assert (s.finish_reason, s.row_index, s.policy_versions, s.turns) == ("length", 11, (3, 4), 1)
+
+
+@pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -1.0], [-0.5, -1.0, -2.0], []], ids=str)
+def test_a_response_without_a_finite_logprob_for_every_token_is_refused(logprobs):
+    with pytest.raises(
+        RuntimeError, match=rf"returned 2 tokens and {len(logprobs)} log-probs for a response to row 11"
+    ):
+        as_sample(Completion((0, 0), [7, 8], logprobs, "stop"), {"prompt_ids": [5], "row_index": 11})
+
+
+def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, policy):
     """24 sequences of up to 12 tokens, 8 at a time: the first groups must not wait for the last."""
-    push(setup, policy)
-    backend, engine = setup
-    options, calls = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12), []
-    prompts = [*PROMPTS, *PROMPTS[:3]]
+    push(engine, policy)
+    calls, rows = [], [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate([*PROMPTS, *PROMPTS[:3]])]
 
-    def on_group(i, completions):
-        calls.append((i, completions, time.perf_counter()))
+    def on_group(row, samples):
+        calls.append((row["row_index"], samples, time.perf_counter()))
 
     start = time.perf_counter()
-    groups = backend.generate(engine, prompts, options, seed=4, on_group=on_group)
+    samples = samples_from(engine, rows, n=3, seed=4, on_group=on_group)
     end = time.perf_counter()
-    assert sorted(i for i, _, _ in calls) == list(range(len(prompts)))
-    assert all(completions == groups[i] for i, completions, _ in calls)
-    assert tokens(groups) == tokens(backend.generate(engine, prompts, options, seed=4))
+    assert sorted(i for i, _, _ in calls) == list(range(len(rows)))
+    assert all(group == [s for s in samples if s.row_index == i] for i, group, _ in calls)
+    assert facts(samples) == facts(samples_from(engine, rows, n=3, seed=4))
     assert calls[0][2] - start < 0.75 * (end - start)  # about a third of the time
 
 
-def test_sample_groups_hands_each_row_its_samples(setup, policy):
-    push(setup, policy)
-    handed = {}
-    options = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12)
-    samples = sample_groups(
-        *setup, ROWS, options, seed=4, on_group=lambda row, group: handed.update({row["row_index"]: (row, group)})
-    )
+def test_sample_groups_hands_each_row_its_samples_and_returns_what_it_got(engine, policy):
+    push(engine, policy)
+    options, handed = Sampling(n=3, temperature=TEMPERATURE, max_tokens=12), {}
+
+    def on_group(row, group):
+        handed[row["row_index"]] = (row, group)
+        return f"ticket {row['row_index']}"
+
+    samples, tickets = sample_groups(engine, ROWS, options, seed=4, on_group=on_group)
     assert handed.keys() == {row["row_index"] for row in ROWS}
     for row in ROWS:
         assert handed[row["row_index"]] == (row, [s for s in samples if s.row_index == row["row_index"]])
     assert len(samples) == 15
+    assert tickets == [f"ticket {row['row_index']}" for row in ROWS]  # in the order of the rows, not of the calls
+    assert sample_groups(engine, [], options, seed=4, on_group=on_group) == ([], [])
+
+
+def test_a_run_that_is_asked_to_stop_keeps_the_groups_that_are_complete(engine, policy, monkeypatch):
+    """30 sequences of up to 40 tokens, 8 at a time, and asked after 64 steps: some are complete, and some not."""
+    push(engine, policy)
+    whole = samples_from(engine, n=6, seed=4, max_tokens=40)
+    looks = []
+    monkeypatch.setattr("rl.run.stop.requested", lambda group=None: looks.append(group) or len(looks) == 5)
+    handed = []
+    options = Sampling(n=6, temperature=TEMPERATURE, max_tokens=40)
+    samples, tickets = sample_groups(engine, ROWS, options, seed=4, on_group=lambda row, _: handed.append(row) or row)
+    assert len(looks) == 5 and set(looks) == {engine.group} and not engine.has_requests()
+    assert 0 < len(tickets) < len(ROWS) and tickets == sorted(handed, key=lambda row: row["row_index"])
+    complete = {row["row_index"] for row in tickets}
+    assert facts(samples) == facts([s for s in whole if s.row_index in complete])
+    monkeypatch.undo()
+    assert facts(samples_from(engine, n=6, seed=4, max_tokens=40)) == facts(whole)  # nothing is left behind
 
 
 def test_fold_gives_every_step_and_rank_its_own_seed():
