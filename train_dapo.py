@@ -239,8 +239,7 @@ def main(args: Args) -> dict[str, float]:
                 lengths_PG, max_length=args.max_response_length, buffer=buffer, factor=args.overlong_penalty_factor
             )
         advantages_PG = advantages.grpo(rewards, lengths_PG)  # (P, G)
-        advantages_B1 = advantages_PG.view(-1, 1)
-        batch = replace(batch, advantages=advantages_B1[batch.rows] * batch.response_mask)  # (b, T)
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.

@@ -229,8 +229,7 @@ def main(args: Args) -> dict[str, float]:
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG)  # (P, G)
-        advantages_B1 = advantages_PG.view(-1, 1)
-        batch = replace(batch, advantages=advantages_B1[batch.rows] * batch.response_mask)  # (b, T)
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
