@@ -180,16 +180,24 @@ def parse(cls: type[T], description: str | None) -> T:
 
 
 def _show_help(cls: type, description: str | None) -> None:
-    """Print the flags in groups, a box each, and exit: the script's own, then those of each class of this file."""
-    groups = [group for base in cls.__bases__ for group in (base.__bases__ if base in (RL, Supervised) else [base])]
-    inherited = {field.name for group in groups for field in dataclasses.fields(group)}
-    values = {field.name: field.default for field in dataclasses.fields(cls)}
-    hidden = {name: tyro.conf.Suppress[hint] for name, hint in get_type_hints(cls).items() if name in inherited}
-    source = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": "what is learned"}
-    own = type("Own", (cls,), source | {"__annotations__": hidden} | {name: values[name] for name in hidden})
-    shown = {"algorithm": dataclasses.dataclass(frozen=True)(own)()}
-    for group in reversed(groups):
-        shown[group.__mro__[-2].__name__.lower()] = group(**{x.name: values[x.name] for x in dataclasses.fields(group)})
+    """Print the flags in boxes, and exit: the script's own first, then those of this file by the groups they stand in.
+
+    A box is a class for tyro that hides all other flags. What a script says of an inherited flag replaces what is here.
+    """
+    boxes: dict[str, tuple[str | None, set[str]]] = {"algorithm": ("what is learned", set())}  # title -> words, flags
+    for base in reversed(cls.__mro__):
+        if base.__module__ == __name__ and base.__annotations__:
+            group = base.__mro__[-2]
+            boxes.setdefault(group.__name__.lower(), (group.__doc__, set()))[1].update(base.__annotations__)
+    hints = get_type_hints(cls)
+    boxes["algorithm"][1].update(hints.keys() - set().union(*(names for _, names in boxes.values())))
+    shown = {}
+    for title, (words, names) in boxes.items():
+        hidden = [x for x in dataclasses.fields(cls) if x.name not in names]
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": words}
+        body["__annotations__"] = {x.name: tyro.conf.Suppress[hints[x.name]] for x in hidden}
+        defaults = {x.name: dataclasses.field(default=x.default, default_factory=x.default_factory) for x in hidden}
+        shown[title] = dataclasses.dataclass(frozen=True)(type(title, (cls,), body | defaults))()
     everything = dataclasses.make_dataclass("Flags", [(name, type(value)) for name, value in shown.items()])
     tyro.cli(everything, description=description, default=everything(**shown), config=(tyro.conf.OmitArgPrefixes,))
 
@@ -205,11 +213,13 @@ def check(args: Any) -> None:
     that all RL scripts have contradict each other.
     """
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            for limit in (Limit("a number", lambda x: not math.isnan(x)), *_limits(hint)):
-                if not limit.holds(value):
-                    raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
+        limits = [Limit("a number", lambda x: not math.isnan(x)), *_limits(hint)]
+        values = getattr(args, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                for limit in limits:
+                    if not limit.holds(value):
+                        raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
     for alarm in vars(args).get("alarms", ()):
         parse_alarm(alarm)
     if isinstance(args, RL):

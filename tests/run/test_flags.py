@@ -1,0 +1,300 @@
+"""What values flags may have, which of them a resumed run may change, and what --help says: from the types alone."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+import sys
+from dataclasses import dataclass
+
+import helpers_scripts as h
+import launch
+import pytest
+
+import eval as evaluation
+import sft
+import train_dapo
+import train_grpo
+import train_ppo
+import train_reward
+from rl import flags
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share
+from rl.run import checkpoint
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+TRAINING = {"grpo": train_grpo, "ppo": train_ppo, "dapo": train_dapo, "sft": sft, "reward": train_reward}
+SCRIPTS = TRAINING | {"eval": evaluation}
+
+# Written out, so that a flag that decides what is learned does not become free by standing in another place.
+MAY_CHANGE = set(
+    """
+    train_files val_files total_epochs total_training_steps
+    reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
+    tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
+    ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
+    val_before_train test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
+    default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
+    critic_offload max_num_gen_batches
+    """.split()
+)
+
+# What each number must be, in every script that has it.
+LIMITS = {
+    "at least 1": """
+        train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
+        total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
+        max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
+        ppo_max_token_len_per_gpu max_token_len_per_gpu
+    """,
+    "positive": "grad_clip kl_target rollout_is_threshold loss_scale_factor max_logprob_gap max_hours",
+    "positive and finite": "stall_timeout reward_timeout",
+    "positive and at most 1": "gpu_memory_utilization top_p",
+    "at least 0": """
+        lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
+        overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
+    """,
+    "within 0 and 1": "reward_max_error_frac gamma lam beta2",
+    "above 1": "clip_ratio_c",
+}
+LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
+ANY_NUMBER = """
+    reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef fsdp_size seed test_freq save_freq top_k
+    correct_at
+""".split()  # has a meaning, or is compared with something else later
+REFUSED_AND_TAKEN = {
+    "at least 1": ([0, -1], [1, 10**9]),
+    "positive": ([0, -1e-9], [1e-9, math.inf]),
+    "positive and finite": ([0, -1e-9, math.inf], [1e-9, 1e9]),
+    "positive and at most 1": ([0, -0.1, 1.001], [1e-9, 1]),
+    "at least 0": ([-1, -1e-9], [0, 1e9]),
+    "within 0 and 1": ([-1e-9, 1.001], [0, 0.5, 1]),
+    "above 1": ([1, 0, -3], [1.001, 1e9]),
+}
+
+
+def fields(script):
+    return {field.name for field in dataclasses.fields(script.Args)}
+
+
+def limit_of(script, flag):
+    """The temperature of eval.py may be 0, which is greedy."""
+    return ("at least 0" if script is evaluation else "positive") if flag == "temperature" else LIMITS[flag]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Limits
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
+    script = SCRIPTS[name]
+    hints = {field.name: str(field.type) for field in dataclasses.fields(script.Args)}
+    numbers = {flag for flag, hint in hints.items() if re.search(r"\b(int|float)\b", hint) and "tuple" not in hint}
+    assert numbers - {"temperature", *ANY_NUMBER} == LIMITS.keys() & hints.keys()
+    flags.check(script.Args())
+    for flag in numbers:
+        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} nan must be a number"):
+            flags.check(dataclasses.replace(script.Args(), **{flag: math.nan}))
+    for flag in numbers - set(ANY_NUMBER):
+        words = limit_of(script, flag)
+        refused, taken = REFUSED_AND_TAKEN[words]
+        for value in refused:
+            with pytest.raises(ValueError) as error:
+                flags.check(dataclasses.replace(script.Args(), **{flag: value}))
+            assert str(error.value) == f"--{flag.replace('_', '-')} {value} must be {words}"
+        for value in taken:
+            args = dataclasses.replace(script.Args(), **{flag: value})
+            try:
+                flags.check(args)
+            except ValueError as error:  # beyond another flag, not beyond its own limit
+                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_")), error
+
+
+def test_no_limit_is_of_a_flag_that_is_none():
+    every = set().union(*map(fields, SCRIPTS.values()))
+    assert {*LIMITS, *ANY_NUMBER, *MAY_CHANGE} <= every and not LIMITS.keys() & set(ANY_NUMBER)
+
+
+@dataclass(frozen=True)
+class Typed:
+    count: Free[AtLeast1 | None] = None
+    other: Free[AtLeast1] | None = 2
+    share: Share | None = 0.5
+    both: Free[Positive] = 1.0
+    several: tuple[Above1, ...] = (2.0,)
+    mixed: AtLeast1 | str = "auto"
+    switch: bool = False
+    text: str = "0"
+    finite: PositiveFinite = 1.0
+    rest: tuple[NotNegative, Count] = (0.0, 0)
+    part: PositiveShare = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(count=0), "--count 0 must be at least 1"),
+        (dict(other=0), "--other 0 must be at least 1"),
+        (dict(share=1.5), "--share 1.5 must be within 0 and 1"),
+        (dict(share=math.nan), "--share nan must be a number"),
+        (dict(both=0.0), "--both 0.0 must be positive"),
+        (dict(several=(2.0, 1.0)), "--several 1.0 must be above 1"),
+        (dict(several=(2.0, math.nan)), "--several nan must be a number"),
+        (dict(mixed=0), "--mixed 0 must be at least 1"),
+        (dict(finite=math.inf), "--finite inf must be positive and finite"),
+        (dict(rest=(0.0, -1)), "--rest -1 must be at least 0"),
+        (dict(part=0.0), "--part 0.0 must be positive and at most 1"),
+    ],
+)
+def test_a_limit_is_found_wherever_it_stands_in_the_type(changes, words):
+    flags.check(Typed())
+    flags.check(Typed(count=3, other=None, share=None, several=(), mixed=1, switch=True))
+    with pytest.raises(ValueError, match=words):
+        flags.check(Typed(**changes))
+
+
+def test_free_is_found_wherever_it_stands_in_the_type():
+    assert flags.free(Typed) == {"count", "other", "both"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a resumed run may change
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_resumed_run_may_change_these_and_no_other(name):
+    assert flags.free(TRAINING[name].Args) == MAY_CHANGE & fields(TRAINING[name])
+
+
+def test_what_decides_what_a_supervised_run_learns_is_kept():
+    kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
+        grad_clip seed""".split()
+    for script in (sft, train_reward):
+        assert fields(script) - flags.free(script.Args) == set(kept)
+
+
+OWN = """    my_share: Share | None = 0.25  # words of mine about a share
+    my_pace: Free[AtLeast1 | None] = 7  # words of mine about a pace
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A copy of sft.py with two flags of its own: nothing but the line of each is written."""
+    file = tmp_path_factory.mktemp("mine") / "my_sft.py"
+    text = (launch.ROOT / "sft.py").read_text().replace("import AtLeast1,", "import AtLeast1, Free,")
+    assert text.count("    # --- optimizer\n") == 1
+    file.write_text(text.replace("    # --- optimizer\n", f"    # --- optimizer\n{OWN}"))
+    spec = importlib.util.spec_from_file_location("my_sft", file)
+    module = sys.modules["my_sft"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["my_sft"]
+
+
+def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_path):
+    task = h.make_task(tmp_path / "task")
+
+    def train(steps, **changes):
+        settings = h.sft_settings(task, tmp_path / "run", total_training_steps=steps, lr_scheduler_type="constant")
+        mine.main(mine.Args(**settings | changes))
+
+    with pytest.raises(ValueError, match="--my-share 1.5 must be within 0 and 1"):
+        train(1, my_share=1.5)
+    with pytest.raises(ValueError, match="--my-pace 0 must be at least 1"):
+        train(1, my_pace=0)
+    assert not (tmp_path / "run").exists()
+    train(1)
+    with pytest.raises(ValueError, match="other settings") as error:
+        train(2, my_share=0.5, my_pace=8)
+    assert "--my-share: was 0.25, is 0.5" in str(error.value) and "--my-pace" not in str(error.value)
+    with pytest.raises(ValueError, match="--my-share: was 0.25, is None"):
+        train(2, my_share=None)
+    train(2, my_pace=8)
+    train(3, my_share=0.5, force_resume=True)
+    assert checkpoint.list_steps(tmp_path / "run") == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --help
+
+
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    """(Args) -> what --help says: {title of a box: {flag: its text}}, in order."""
+    monkeypatch.setenv("COLUMNS", "100")  # one box below the other, words from column 8 or 26 on
+
+    def show(cls):
+        monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+        with pytest.raises(SystemExit) as ended:
+            flags.parse(cls, "A description.")
+        assert ended.value.code == 0
+        boxes = {}
+        for line in capsys.readouterr().out.splitlines():
+            if title := re.fullmatch(r" ((?:[a-z]+ )?options) *", line):
+                boxes[title[1]] = box = {}
+            elif flag := re.match(r"  (?:-h, )?--([a-z0-9][a-z0-9-]*)", line):
+                box[flag[1]] = line[26:].strip() if line[24:26] == "  " else ""
+            elif line[:8].isspace() and line.strip():
+                box[list(box)[-1]] = f"{box[list(box)[-1]]} {line.strip()}".strip()
+        return boxes
+
+    return show
+
+
+GROUPS = {
+    "rl": ["algorithm", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
+    "supervised": ["algorithm", "data", "memory", "checkpoints", "logging"],
+    "eval": ["algorithm", "engine", "scoring"],
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of, name):
+    script = SCRIPTS[name]
+    kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
+    boxes = help_of(script.Args)
+    assert list(boxes) == ["options", *(f"{group} options" for group in GROUPS[kind])]
+    spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]
+    assert len(spelled) == len(set(spelled)) and set(spelled) == fields(script)
+    inherited = {name for base in script.Args.__bases__ for name in (field.name for field in dataclasses.fields(base))}
+    own = [name for name in script.Args.__annotations__ if name not in inherited]
+    assert [flag.replace("-", "_") for flag in boxes["algorithm options"]] == own
+    for box in list(boxes.values())[1:]:
+        for flag, text in box.items():
+            comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
+            assert len(comment.split()) >= 2, flag
+            value = getattr(script.Args(), flag.replace("-", "_"))
+            assert default.replace("'", "").split() == [
+                str(x) for x in (value if isinstance(value, tuple) else [value])
+            ]
+
+
+def test_help_has_the_words_of_the_comments(help_of, mine):
+    boxes = help_of(mine.Args)
+    assert boxes["algorithm options"]["my-share"] == "words of mine about a share (default: 0.25)"
+    assert boxes["algorithm options"]["my-pace"] == "words of mine about a pace (default: 7)"
+    assert boxes["algorithm options"]["lr"] == "AdamW's learning rate after warm-up (default: 1e-05)"
+    saving = "save every this many steps and at the end; -1 only at the end; 0 never (default: -1)"
+    assert boxes["checkpoints options"]["save-freq"] == saving
+    demonstrations = "parquet or jsonl with `prompt` (text or messages) and `response`, or with `messages`"
+    assert boxes["data options"]["train-files"] == f"{demonstrations} (default: data/sft.parquet)"  # as the script says
+    boxes = help_of(train_dapo.Args)
+    bound = "rounds of sampling in a step after which the run gives up filling its batch (default: 10)"
+    assert boxes["algorithm options"]["max-num-gen-batches"] == bound
+    assert boxes["data options"]["total-training-steps"] == "overrides --total-epochs (default: None)"
+
+
+@dataclass(frozen=True)
+class Derived(train_grpo.Args):
+    my_list: list[int] = dataclasses.field(default_factory=lambda: [1, 2])  # numbers of mine
+    test_freq: int = 3  # my words about evaluation
+
+
+def test_help_of_args_that_extend_a_scripts_own(help_of):
+    boxes = help_of(Derived)
+    assert list(boxes) == ["options", *(f"{group} options" for group in GROUPS["rl"])]
+    assert list(boxes["algorithm options"])[0] == "model" and list(boxes["algorithm options"])[-1] == "my-list"
+    assert boxes["algorithm options"]["my-list"] == "numbers of mine (default: 1 2)"
+    assert boxes["logging options"]["test-freq"] == "my words about evaluation (default: 3)"
