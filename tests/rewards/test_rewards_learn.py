@@ -24,7 +24,8 @@ import train_reward
 from data import arithmetic, grail, mbpp
 from rewards import gsm8k, sandbox
 from rl.engines import hf
-from rl.fsdp import Dist
+from rl.ranks import Ranks
+from rl.rollout import sample_groups
 from rl.types import Sampling
 
 SEED = 0
@@ -51,16 +52,10 @@ def more_characters():
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """The token ids of all responses of each step, in order."""
-    steps = []
-
-    def generate(*args, original=hf.generate, **kwargs):
-        groups = original(*args, **kwargs)
-        steps.append([completion.token_ids for group in groups for completion in group])
-        return groups
-
-    monkeypatch.setattr(hf, "generate", generate)
-    return steps
+    """sampled(): the token ids of all responses of each step, in order."""
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
+    return lambda: [[completion.token_ids for _, group in groups for completion in group] for groups in rounds]
 
 
 def user(text: str) -> list[dict]:
@@ -265,14 +260,16 @@ def preferred(response: str) -> bool:
 
 def compare(model: str, questions: list[str]) -> list[dict]:
     """Pairs of the model's own responses to each question: one that is preferred, and one that is not."""
-    tokenizer, d = AutoTokenizer.from_pretrained(model), Dist(0, 1, torch.device("cpu"), torch.float32)
-    engine = hf.make_engine(model, d=d, dtype=torch.float32, max_model_len=128)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    alone = Ranks(0, 1, torch.device("cpu"), torch.float32, data_rank=0, data_size=1, group=None, data_group=None)
+    engine = hf.Engine(model, alone, torch.float32, max_model_len=128)
     texts = [tokenizer.apply_chat_template(user(q), tokenize=False, add_generation_prompt=True) for q in questions]
     sampling = Sampling(16, 1.0, max_tokens=48, stop_token_ids=(EOS,))
-    groups = hf.generate(engine, [tokenizer(text)["input_ids"] for text in texts], sampling, seed=SEED)
+    rows = [{"prompt_ids": tokenizer(text)["input_ids"], "row_index": i} for i, text in enumerate(texts)]
+    _, groups = sample_groups(engine, rows, sampling, seed=SEED, on_group=lambda row, group: group)
     pairs = []
     for question, group in zip(questions, groups, strict=True):
-        responses = tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+        responses = tokenizer.batch_decode([s.response_ids for s in group], skip_special_tokens=True)
         good, bad = ([r for r in responses if r and preferred(r) == wanted] for wanted in (True, False))
         pairs += [{"prompt": user(question), "chosen": c, "rejected": r} for c, r in zip(good, bad, strict=False)]
     return pairs
@@ -316,7 +313,7 @@ def test_a_reward_model_passes_on_what_it_was_taught(learned, sampled, tmp_path)
     lines = judged(tmp_path, learned, steps=12, ppo_epochs=1)
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    shares = [statistics.mean(map(preferred, tokenizer.batch_decode(s, skip_special_tokens=True))) for s in sampled]
+    shares = [statistics.mean(map(preferred, tokenizer.batch_decode(s, skip_special_tokens=True))) for s in sampled()]
     assert len(shares) == 12 and shares[0] < 0.35 and statistics.mean(shares[-3:]) > 0.65
     scores = [x["reward/arithmetic/reward_model"] for x in lines]
     assert [x["critic/score/mean"] for x in lines] == pytest.approx(scores, rel=1e-5)  # there is no other reward
@@ -336,7 +333,7 @@ def test_rules_and_a_reward_model_add_up(learned, sampled, tmp_path):
     model.config.pad_token_id = None  # it then scores the last token
     chosen = train_grpo.prompts_for_step(rows, 0, 8, SEED)
     right, learned_scores = [], []
-    for row, ids in zip([row for row in chosen for _ in range(8)], sampled[0], strict=True):
+    for row, ids in zip([row for row in chosen for _ in range(8)], sampled()[0], strict=True):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         right.append(gsm8k.compute_score("", text, row["reward_model"]["ground_truth"]))
         question = row["prompt"][0]["content"]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 from rewards import gsm8k
-from rl import fsdp
+from rl import models
 from rl.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -99,8 +99,8 @@ def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(
     grpo, task, reward, monkeypatch, failure, share
 ):
     # The order of prompts is fixed: the first two of three are the whole batch of a run with two.
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())
-    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     settings = dict(loss_agg_mode="seq-mean-token-mean", reward_workers=2, reward_timeout=0.2, reward_memory_mb=300)
     expected = grpo(**settings, train_batch_size=2, ppo_mini_batch_size=2)
     rows = pq.read_table(task.train).to_pylist()
@@ -178,7 +178,9 @@ def test_without_any_score_nothing_changes_and_the_third_update_stops_the_run(gr
     assert [x["critic/score/mean"] for x in grpo.lines(1)] == [None, None]
     assert [x["critic/rewards/mean"] for x in grpo.lines(1)] == [None, None]
     h.assert_same(grpo.weights(1, 2), h.original(task))  # no weight decay either
-    with pytest.raises(RuntimeError, match=r"^step 3: three updates in a row were useless.* over 0 tokens that have a"):
+    with pytest.raises(
+        RuntimeError, match=r"^step 3: three updates in a row were useless.* over 0 tokens that are learned from"
+    ):
         grpo(**settings, total_training_steps=4)
     assert len(grpo.lines(2)) == 2
     with pytest.raises(RuntimeError, match=r"^step 2: three updates in a row were useless"):
@@ -218,11 +220,11 @@ def test_what_a_reward_prints_and_starts_stays_out_of_the_way(grpo, reward, tmp_
 
 
 def test_scoring_overlaps_sampling(grpo, reward, monkeypatch):
-    def generate_batch(*args, original=hf._generate_batch):
+    def begin_batch(engine, original=hf.Engine._begin_batch):
         time.sleep(0.25)  # a larger model
-        return original(*args)
+        original(engine)
 
-    monkeypatch.setattr(hf, "_generate_batch", generate_batch)
+    monkeypatch.setattr(hf.Engine, "_begin_batch", begin_batch)
     path = reward("time.sleep(0.05)\nreturn fine")
     settings = dict(custom_reward_function=path, train_batch_size=8, ppo_mini_batch_size=8)
     at_once = grpo(**settings, max_num_seqs=32)  # all responses are complete at the same moment
@@ -310,13 +312,7 @@ KL = {"k1": lambda d: d, "k3": lambda d: torch.exp(-d) + d - 1}
 @pytest.mark.parametrize("kind", KL)
 def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(grpo, task, monkeypatch, kind):
     sampled = []
-
-    def generate(engine, prompts, *args, original=hf.generate, **kwargs):
-        groups = original(engine, prompts, *args, **kwargs)
-        sampled.append(list(zip(prompts, groups, strict=True)))
-        return groups
-
-    monkeypatch.setattr(hf, "generate", generate)
+    h.record_rounds(sampled, monkeypatch.setattr)
     settings = dict(temperature=0.7, lr=1e-2, total_training_steps=2, save_freq=1)
     grpo(use_kl_in_reward=True, kl_coef=0.3, kl_penalty=kind, **settings)
     first, second = grpo.lines(1)
