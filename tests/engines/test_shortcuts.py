@@ -1,4 +1,4 @@
-"""vLLM's schedulers with the shortcuts of rl/engines/vllm.py decide as they do without, in every decoding step.
+"""vLLM's schedulers with the shortcuts of rl/engines/vllm_scheduler.py decide as without, in every decoding step.
 
 No model runs: the next token of a sequence is a number that depends on the sequence and the position.
 """
@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from rl.engines.vllm import _take_shortcuts
-from rl.types import Completion
+from rl.engines.vllm_scheduler import Growing, drop_shortcuts, take_shortcuts
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-BLOCK, MAX_NUM_SEQS, BUDGET, END = 16, 6, 64, 7
+BLOCK, MAX_NUM_SEQS, BUDGET = 16, 6, 64
 KINDS = ["in turn", "running ahead", "running ahead, new runner"]
 # Tokens of the prompt and limit of the response, many at the borders of blocks of the cache.
 LENGTHS = [(5, 40), (60, 20), (16, 1), (15, 33), (17, 31), (31, 2), (32, 64), (33, 100), (1, 15), (1, 16), (100, 60)]
@@ -31,12 +30,17 @@ def next_token(name, position):
     return (hash(int(name[1:]) * 7919 + position) * 2654435761 >> 7) % 101
 
 
+def ends_of(name):
+    """Tokens that end a response: of every third one three more than of the others."""
+    return {7, 20, 21, 22} if int(name[1:]) % 3 == 0 else {7}
+
+
 def expected(name):
     prompt, limit = REQUESTS[name]
     ids = []
-    while len(ids) < limit and END not in ids:
+    while len(ids) < limit and not ends_of(name) & set(ids):
         ids.append(next_token(name, prompt + len(ids)))
-    return Completion(ids, [-float(prompt + i) for i in range(len(ids))], "")
+    return ids, [-float(prompt + i) for i in range(len(ids))]
 
 
 @pytest.fixture(scope="module")
@@ -65,35 +69,57 @@ def make_scheduler(config, kind, num_blocks):
     return scheduler
 
 
-def drive(scheduler, *, shortcuts):
-    """Run all REQUESTS to their ends. Returns the decisions of every step, and the responses by name."""
+def run_model(counts, computed, known):
+    """What a model returns for these counts of tokens, after those computed before; `known` tokens get one longer."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    sampled, logprobs = [], []
+    for name, count in counts.items():
+        position = computed[name] + count
+        sampled.append([next_token(name, position)] if position == known[name] else [])
+        known[name] += len(sampled[-1])
+        logprobs.append(-float(position))
+    output = ModelRunnerOutput(list(counts), {name: i for i, name in enumerate(counts)}, sampled)
+    output.logprobs = SimpleNamespace(logprobs=np.array(logprobs)[:, None]) if logprobs else None
+    return output
+
+
+def drive(scheduler, *, shortcuts, pushes=()):
+    """Run all REQUESTS to their ends. Returns the decisions of every step, and (ids, log-probs) by name.
+
+    Before the steps `pushes` the cache is dropped, as after a push of weights, and tokens on their way with it.
+    """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    tokens = _take_shortcuts(scheduler)
-    responses = {name: Completion([], [], "") for name in REQUESTS}
+    every = take_shortcuts(scheduler)
+    assert every == {}
+    responses = {name: Growing([], [], ends_of(name)) for name in REQUESTS}
     if shortcuts:
-        tokens.completions, tokens.ends = responses, {END}
+        every.update(responses)
     else:
         vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect
     hasher = get_request_block_hasher(BLOCK, sha256)
     for name, (length, limit) in REQUESTS.items():
-        params = SamplingParams(max_tokens=limit, stop_token_ids=[END], logprobs=0)
+        params = SamplingParams(max_tokens=limit, stop_token_ids=list(ends_of(name)), logprobs=0)
         prompt = [int(name[1:]) // 2] + [3] * (length - 1)  # each shares what it can with one other
         scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
     known = {name: length for name, (length, _) in REQUESTS.items()}  # tokens that there are, sampled ones included
-    in_flight, steps = deque(), []
+    in_flight, steps, pushed = deque(), [], []
     for _ in range(2000):
+        if len(steps) in pushes and len(steps) not in pushed:
+            pushed.append(len(steps))
+            assert scheduler.running and scheduler.reset_prefix_cache(reset_running_requests=True)
+            known |= {name: len(request._all_token_ids) for name, request in scheduler.requests.items()}
         if scheduler.has_requests():
             scheduled = scheduler.schedule(False)
             computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
             cached = scheduled.scheduled_cached_reqs
             computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            in_flight.append((scheduled, dict(scheduled.num_scheduled_tokens), computed))
+            in_flight.append((scheduled, run_model(scheduled.num_scheduled_tokens, computed, known)))
             steps.append(
                 {
                     "tokens": dict(scheduled.num_scheduled_tokens),
@@ -116,22 +142,14 @@ def drive(scheduler, *, shortcuts):
                 continue
         elif not in_flight:
             break
-        scheduled, counts, computed = in_flight.popleft()
-        sampled, logprobs = [], []
-        for name, count in counts.items():
-            position = computed[name] + count
-            sampled.append([next_token(name, position)] if position == known[name] else [])
-            known[name] += len(sampled[-1])
-            logprobs.append(-float(position))
-        output = ModelRunnerOutput(list(counts), {name: i for i, name in enumerate(counts)}, sampled)
-        output.logprobs = SimpleNamespace(logprobs=np.array(logprobs)[:, None]) if logprobs else None
+        scheduled, output = in_flight.popleft()
         for result in scheduler.update_from_output(scheduled, output).values():
             for one in result.outputs:
                 if one.new_token_ids:
                     responses[one.request_id].token_ids.extend(one.new_token_ids)
                     responses[one.request_id].logprobs.append(one.new_logprobs)
-    assert not scheduler.has_requests() and not in_flight
-    return steps, responses
+    assert not scheduler.has_requests() and not in_flight and pushed == list(pushes)
+    return steps, {name: (growing.token_ids, growing.logprobs) for name, growing in responses.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,11 +173,30 @@ def test_sequences_that_are_preempted_get_the_same_tokens(config, kind):
     assert scheduler.kv_cache_manager.usage == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_a_push_of_weights_throws_out_get_the_same_tokens(config, kind):
+    scheduler = make_scheduler(config, kind, 200)
+    with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
+        _, responses = drive(scheduler, shortcuts=True, pushes=[9, 40, 41, 130])
+    assert preempt.call_count > 12
+    assert responses == {name: expected(name) for name in REQUESTS}
+    assert scheduler.kv_cache_manager.usage == 0
+
+
+def test_dropped_shortcuts_leave_vllms_own_methods(config):
+    scheduler = make_scheduler(config, "in turn", 200)
+    own = scheduler.schedule, scheduler.update_from_output
+    take_shortcuts(scheduler)
+    assert scheduler.schedule != own[0] and scheduler.update_from_output != own[1]
+    drop_shortcuts(scheduler)
+    assert (scheduler.schedule, scheduler.update_from_output) == own
+
+
 def test_a_sequence_that_just_grows_does_not_reach_vllm(config):
     """But for its first and last token, 15 of 16 do not."""
     scheduler = make_scheduler(config, "running ahead", 200)
     update = scheduler._update_request_with_output
     with mock.patch.object(scheduler, "_update_request_with_output", wraps=update) as seen:
         _, responses = drive(scheduler, shortcuts=True)
-    total = sum(len(response.token_ids) for response in responses.values())
+    total = sum(len(ids) for ids, _ in responses.values())
     assert total > 300 and seen.call_count < 0.25 * total
