@@ -19,7 +19,7 @@ from rl.ranks import Ranks
 from rl.run import stop
 from rl.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, select
 
-STOP_EVERY = 16  # decoding steps between two looks at whether the run was asked to stop
+STOP_EVERY = 16  # decoding steps between two looks of ranks that share an engine at whether the run was asked to stop
 
 
 def fold(*numbers: int) -> int:
@@ -70,7 +70,8 @@ def sample_groups(
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
         engine.add(requests)
         while engine.has_requests():
-            if next(steps) % STOP_EVERY == 0 and stop.requested(engine.group):  # ranks of an engine leave together
+            # Ranks of an engine leave together and must ask each other; one alone can look at every token.
+            if (engine.group is None or next(steps) % STOP_EVERY == 0) and stop.requested(engine.group):
                 engine.abort()
                 break
             for completion in engine.step():
