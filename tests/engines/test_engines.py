@@ -1,6 +1,5 @@
 """Every engine, the same promises: it samples from the policy that was pushed, and says with which log-probs."""
 
-import importlib.util
 import json
 import math
 import time
@@ -10,7 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from helpers_engines import PROMPTS, TEMPERATURE, change, logits_of, plain, push, trainer_gap, truncated, weights
+from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
 from rl.batching import collate
@@ -18,39 +18,10 @@ from rl.data import check_context, stop_token_ids
 from rl.engines import hf, vllm
 from rl.engines.hf import processed_logprobs
 from rl.logprobs import token_logprobs
-from rl.models import load_causal_lm
 from rl.rollout import as_sample, fold, sample_groups, verify_engine
-from rl.sharding import full_tensors, shard
 from rl.types import Completion, Sampling
 
-TEMPERATURE = 0.7
-PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
-MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
-
-
-@pytest.fixture(scope="module", params=["hf", "vllm"])
-def engine(request, world, tiny_model):
-    """One engine a module, so a test must push the weights it wants to see."""
-    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    kind = {"hf": hf.Engine, "vllm": vllm.Engine}[request.param]
-    engine = kind(tiny_model, world, torch.float32, max_model_len=320, max_num_seqs=MAX_NUM_SEQS)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def policy(tiny_model, world):
-    return shard(load_causal_lm(tiny_model, world), world)
-
-
-def weights(policy):
-    return {name: tensor.clone() for name, tensor in full_tensors(policy)}
-
-
-def push(engine, policy):
-    engine.update_weights(full_tensors(policy, torch.float32))
 
 
 def samples_from(engine, rows=ROWS, *, seed=0, on_group=None, **sampling):
@@ -75,14 +46,6 @@ def tokens(groups):
     return [[s.response_ids.tolist() for s in group] for group in groups]
 
 
-def change(policy, *, scale, seed=0):
-    """Add noise to every parameter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.to_local().add_(scale * torch.randn(parameter.shape, generator=generator))
-
-
 def train(policy, samples):
     """One AdamW update with a large step, through the trainer's own log-probs."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
@@ -90,30 +53,6 @@ def train(policy, samples):
     signs = torch.tensor([1.0, -1.0]).repeat(len(samples) // 2)[:, None]
     (logp * signs).sum().backward()
     optimizer.step()
-
-
-def plain(policy):
-    """The policy's weights in a model that transformers runs its own way."""
-    folder = policy.config._name_or_path
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.load_state_dict(weights(policy), strict=False)
-    model.tie_weights()
-    return model
-
-
-@torch.no_grad()
-def logits_of(model, prompt_ids, response_ids):
-    """(len(response_ids), V) logits that predict each response token."""
-    logits = model(input_ids=torch.tensor([[*prompt_ids, *response_ids]])).logits[0]
-    return logits[len(prompt_ids) - 1 : -1]
-
-
-@torch.no_grad()
-def trainer_gap(policy, samples):
-    """Largest difference between the engine's log-probs and the trainer's."""
-    batch = collate(samples, pad_id=0)
-    logp, _ = token_logprobs(policy, batch, temperature=TEMPERATURE)
-    return float((logp - batch.rollout_logp).abs().max())
 
 
 def plain_gap(policy, samples):
@@ -421,25 +360,6 @@ def test_sampling_at_temperature_zero_is_greedy(engine, policy):
         torch.testing.assert_close(torch.from_numpy(s.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
 
-def truncated(logits, *, temperature, top_k, top_p):
-    """token -> probability, by the definition: the k likeliest, then the fewest of those whose share reaches p."""
-    weight = {token: math.exp(logit / temperature) for token, logit in enumerate(logits)}
-    for limit in ("k", "p"):
-        ranked = sorted(weight, key=weight.get, reverse=True)
-        if limit == "k":
-            keep = ranked[:top_k] if top_k > 0 else ranked
-        else:
-            total, mass, keep = sum(weight.values()), 0.0, []
-            for token in ranked:
-                if mass >= top_p * total:
-                    break
-                keep.append(token)
-                mass += weight[token]
-        weight = {token: weight[token] for token in keep}
-    total = sum(weight.values())
-    return {token: w / total for token, w in weight.items()}
-
-
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.6), (6, 0.8)])
 def test_logprobs_are_those_of_the_truncated_distribution(engine, policy, top_k, top_p):
     push(engine, policy)
@@ -564,11 +484,11 @@ def test_a_run_that_is_asked_to_stop_keeps_the_groups_that_are_complete(engine, 
     push(engine, policy)
     whole = samples_from(engine, n=6, seed=4, max_tokens=40)
     looks = []
-    monkeypatch.setattr("rl.run.stop.requested", lambda group=None: looks.append(group) or len(looks) == 5)
+    monkeypatch.setattr("rl.run.stop.requested", lambda group=None: looks.append(group) or len(looks) == 65)
     handed = []
     options = Sampling(n=6, temperature=TEMPERATURE, max_tokens=40)
     samples, tickets = sample_groups(engine, ROWS, options, seed=4, on_group=lambda row, _: handed.append(row) or row)
-    assert len(looks) == 5 and set(looks) == {engine.group} and not engine.has_requests()
+    assert len(looks) == 65 and set(looks) == {engine.group} and not engine.has_requests()
     assert 0 < len(tickets) < len(ROWS) and tickets == sorted(handed, key=lambda row: row["row_index"])
     complete = {row["row_index"] for row in tickets}
     assert facts(samples) == facts([s for s in whole if s.row_index in complete])

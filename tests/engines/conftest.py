@@ -1,0 +1,66 @@
+"""One engine of each kind for all tests of this folder: to start vLLM takes as long as most of them together."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+import launch
+import pytest
+import torch
+from helpers_engines import public_path
+from torch import nn
+
+from rl.engines import hf, vllm
+from rl.engines.base import Engine
+from rl.models import load_causal_lm
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.sharding import shard
+
+MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
+MAX_MODEL_LEN = 320
+
+
+@pytest.fixture(scope="package")
+def world() -> Iterator[Ranks]:
+    """A process group of one rank on the CPU, for as long as the engines live."""
+    yield init_ranks()
+    shutdown_ranks()
+    launch.forget_rank()
+
+
+@pytest.fixture(scope="package")
+def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
+    """The plain engine."""
+    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="package")
+def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
+    """vLLM, with shortcuts."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    engine = vllm.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request) -> Engine:
+    """An engine that other tests have used, so a test must push the weights it wants to see."""
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(params=["hf", "vllm", "vllm by its public interface"])
+def every_engine(request) -> Iterator[Engine]:
+    """Also vLLM without the shortcuts, as on a version that nobody has tested them with."""
+    engine = request.getfixturevalue(f"{request.param.split()[0]}_engine")
+    with public_path(engine) if "public" in request.param else contextlib.nullcontext():
+        yield engine
+
+
+@pytest.fixture
+def policy(tiny_model, world) -> nn.Module:
+    """The policy of the tiny model, for a test to change."""
+    return shard(load_causal_lm(tiny_model, world), world)

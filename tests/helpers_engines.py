@@ -1,0 +1,96 @@
+"""What the tests of engines share: prompts, pushes, and what a policy makes of the responses that an engine sampled."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl.batching import collate
+from rl.engines import vllm, vllm_scheduler
+from rl.logprobs import token_logprobs
+from rl.sharding import full_tensors
+from rl.types import Sample
+
+TEMPERATURE = 0.7
+PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
+
+
+def weights(policy):
+    return {name: tensor.clone() for name, tensor in full_tensors(policy)}
+
+
+def push(engine, policy):
+    engine.update_weights(full_tensors(policy, torch.float32))
+
+
+def change(policy, *, scale, seed=0):
+    """Add noise to every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.to_local().add_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def plain(policy):
+    """The policy's weights in a model that transformers runs its own way."""
+    folder = policy.config._name_or_path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.load_state_dict(weights(policy), strict=False)
+    model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def logits_of(model, prompt_ids, response_ids):
+    """(len(response_ids), V) logits that predict each response token."""
+    logits = model(input_ids=torch.tensor([[*prompt_ids, *response_ids]])).logits[0]
+    return logits[len(prompt_ids) - 1 : -1]
+
+
+@torch.no_grad()
+def trainer_gap(policy, samples):
+    """Largest difference between the engine's log-probs and the trainer's."""
+    batch = collate(samples, pad_id=0)
+    logp, _ = token_logprobs(policy, batch, temperature=TEMPERATURE)
+    return float((logp - batch.rollout_logp).abs().max())
+
+
+def truncated(logits, *, temperature, top_k, top_p):
+    """token -> probability, by the definition: the k likeliest, then the fewest of those whose share reaches p."""
+    weight = {token: math.exp(logit / temperature) for token, logit in enumerate(logits)}
+    for limit in ("k", "p"):
+        ranked = sorted(weight, key=weight.get, reverse=True)
+        if limit == "k":
+            keep = ranked[:top_k] if top_k > 0 else ranked
+        else:
+            total, mass, keep = sum(weight.values()), 0.0, []
+            for token in ranked:
+                if mass >= top_p * total:
+                    break
+                keep.append(token)
+                mass += weight[token]
+        weight = {token: weight[token] for token in keep}
+    total = sum(weight.values())
+    return {token: w / total for token, w in weight.items()}
+
+
+@torch.no_grad()
+def logp_of(policy, prompt_ids, response_ids, temperature=TEMPERATURE):
+    """The trainer's log-probs of a response, (L,)."""
+    size = len(response_ids)
+    batch = collate([Sample(prompt_ids, response_ids, [1] * size, [0.0] * size, "stop", 0)], pad_id=0)
+    return token_logprobs(policy, batch, temperature=temperature)[0][0, len(prompt_ids) :]
+
+
+@contextmanager
+def public_path(engine: vllm.Engine) -> Iterator[None]:
+    """The engine samples through vLLM's public interface meanwhile."""
+    shortcuts, scheduler = engine.core, engine.core.scheduler
+    vllm_scheduler.drop_shortcuts(scheduler)
+    engine.core = vllm_scheduler.PublicPath(engine.llm)
+    try:
+        yield
+    finally:
+        engine.core, shortcuts.growing = shortcuts, vllm_scheduler.take_shortcuts(scheduler)
