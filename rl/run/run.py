@@ -79,6 +79,7 @@ class Run:
         self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
         plan = ""
         if engine is not None:
+            engine.policy_version = self.start  # with one push a step, that of an unbroken run
             plan = rehearse(
                 trained,
                 max_tokens=self.args.ppo_max_token_len_per_gpu,

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import helpers_scripts as h
 import launch
+import numpy as np
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rl import checkpoint, checkpoint_tensors, stop
 from rl.engines import hf, vllm
+from rl.run import checkpoint, checkpoint_tensors, stop
 
 OUT_WITHIN_S = 10
 ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it asks itself
@@ -51,7 +52,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 ASKED_TOGETHER = """
 import os, signal, time
 import torch.distributed as dist
-from rl import stop
+from rl.run import stop
 
 dist.init_process_group("gloo")
 stop.start(None)
@@ -89,7 +90,7 @@ def ask(number=signal.SIGTERM):
     """Send a signal to this process, and wait until it has been noticed."""
     Path(os.environ[ASKED]).write_text(str(time.monotonic()))
     os.kill(os.getpid(), number)
-    while not stop.requested():
+    while stop._asked_at is None:
         time.sleep(0.001)
 
 
@@ -116,7 +117,7 @@ def ask_while_generating(n, number=signal.SIGTERM, times=1, rank=0):
         for _ in range(times if os.environ["RANK"] == str(rank) else 0):
             threading.Timer(0.3, ask, (number,)).start()
 
-    h.at_call(hf, "generate", n, act)
+    h.at_call(hf.Engine, "add", n, act)
 
 
 def ask_in_optimizer_step(n):
@@ -132,9 +133,9 @@ def ask_while_saving():
     h.at_call(checkpoint, "_write", 1, act)
 
 
-def rewards_sleep(script, n, folder):
+def rewards_sleep(n, folder):
     """From the n-th generation on."""
-    h.at_call(importlib.import_module(script), "sample_groups", n, Path(folder, "sleep").touch)
+    h.at_call(hf.Engine, "add", n, Path(folder, "sleep").touch)
 
 
 def ask_again_while_leaving(n):
@@ -157,12 +158,12 @@ def hang(rank, file):
         time.sleep(600)
 
     if os.environ["RANK"] == str(rank):
-        h.at_call(hf, "generate", 1, act)
+        h.at_call(hf.Engine, "add", 1, act)
 
 
 def lag(rank):
     if os.environ["RANK"] == str(rank):
-        h.at_call(hf, "generate", 1, partial(time.sleep, 1.5))
+        h.at_call(hf.Engine, "add", 1, partial(time.sleep, 1.5))
 
 
 def ask_while_vllm_generates(n):
@@ -177,7 +178,7 @@ def ask_while_vllm_generates(n):
         InprocClient.get_output = slow_step
         threading.Timer(0.3, ask).start()
 
-    h.at_call(vllm, "generate", n, act)
+    h.at_call(vllm.Engine, "add", n, act)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ class Chain:
 
     def stops_while_rewards_sleep(self, step, n, *ranks, number=signal.SIGTERM):
         """Stopped from outside, while the reward functions of the n-th generation sleep."""
-        run = self.start(partial(rewards_sleep, self.script, n, self.reward_folder))
+        run = self.start(partial(rewards_sleep, n, self.reward_folder))
         launch.until(lambda: len(list(self.reward_folder.glob("asleep*"))) == self.ranks)
         workers = [int(f.name.removeprefix("asleep")) for f in self.reward_folder.glob("asleep*")]
         self.left_at(run, step, asked_at=run.ask(number, *ranks))
@@ -267,9 +268,14 @@ class Chain:
 
 
 def waiting_groups(path):
-    """What train_dapo.py carries from step to step, without the seconds that scoring took; {} for other scripts."""
-    extra = json.loads((path / "extra.json").read_text())
-    return extra | {"surplus": [[(x, score[:-1]) for x, score in group] for group in extra.get("surplus", [])]}
+    """What train_dapo.py carries from step to step, without the seconds that scoring took; what others carry."""
+    states = checkpoint.load_states(path)
+    for response in (x for state in states for group in state.get("surplus", []) for x in group):
+        response["score"].pop()
+        response["prompt_ids"] = response["prompt_ids"].tolist()
+        for tokens in filter(None, [response["sample"]]):
+            tokens |= {name: x.tolist() for name, x in tokens.items() if isinstance(x, np.ndarray)}
+    return states
 
 
 @pytest.fixture
@@ -288,7 +294,7 @@ def test_grpo_asked_in_every_phase(own_task, tmp_path):
         test_freq=1,  # a generation before that of each step
     )
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
-    chain.ends_in_start_up(partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.models", "load_causal_lm", 1))
     chain.stops_at(0, partial(ask_while_generating, 2))  # for the very first step
     assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
     chain.stops_at(1, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # evaluation; twice at a time is once
@@ -319,7 +325,7 @@ def test_dapo_leaves_with_the_groups_that_wait(own_task, tmp_path):
     settings = dict(total_training_steps=4, gen_batch_size=3)  # fewer prompts than a step needs
     chain = Chain("train_dapo", partial(h.dapo_settings, own_task), tmp_path, **settings)
     rounds = [int(x["train/num_gen_batches"]) for x in h.read_jsonl(chain.unbroken / "metrics.jsonl")]
-    waiting = [len(waiting_groups(chain.unbroken / f"global_step_{i}")["surplus"]) for i in (1, 2, 3, 4)]
+    waiting = [len(waiting_groups(chain.unbroken / f"global_step_{i}")[0]["surplus"]) for i in (1, 2, 3, 4)]
     assert min(rounds[:3]) >= 1 and rounds[0] == 2 and waiting[0] >= 1
     chain.stops_at(0, partial(ask_while_generating, 2))  # its second round
     chain.stops_at(1, partial(ask_while_generating, 3))
@@ -333,7 +339,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
     (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = dict(max_token_len_per_gpu=400, val_files=(str(tmp_path / "val.jsonl"),), test_freq=2)
     chain = Chain("sft", partial(h.sft_settings, task), tmp_path, **settings)
-    chain.ends_in_start_up(partial(ask_at, "rl.fsdp", "load_policy", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.models", "load_causal_lm", 1))
     chain.stops_at(0, partial(ask_at, "sft", "fixed_logprobs", 1))  # evaluation
     chain.stops_at(0, partial(ask_at, "sft", "token_logprobs", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
@@ -391,9 +397,10 @@ def no_network(event, arguments):
         raise OSError("no network")
 
 sys.addaudithook(no_network)
-import train_grpo, tyro
+import train_grpo
+from rl import flags
 
-train_grpo.main(tyro.cli(train_grpo.Args))
+train_grpo.main(flags.parse(train_grpo.Args, None))
 """
 
 
@@ -449,7 +456,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
 SILENT = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-from rl import stop
+from rl.run import stop
 
 stop.start()
 if sys.argv[2] == "armed":
