@@ -210,7 +210,7 @@ def free(cls: type) -> set[str]:
 
 def check(args: Any) -> None:
     """Raise ValueError, naming the flag and its value, if a number is none or beyond the limit of its type, or if flags
-    that all RL scripts have contradict each other.
+    that several scripts have contradict each other.
     """
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         limits = [Limit("a number", lambda x: not math.isnan(x)), *_limits(hint)]
@@ -222,6 +222,9 @@ def check(args: Any) -> None:
                         raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
     for alarm in vars(args).get("alarms", ()):
         parse_alarm(alarm)
+    if vars(args).get("engine") == "hf" and args.tensor_model_parallel_size != 1:
+        size = args.tensor_model_parallel_size
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     if isinstance(args, RL):
         _check_rl(args)
 
@@ -242,9 +245,6 @@ def _check_rl(args: Any) -> None:
             f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one conversation of "
             f"--reward-model-max-length {args.reward_model_max_length} tokens; change one of them"
         )
-    if args.engine == "hf" and args.tensor_model_parallel_size != 1:
-        size = args.tensor_model_parallel_size
-        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
 
 
 def parse_alarm(text: str) -> tuple[str, str, float]:
