@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
-from rl import fsdp
+from rl import models
 from rl.engines import hf
-from rl.scoring import Scorer
+from rl.scoring.pool import Scorer
 
 TIMEOUT = 300  # seconds for each of the two launches; they take 10 on two idle cores, 30 on busy ones
 RUNS = {
@@ -136,8 +136,8 @@ def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have
     assert [line["step"] for line in h.read_jsonl(folder / "metrics.jsonl")] == [1]
     assert (folder / "global_step_1").is_dir() and not (folder / "global_step_2").exists()
 
-    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())  # else responses depend on the number of ranks
-    monkeypatch.setattr(fsdp, "load_policy", h.load_in_double())  # else Adam makes rounding errors large
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())  # else responses depend on the number of ranks
+    monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())  # else Adam makes rounding errors large
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     try:
         train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **RUNS["crashed"])))
