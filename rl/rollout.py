@@ -61,9 +61,10 @@ def sample_groups(
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
     Both end early if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine returns
-    anything but a finite log-prob for every token.
+    anything but each response once, with a finite log-prob for every token.
     """
     requests = [Request((i, j), row["prompt_ids"], sampling) for i, row in enumerate(rows) for j in range(sampling.n)]
+    missing = {request.key for request in requests}
     groups: list[dict[int, Sample]] = [{} for _ in rows]
     handed: dict[int, Any] = {}
     steps = itertools.count()
@@ -76,13 +77,23 @@ def sample_groups(
                 break
             for completion in engine.step():
                 i, j = completion.key
+                if completion.key not in missing:
+                    raise RuntimeError(
+                        f"the engine returned response {j} to row {rows[i]['row_index']}, which it had returned before "
+                        "or was not asked for"
+                    )
+                missing.remove(completion.key)
                 groups[i][j] = as_sample(completion, rows[i])
                 if len(groups[i]) == sampling.n:
                     bar.update()
                     group = [groups[i][j] for j in range(sampling.n)]
                     handed[i] = on_group(rows[i], group) if on_group is not None else None
         else:
-            assert len(handed) == len(rows), f"{len(rows) - len(handed)} of {len(rows)} groups never came back"
+            if missing:
+                row = rows[min(missing)[0]]["row_index"]
+                raise RuntimeError(
+                    f"the engine lost {len(missing)} of {len(requests)} responses, one to row {row} first"
+                )
     samples = [groups[i][j] for i in sorted(handed) for j in range(sampling.n)]
     return samples, [handed[i] for i in sorted(handed)]
 

@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import checkpoint, fsdp
+from rl import models, sharding
 from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf
+from rl.ranks import init_ranks
 from rl.rollout import sample_groups, verify_engine
-from rl.scoring import Scorer
+from rl.run import checkpoint
+from rl.scoring.pool import Scorer
 from rl.types import Sampling
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -47,11 +49,11 @@ def engine_raises(n):
     def act():
         raise RuntimeError("the sampler has crashed")
 
-    h.at_call(hf, "_generate_batch", n, act)
+    h.at_call(hf.Engine, "_begin_batch", n, act)
 
 
 def engine_hangs(n):
-    h.at_call(hf, "_generate_batch", n, partial(time.sleep, 600))
+    h.at_call(hf.Engine, "_begin_batch", n, partial(time.sleep, 600))
 
 
 def memory_ends():
@@ -71,7 +73,7 @@ def memory_ends():
 
         train_grpo.token_logprobs = token_logprobs
 
-    h.at_call(fsdp, "clip_grad_norm", 1, from_now_on)
+    h.at_call(sharding, "clip_grad_norm", 1, from_now_on)
 
 
 def clock_jumps():
@@ -123,72 +125,84 @@ ROWS = [
 ]
 
 
-class Engine:
-    """The plain engine, whose groups [(prompt, completions)] pass through `change` before they are handed over."""
+class Engine(hf.Engine):
+    """The plain engine, whose completions pass through `change`, all at once, before they are handed over."""
 
-    def __init__(self, change):
-        self.change = change
+    change = staticmethod(lambda completions: completions)
 
-    def generate(self, engine, prompts, sampling, *, seed, on_group):
-        for i, completions in self.change(list(enumerate(hf.generate(engine, prompts, sampling, seed=seed)))):
-            on_group(i, completions)
+    def step(self):
+        completions = []
+        while self.has_requests():
+            completions += super().step()
+        return self.change(sorted(completions))
 
 
 @pytest.fixture
 def sample(tiny_model):
     """sample(change) -> policy and samples of an engine that is wrong in this way, with the policy's weights."""
-    d = fsdp.init_distributed()
-    engine = hf.make_engine(tiny_model, d=d, dtype=torch.float32, max_model_len=64)
-    policy = fsdp.shard(fsdp.load_policy(tiny_model, d), d)
+    ranks = init_ranks()
+    engine = Engine(tiny_model, ranks, torch.float32, max_model_len=64)
+    policy = sharding.shard(models.load_causal_lm(tiny_model, ranks), ranks)
     scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), workers=1)
 
     def run(change):
+        engine.change = change
         sampling = Sampling(n=2, max_tokens=12)
-        samples = sample_groups(Engine(change), engine, ROWS, sampling, seed=0, on_group=scorer.submit)
-        return policy, samples, d
+        samples, tickets = sample_groups(engine, ROWS, sampling, seed=0, on_group=scorer.submit)
+        assert [s.row_index for s in samples] == [10, 10, 11, 11, 12, 12, 13, 13]
+        assert [ticket.row["row_index"] for ticket in tickets] == [10, 11, 12, 13]
+        return policy, samples, ranks
 
     yield run
     scorer.close()
 
 
-def edited(groups, i, edit):
-    return [(j, edit(completions) if j == i else completions) for j, completions in groups]
+def without(completions, *keys):
+    return [x for x in completions if x.key not in keys]
 
 
-def no_number(completions):
-    return [completions[0]._replace(logprobs=[math.nan, *completions[0].logprobs[1:]]), completions[1]]
+def edited(completions, key, edit):
+    return [edit(x) if x.key == key else x for x in completions]
+
+
+def no_number(x):
+    return x._replace(logprobs=[math.nan, *x.logprobs[1:]])
+
+
+def again(completions, *keys):
+    return completions + [x for x in completions if x.key in keys]
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("change", "words"),
     [
-        (lambda g: g[:3], RuntimeError, "returned nothing for 1 prompts, row 13 among them"),
-        (lambda g: edited(g, 1, lambda c: c[:1]), RuntimeError, "returned 1 responses to row 11, not 2"),
-        (lambda g: edited(g, 2, lambda c: [*c, c[0]]), RuntimeError, "returned 3 responses to row 12, not 2"),
-        (lambda g: edited(g, 0, no_number), RuntimeError, r"row 10, or log-probs that are not finite: \[nan"),
+        (lambda c: without(c, (3, 0), (3, 1)), "lost 2 of 8 responses, one to row 13 among them"),
+        (lambda c: without(c, (1, 1)), "lost 1 of 8 responses, one to row 11 among them"),
+        (lambda c: again(c, (2, 0)), "returned response 0 to row 12, which it had returned before"),
+        (lambda c: [*c, c[4]._replace(key=(2, 2))], "returned response 2 to row 12, .* was not asked for"),
+        (lambda c: edited(c, (0, 0), no_number), r"row 10, or log-probs that are not finite: \[nan"),
         (
-            lambda g: edited(g, 3, lambda c: [c[0]._replace(logprobs=c[0].logprobs[1:]), c[1]]),
-            RuntimeError,
+            lambda c: edited(c, (3, 0), lambda x: x._replace(logprobs=x.logprobs[1:])),
             r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
         ),
-        (lambda g: [*g, g[2]], AssertionError, "row 12 was submitted twice"),
+        (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to row 12, which it had returned before"),
     ],
-    ids=["lost", "too-few", "too-many", "nan", "lengths", "twice"],
+    ids=["lost", "too-few", "again", "too-many", "nan", "lengths", "twice"],
 )
-def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with_the_row(sample, change, error, words):
-    with pytest.raises(error, match=words):
+def test_an_engine_that_returns_too_few_too_many_or_broken_samples_is_named_with_the_row(sample, change, words):
+    with pytest.raises(RuntimeError, match=words):
         sample(change)
 
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, swap):
     other = [0, 2, 1, 3] if swap else range(4)
-    policy, samples, d = sample(lambda groups: [(i, groups[j][1]) for i, j in enumerate(other)])
+    policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1])) for x in c])
     if swap:
         with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-            verify_engine(policy, samples, temperature=1.0, limit=1e-4, d=d)
+            verify_engine(policy, samples, temperature=1.0, limit=1e-4, ranks=ranks)
     else:
-        assert verify_engine(policy, samples, temperature=1.0, limit=1e-4, d=d) < 1e-5
+        assert verify_engine(policy, samples, temperature=1.0, limit=1e-4, ranks=ranks) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,7 +226,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_no_weight_and_its_bat
     h.assert_same(h.weights(tmp_path / "run" / "global_step_2"), load_file(f"{task.model}/model.safetensors"))
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [x["actor/skipped_updates"] for x in lines] == [1.0, 1.0] and lines[0]["actor/grad_norm"] is None
-    kept = load_file(tmp_path / "run" / "bad_batch_step_3.safetensors")
+    files = [tmp_path / "run" / f"bad_batch_step_3_rank_{rank}.safetensors" for rank in (0, 1)]
+    assert printed.count(f"the step's batch is in {tmp_path / 'run' / 'bad_batch_step_3_rank_*.safetensors'}") == 2
+    parts = [load_file(file) for file in files]
+    order = torch.cat([part["rows"] for part in parts]).argsort()  # each rank has the rows that it trains on
+    assert min(len(part["rows"]) for part in parts) > 0
+    kept = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+    assert kept["rows"].tolist() == list(range(16))
     rows = encode_prompts(AutoTokenizer.from_pretrained(task.model), read_rows((task.train,)), max_prompt_length=32)
     prompts = [row["prompt_ids"] for row in prompts_for_step(rows, 2, 4, 0) for _ in range(4)]
     assert [x[: len(p)].tolist() for x, p in zip(kept["input_ids"], prompts, strict=True)] == prompts
@@ -236,9 +256,8 @@ def train(task, tmp_path, monkeypatch, capsys):
             (tmp_path / "odd.py").write_text(function + CASES[case])
             changes["custom_reward_function"] = (str(tmp_path / "odd.py"),)
         if case == "empty":
-            sampled = hf._generate_batch
-            empty = dict(token_ids=[], logprobs=[], finish_reason="stop")
-            monkeypatch.setattr(hf, "_generate_batch", lambda *args: [x._replace(**empty) for x in sampled(*args)])
+            complete, empty = hf.Engine._complete, dict(token_ids=[], logprobs=[], finish_reason="stop")
+            monkeypatch.setattr(hf.Engine, "_complete", lambda *args: complete(*args)._replace(**empty))
         if case == "cut":
             changes["max_response_length"] = 1
         make = {"train_grpo": h.grpo_settings, "train_ppo": h.ppo_settings, "train_dapo": h.dapo_settings}[script]
@@ -333,7 +352,7 @@ def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_shown_first(tas
 
 
 def in_double():
-    fsdp.load_policy = h.load_in_double()
+    models.load_causal_lm = h.load_in_double()
 
 
 def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
@@ -363,4 +382,4 @@ def test_a_port_in_use_is_named(monkeypatch):
         for name, value in world.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(RuntimeError, match=f"{port}.*EADDRINUSE"):
-            fsdp.init_distributed()
+            init_ranks()
