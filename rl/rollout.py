@@ -91,9 +91,8 @@ def sample_groups(
         else:
             if missing:
                 row = rows[min(missing)[0]]["row_index"]
-                raise RuntimeError(
-                    f"the engine lost {len(missing)} of {len(requests)} responses, one to row {row} first"
-                )
+                lost = f"{len(missing)} of {len(requests)} responses"
+                raise RuntimeError(f"the engine lost {lost}, one to row {row} among them")
     samples = [groups[i][j] for i in sorted(handed) for j in range(sampling.n)]
     return samples, [handed[i] for i in sorted(handed)]
 
