@@ -148,9 +148,9 @@ class Engine:
                 raise RuntimeError(f"vLLM gave up on the response {self.in_flight[name].key}: {reason}")
             if reason is not None:
                 ended[name] = reason
-        cut = [name for name in self.watched if name not in ended and self._is_cut(name)]
-        if cut:
-            self.core.abort(cut)
+        cut = [name for name in self.watched if ended.get(name) != "stop" and self._is_cut(name)]
+        if going_on := [name for name in cut if name not in ended]:
+            self.core.abort(going_on)
         return self._complete(ended | dict.fromkeys(cut, "stop"))
 
     def _is_cut(self, name: str) -> bool:

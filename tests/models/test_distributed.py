@@ -363,6 +363,31 @@ def test_a_rank_without_prompts_gets_no_samples(rolled_out):
     assert gap_to(trained_model(plain, second), samples) < 1e-4
 
 
+@torch.no_grad()
+def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out, request):
+    """Weights are pushed before the sixth step: those of before the training in place of those of after it.
+
+    Ranks that share an engine take new requests when a response has ended, here "b" after three steps.
+    """
+    plain, _, ranks = rolled_out
+    begin = 3 if request.node.callspec.id == "one engine over both ranks" else 2  # "late" and "gone", step
+    sampled_before = {"a": 5, "b": 3, "late": 5 - begin, "gone": 5 - begin}  # tokens, the push
+    limits = {"a": 12, "b": 3, "late": 8, "gone": 7 - begin}
+    for keys, rank in zip(({"a", "b"}, {"a", "late", "gone"}), ranks, strict=True):
+        trained, version = trained_model(plain, rank), rank["version"]
+        found = {c.key: (prompt, c) for prompt, c in rank["in flight"]}
+        assert len(found) == len(rank["in flight"]) and found.keys() == keys
+        for key, (prompt, c) in found.items():
+            assert c.finish_reason == ("abort" if key == "gone" else "length") and len(c.token_ids) == limits[key]
+            n, last = sampled_before[key], version + (key != "b")
+            assert c.policy_versions == (version, last)
+            ids = [*prompt, *c.token_ids]
+            old, new = (plain_logprobs(model, ids)[0][len(prompt) :] for model in (trained, plain))
+            assert (old - new).abs().max() > 0.01
+            logp = torch.tensor(c.logprobs, dtype=old.dtype)
+            torch.testing.assert_close(logp, torch.cat([old[:n], new[n:]]), rtol=0, atol=1e-4)
+
+
 def test_an_update_between_rollouts_does_not_depend_on_the_world_size(rolled_out):
     plain, batch, ranks = rolled_out
     model = copy.deepcopy(plain)

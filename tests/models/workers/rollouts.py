@@ -11,13 +11,43 @@ from objectives import TEMPERATURE, packed_backward
 
 from rl.engines import vllm
 from rl.models import load_causal_lm, weights_for_engine
-from rl.ranks import init_ranks, shutdown_ranks
-from rl.rollout import fold, sample_groups, verify_engine
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.rollout import fold, sample_groups, seeded, verify_engine
 from rl.sharding import full_tensors, shard
-from rl.types import Sampling
+from rl.types import Completion, Request, Sampling
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
+
+
+OWN = {0: [("a", 1, 12), ("b", 2, 3)], 1: [("a", 3, 12)]}  # rank: key, prompt and limit of what is there at first
+LATE = {0: [], 1: [("late", 4, 8), ("gone", 0, 10)]}  # of what is added before the third step
+
+
+def in_flight(
+    engine: vllm.Engine, weights: dict[str, torch.Tensor], ranks: Ranks
+) -> list[tuple[list[int], Completion]]:
+    """One rank adds requests while others are sampled, `weights` are pushed before the sixth step, and "gone" is
+    aborted before the eighth. Returns (prompt, completion) of all that has come back to this rank.
+    """
+
+    def requests(plan: list[tuple]) -> list[Request]:
+        return [Request(key, PROMPTS[i], Sampling(temperature=TEMPERATURE, max_tokens=n)) for key, i, n in plan]
+
+    done, step = [], 0
+    with seeded(fold(9, engine.first_rank), engine.device):
+        engine.add(requests(OWN[ranks.rank]))
+        while engine.has_requests():
+            if step == 2:
+                engine.add(requests(LATE[ranks.rank]))
+            if step == 5:
+                engine.update_weights(weights.items())
+            if step == 7:
+                done += engine.abort(["gone"] if ranks.rank == 1 else [])
+            done += engine.step()
+            step += 1
+    prompts = {key: PROMPTS[i] for key, i, _ in OWN[ranks.rank] + LATE[ranks.rank]}
+    return [(prompts[c.key], c) for c in done]
 
 
 def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
@@ -29,6 +59,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     batch = torch.load(batch_file, weights_only=False)
     results = {"tied": policy.config.tie_word_embeddings}
+    first = {name: tensor.clone() for name, tensor in full_tensors(policy)}
 
     def roll_out(name: str, rows: list[dict], *, pushed: bool = True) -> None:
         if pushed:
@@ -53,6 +84,8 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     roll_out("old weights", ROWS, pushed=False)
     roll_out("second push", ROWS)
     roll_out("rank 0 without prompts", ROWS[:1])
+    results["version"] = engine.policy_version
+    results["in flight"] = in_flight(engine, first, ranks)
 
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     engine.close()
