@@ -1,8 +1,9 @@
 """Where the repository is, and how the tests start processes in it: as a user does, on several ranks, or by a fork.
 
-`start`, `finish` and `run` are for commands; `run_in_turn` is for several runs of scripts in the same processes, which
-saves their start-up. `fork` starts a run that need not import anything, in a tenth of a second: a test can afford many
-of them, and break each in its own way.
+A process that imports torch and a script takes six seconds of a core before it does anything. `start`, `finish` and
+`run` start one, as a user does: they are for tests of a command line, of torchrun, and of what is imported. All others
+take forks of a process that has imported everything, which start in a tenth of a second: `fork` for main of a script,
+which a test may break in its own way, `run_file` for a file with arguments, `run_in_turn` for several runs in a row.
 """
 
 import atexit
@@ -11,10 +12,12 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,18 +99,6 @@ def run_elsewhere(*command: object, cwd: str | Path) -> str:
     return run(*command, cwd=cwd, PYTHONPATH=None)
 
 
-def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
-    """Run mains one after the other on `nproc` ranks; returns exit status and output. A run that dies is the last.
-
-    For what an entry may hold see `helpers_scripts.run_entries`; each gets a port for a process group of its own.
-    """
-    ports = free_ports(len(entries))
-    file.write_text(json.dumps([entry | {"port": port} for entry, port in zip(entries, ports, strict=True)]))
-    process = start(TESTS / "helpers_scripts.py", file, nproc=nproc)
-    output = finish(process)
-    return process.returncode, output
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Forks of a process that has imported everything
 
@@ -120,7 +111,7 @@ atexit.register(lambda: [process.kill() for process in _started if process.is_al
 
 
 class Forked(NamedTuple):
-    """A script that is running, on one rank or more."""
+    """What runs in forks, on one rank or more."""
 
     processes: list[Any]
     log: Path  # what all ranks print
@@ -148,35 +139,78 @@ def fork(
     script: str, settings: dict[str, Any], log: Path, *, fault: Callable[[], object] | None = None, ranks: int = 1
 ) -> Forked:
     """Start main of a script on so many ranks, without torchrun. Each calls `fault`, a picklable function, before."""
+    return _fork(ranks, log, environment(PYTHONPATH=PATHS), _main, script, settings, fault)
+
+
+def fork_file(file: str | Path, *arguments: object, log: Path, nproc: int = 0, **env: object) -> Forked:
+    """What `start` does for `python file arguments`, or for `nproc` ranks of it, but in forks and without torchrun."""
+    return _fork(nproc, log, environment(**env), _run_file, str(ROOT / file), list(map(str, arguments)))
+
+
+def run_file(file: str | Path, *arguments: object, nproc: int = 0, timeout: float = 120, **env: object) -> str:
+    """What `run` does for `python file arguments`, or for `nproc` ranks of it, but in forks and without torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        forked = fork_file(file, *arguments, log=Path(folder, "log"), nproc=nproc, **env)
+        codes, output = forked.ends(timeout), forked.log.read_text()
+    assert not any(codes), f"{file} ended with {codes}:\n{output[-8000:]}"
+    return output
+
+
+def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
+    """Run mains one after the other on `nproc` ranks; returns exit status and output. A run that dies is the last.
+
+    For what an entry may hold see `helpers_scripts.run_entries`; each gets a port for a process group of its own.
+    """
+    ports = free_ports(len(entries))
+    file.write_text(json.dumps([entry | {"port": port} for entry, port in zip(entries, ports, strict=True)]))
+    forked = fork_file(TESTS / "helpers_scripts.py", file, log=file.with_suffix(".log"), nproc=nproc)
+    codes = forked.ends(120)
+    return next(filter(None, codes), 0), forked.log.read_text()
+
+
+def _fork(nproc: int, log: Path, env: dict[str, str], target: Callable, *arguments: object) -> Forked:
+    """Call `target` on `nproc` ranks, or with nproc 0 in one process that is no rank, and in this environment."""
     (port,) = free_ports(1)
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    kept = {name: os.environ.get(name) for name in SETTINGS}
+    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    kept = os.environ.copy()
     os.environ |= SETTINGS | {"PYTHONPATH": PATHS}
     try:
         CONTEXT.set_forkserver_preload(PRELOADED)  # the first start imports them, with this environment
         processes = []
-        for rank in range(ranks):
-            own = {name: str(x) for name, x in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            processes.append(CONTEXT.Process(target=_main, args=(script, settings, own, log, fault)))
+        for rank in range(max(nproc, 1)):
+            own = {name: str(x) for name, x in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()} if nproc else {}
+            processes.append(CONTEXT.Process(target=_child, args=(env | own, log, target, arguments)))
             processes[-1].start()
             _started.append(processes[-1])
     finally:
-        for name, value in kept.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        os.environ.clear()
+        os.environ.update(kept)
     return Forked(processes, log)
 
 
-def _main(script: str, settings: dict, own: dict[str, str], log: Path, fault: Callable | None) -> None:
+def _child(env: dict[str, str], log: Path, target: Callable, arguments: tuple) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ |= own
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
     torch.set_num_threads(1)
+    target(*arguments)
+
+
+def _main(script: str, settings: dict, fault: Callable | None) -> None:
     module = importlib.import_module(script)
     if fault is not None:
         fault()
     module.main(module.Args(**settings))
+
+
+def _run_file(file: str, arguments: list[str]) -> None:
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).parent))
+    runpy.run_path(file, run_name="__main__")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def files_of(folder):
 
 def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, tmp_path):
     """The worker stops the world at each file operation of saving step 2 after 1, keeping one, and 2 again."""
-    out = launch.run(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
+    out = launch.run_file(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
     result = json.loads(out.splitlines()[-1])
     assert len(set(result["complete"])) == 3
     order = {digest: i for i, digest in enumerate(result["complete"])}
@@ -115,7 +115,7 @@ def run_until_random_kill(script, settings, ranks, seconds):
 def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
     steps, rng = 24, random.Random(f"{script} {ranks}")
     make, changes = KILLED[script], dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
-    launch.run(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
+    launch.run_file(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
     kills, run_dir = 0, tmp_path / "run"
     while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):
         killed = run_until_random_kill(script, make(task, run_dir, **changes), ranks, rng.uniform(0, 1.5))
@@ -350,7 +350,8 @@ sft.main(sft.Args(**{settings!r}))
 import os
 os._exit(0)  # or Python complains that it cannot flush stdout
 """
-    launch.run("-c", code)
+    (tmp_path / "worker.py").write_text(code)
+    launch.run_file(tmp_path / "worker.py")
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
     assert checkpoint.list_steps(tmp_path / "run") == [1, 3, 4]
 
@@ -398,7 +399,7 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
     """All ranks agree to leave step 2 out, and nobody waits for anybody; a second run in the folder is turned away."""
     (tmp_path / "worker.py").write_text(RANK_1_FULL)
     settings = h.sft_settings(task, tmp_path / "run", save_freq=1)
-    output = launch.run(tmp_path / "worker.py", *h.flags(settings), nproc=2)
+    output = launch.run_file(tmp_path / "worker.py", *h.flags(settings), nproc=2)
     assert output.count("CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 1: ") == 1
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {f"global_step_{n}" for n in (1, 3, 4)}
 
@@ -406,7 +407,7 @@ def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
 def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_path):
     """33 saves are written while the main threads call collectives; failures on rank 1 are known to both, in time."""
     names = [str(HERE / "saving_ranks.py"), task.model, task.train, tmp_path / "run"]
-    output = launch.run(*names, nproc=2, PYTHONPATH=f"{launch.PATHS}:{HERE}")
+    output = launch.run_file(*names, nproc=2)
     results = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
     assert sorted(x["rank"] for x in results) == [0, 1]
     for result in results:
@@ -450,9 +451,9 @@ def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_go
     try:
         assert first.stdout.readline() == "held\n"
         settings = h.sft_settings(task, tmp_path / "run")
-        process = launch.start("sft.py", *h.flags(settings), nproc=2)
-        output = launch.finish(process, timeout=60)
-        assert process.returncode != 0
+        second = launch.fork_file("sft.py", *h.flags(settings), log=tmp_path / "log", nproc=2)
+        codes, output = second.ends(), second.log.read_text()
+        assert 0 not in codes
         assert f"{tmp_path / 'run'} is in use by another run (process {first.pid} on " in output, output
         assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.lock"]
     finally:

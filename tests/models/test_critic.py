@@ -186,7 +186,7 @@ def measured(tiny_model, judge, batch, tmp_path_factory):
     """World size -> what tests/models/workers/values.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("values")
     torch.save(batch, folder / "batch.pt")
-    launch.run(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2, PYTHONPATH=launch.PATHS)
+    launch.run_file(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2)
     alone = worker.measure(tiny_model, judge, batch, init_ranks())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}

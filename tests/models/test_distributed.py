@@ -35,9 +35,7 @@ def measured(tiny_model, batch, tmp_path_factory):
     for world_size in (1, 2):
         out = folder / str(world_size)
         out.mkdir()
-        launch.run(
-            WORKERS / "gradients.py", tiny_model, folder / "batch.pt", out, nproc=world_size, PYTHONPATH=launch.PATHS
-        )
+        launch.run_file(WORKERS / "gradients.py", tiny_model, folder / "batch.pt", out, nproc=world_size)
         results[world_size] = [torch.load(out / f"rank{rank}.pt") for rank in range(world_size)]
     return results
 
@@ -181,7 +179,7 @@ def copies(tiny_model, batch, tmp_path_factory):
     """What tests/models/workers/copies.py found on each of four ranks."""
     folder = tmp_path_factory.mktemp("copies")
     torch.save(batch, folder / "batch.pt")
-    launch.run(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4, PYTHONPATH=launch.PATHS)
+    launch.run_file(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
@@ -314,7 +312,8 @@ def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
     batch = make_batch(plain)
     torch.save(batch, out / "batch.pt")
-    launch.run(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
+    run = launch.run_file if request.param == 1 else launch.run  # a fork would leave vLLM's shared memory behind
+    run(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
     results = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert all(rank["tied"] == (path == tiny_model) for rank in results)
     return plain, batch, results

@@ -196,7 +196,7 @@ def measured(judge, tmp_path_factory):
     """World size -> what tests/models/workers/scores.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("scores")
     torch.save(make_batch(), folder / "batch.pt")
-    launch.run(WORKER, judge, folder / "batch.pt", folder, nproc=2)
+    launch.run_file(WORKER, judge, folder / "batch.pt", folder, nproc=2)
     alone = worker.measure(judge, make_batch(), init_ranks())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}

@@ -156,7 +156,7 @@ def test_values_and_gradients_are_those_of_rows_that_share_nothing(exact, tiny_m
 def test_two_ranks_share_and_split_groups(exact, batch, tmp_path):
     expected = plain_step(plain_model(exact), batch)
     torch.save(batch, tmp_path / "batch.pt")
-    launch.run(WORKER, exact, tmp_path / "batch.pt", tmp_path, nproc=2)
+    launch.run_file(WORKER, exact, tmp_path / "batch.pt", tmp_path, nproc=2)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert sorted(row for rank in ranks for micro in rank["plan"] for row in micro) == list(range(len(batch.lengths)))
     assert len(ranks[0]["plan"]) == len(ranks[1]["plan"]) > 1

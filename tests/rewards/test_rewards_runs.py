@@ -141,9 +141,9 @@ return fine
 
 def test_too_many_failures_stop_the_run_after_the_first_is_printed(grpo, task, reward, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "run", custom_reward_function=reward(FAILING), total_training_steps=3)
-    process = launch.start("train_grpo.py", *h.flags(settings))
-    output = launch.finish(process)
-    assert process.returncode == 1
+    run = launch.fork_file("train_grpo.py", *h.flags(settings), log=tmp_path / "log")
+    assert run.ends() == [1]
+    output = run.log.read_text()
     first, _, last = output.partition("RuntimeError: a bug of the user")
     assert "reward: 2 problem(s), the first: row " in first and "mine.py" in first and "response: " in last
     assert "RuntimeError: 2 of 16 responses could not be scored, more than --reward-max-error-frac 0.05" in last
@@ -155,8 +155,9 @@ def test_too_many_failures_stop_the_run_after_the_first_is_printed(grpo, task, r
 def test_failures_of_one_rank_stop_all(task, reward, tmp_path):
     body = "if calls > 3 and os.environ['RANK'] == '1':\n    raise RuntimeError('a bug of the user')\nreturn fine"
     settings = h.grpo_settings(task, tmp_path / "run", custom_reward_function=reward(body), train_batch_size=5)
-    status, output = launch.run_in_turn(tmp_path / "runs.json", {"script": "train_grpo", "settings": settings}, nproc=2)
-    assert status != 0
+    run = launch.fork("train_grpo", settings, tmp_path / "log", ranks=2)
+    codes, output = run.ends(), run.log.read_text()
+    assert 0 not in codes
     assert output.count("RuntimeError: 12 of 20 responses could not be scored") == 2, output
 
 

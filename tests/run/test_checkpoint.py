@@ -193,9 +193,9 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     sft.main(sft.Args(**h.sft_settings(task, whole, **changes)))
     settings = h.sft_settings(task, broken, **changes)
-    process = launch.start("-c", KILLED_WHILE_SAVING, *h.flags(settings))
-    output = launch.finish(process)
-    assert process.returncode == -signal.SIGKILL, output
+    (tmp_path / "killed.py").write_text(KILLED_WHILE_SAVING)
+    killed = launch.fork_file(tmp_path / "killed.py", *h.flags(settings), log=tmp_path / "log")
+    assert killed.ends() == [-signal.SIGKILL], killed.log.read_text()
     [left] = broken.glob(".tmp-global_step_3-*")
     assert (left / "state" / "rank_0.safetensors").is_file()  # half of it was there
     assert checkpoint.list_steps(broken) == [1, 2]
@@ -211,7 +211,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
     pytest.importorskip("vllm")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = dict(engine="vllm", save_freq=1, total_training_steps=3, test_freq=3)
-    launch.run("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))
+    launch.run_file("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))
     lines = h.read_jsonl(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
     assert all(line["actor/grad_norm"] > 0.1 and line["rollout/logprob_gap_mean"] < 1e-5 for line in lines[:3])
@@ -219,7 +219,7 @@ def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
     for step in (2, 3):
         shutil.rmtree(broken / f"global_step_{step}")
 
-    launch.run("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
+    launch.run_file("train_grpo.py", *h.flags(h.grpo_settings(task, broken, **changes)))
 
     assert_same_run(broken, whole, 3)
 
@@ -236,7 +236,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
     assert checkpoint.list_steps(broken) in ([], [1]), output  # it may have died while step 1 was written
 
-    launch.run("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
+    launch.run_file("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
 
     assert_same_run(broken, whole, 3)
     # Loaded and saved again by a single rank, it is the same checkpoint, and the single rank trains on.

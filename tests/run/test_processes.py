@@ -72,16 +72,15 @@ else:
 """
 
 
-def run_ranks(script: Path, *arguments: str) -> tuple[int, str]:
-    process = launch.start(script, *arguments, nproc=2)
-    errors = launch.finish(process, timeout=180)
-    return process.returncode, errors
+def run_ranks(script: Path, *arguments: str) -> tuple[list[int], str]:
+    run = launch.fork_file(script, *arguments, log=script.with_suffix(".log"), nproc=2)
+    return run.ends(180), run.log.read_text()
 
 
 def test_a_stalled_run_says_where_it_stands_and_ends(tmp_path):
     (tmp_path / "stall.py").write_text(STALL)
-    code, errors = run_ranks(tmp_path / "stall.py", "yes")
-    assert code != 0
+    codes, errors = run_ranks(tmp_path / "stall.py", "yes")
+    assert 0 not in codes
     (line, *_) = [line for line in errors.splitlines() if "no phase has ended for" in line]
     assert "the last one was 'gen'" in line and "--stall-timeout 2" in line
     assert "all_reduce" in errors or "forget_the_collective" in errors  # the stacks lead to the place
@@ -89,4 +88,4 @@ def test_a_stalled_run_says_where_it_stands_and_ends(tmp_path):
 
 def test_a_run_that_moves_or_has_ended_is_left_alone(tmp_path):
     (tmp_path / "stall.py").write_text(STALL)
-    assert run_ranks(tmp_path / "stall.py", "no")[0] == 0
+    assert run_ranks(tmp_path / "stall.py", "no")[0] == [0, 0]

@@ -369,7 +369,7 @@ def test_two_ranks_leave_together_whichever_was_asked(own_task, tmp_path):
 def test_what_a_group_says_its_ranks_know(tmp_path):
     """Ranks of an engine leave a generation together, and the one that was not asked must know why it is incomplete."""
     (tmp_path / "script.py").write_text(ASKED_TOGETHER)
-    assert launch.run(tmp_path / "script.py", nproc=2, PYTHONPATH=launch.ROOT).count("knows") == 2
+    assert launch.run_file(tmp_path / "script.py", nproc=2).count("knows") == 2
 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_another(task, tmp_path):

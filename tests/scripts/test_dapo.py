@@ -430,7 +430,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
 def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
     pytest.importorskip("vllm")
     settings = h.dapo_settings(task, tmp_path, engine="vllm", gen_batch_size=3, rollout_n=2, lr=1e-2, test_freq=2)
-    output = launch.run("train_dapo.py", *h.flags(settings))
+    output = launch.run_file("train_dapo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")
     assert [x["step"] for x in lines] == [1, 2, 2] and lines[0]["rollout/logprob_gap_mean"] < 1e-5
     for x in lines[:2]:

@@ -196,7 +196,8 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
-    output = launch.run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
+    run = launch.run_file if engine == "vllm" else launch.run
+    output = run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
     assert [x["row_index"] for x in written] == list(range(16))
