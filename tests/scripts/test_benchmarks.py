@@ -22,7 +22,7 @@ import train_grpo
 import train_ppo
 from benchmarks import compare_trl, learning, learning_trl, step_time
 from data import arithmetic
-from rl.rollout import stop_token_ids
+from rl.data import stop_token_ids
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dapo
 import train_grpo
-from rl import checkpoint
-from rl.batching import collate
+from rl.batching import make_batch
 from rl.data import encode_prompts, read_rows
 from rl.engines import hf
+from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -35,9 +35,9 @@ def dapo(task, tmp_path):
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """The rounds of sampling of the next run, as `h.record_generate` has them."""
+    """The rounds of sampling of the next run, as `h.record_rounds` has them."""
     rounds = []
-    monkeypatch.setattr(hf, "generate", h.record_generate(rounds))
+    h.record_rounds(rounds, monkeypatch.setattr)
     return rounds
 
 
@@ -238,9 +238,15 @@ def test_the_upper_clip_is_higher(dapo, task):
     assert h.distance(dapo.weights(1, 1), dapo.weights(2, 1)) > 1e-4
 
 
-def without_seconds(state):
-    """What the loop carries, without how long scoring took."""
-    return state | {"surplus": [[(sample, score[:-1]) for sample, score in group] for group in state["surplus"]]}
+def carried(checkpoint_folder):
+    """What the loop of rank 0 carries from step to step, arrays as lists, without how long scoring took."""
+
+    def plain(x):
+        if isinstance(x, dict):
+            return {k: plain(v[:-1] if k == "score" else v) for k, v in x.items()}  # the seconds are the last field
+        return x.tolist() if hasattr(x, "tolist") else list(map(plain, x)) if isinstance(x, list) else x
+
+    return plain(checkpoint.load_states(checkpoint_folder)[0])
 
 
 def assert_same_end(left, right, step):
@@ -248,7 +254,7 @@ def assert_same_end(left, right, step):
     ends = [folder / f"global_step_{step}" for folder in (left, right)]
     h.assert_same(*map(h.weights, ends))
     h.assert_same(*(h.saved_state(end) for end in ends))
-    states = [without_seconds(checkpoint.extra(end)) for end in ends]
+    states = list(map(carried, ends))
     assert states[0] == states[1] and states[0]["surplus"] and states[0]["drawn"] > 0
     lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (left, right)]
     assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == list(range(1, step + 1))
@@ -260,29 +266,30 @@ BUSY = dict(total_training_steps=4, save_freq=1, ppo_mini_batch_size=2, lr_warmu
 def test_groups_of_another_size_wait_no_longer(dapo, task):
     """A run that is forced to go on with larger groups."""
     dapo(**BUSY | dict(total_training_steps=2))
-    assert checkpoint.extra(dapo.dir(1) / "global_step_2")["surplus"]
+    assert carried(dapo.dir(1) / "global_step_2")["surplus"]
     start = dict(resume_mode=str(dapo.dir(1) / "global_step_2"), force_resume=True)
     dapo(**BUSY | start | dict(rollout_n=4, total_training_steps=3))
-    assert all(len(group) == 4 for group in checkpoint.extra(dapo.dir(2) / "global_step_3")["surplus"])
+    assert all(len(group) == 4 for group in carried(dapo.dir(2) / "global_step_3")["surplus"])
 
 
 def test_groups_whose_prompt_has_changed_wait_no_longer(dapo, task, tmp_path, monkeypatch):
     """A run that is forced to go on with the rows in another order."""
     dapo(**BUSY | dict(total_training_steps=2))
     folder = dapo.dir(1) / "global_step_2"
-    waiting = {sample["row_index"] for group in checkpoint.extra(folder)["surplus"] for sample, _ in group}
+    waiting = {response["row_index"] for group in carried(folder)["surplus"] for response in group}
     rows = pq.read_table(task.train)
     pq.write_table(rows.take(list(reversed(range(len(rows))))), tmp_path / "reversed.parquet")
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     changed = encode_prompts(tokenizer, read_rows(tmp_path / "reversed.parquet"), max_prompt_length=32)
     assert waiting and all(changed[i]["prompt_ids"] != changed[len(rows) - 1 - i]["prompt_ids"] for i in waiting)
     trained_on = []
-    monkeypatch.setattr(
-        train_dapo, "collate", lambda samples, **kw: trained_on.extend(samples) or collate(samples, **kw)
-    )
+    monkeypatch.setattr(train_dapo, "make_batch", lambda rs, **kw: trained_on.extend(rs) or make_batch(rs, **kw))
     start = dict(resume_mode=str(folder), force_resume=True, train_files=(str(tmp_path / "reversed.parquet"),))
     dapo(**BUSY | start | dict(total_training_steps=3))
-    assert trained_on and all(s.prompt_ids.tolist() == changed[s.row_index]["prompt_ids"] for s in trained_on)
+    for response in trained_on:
+        for ids in (response.prompt_ids, response.sample.prompt_ids):
+            assert ids.tolist() == changed[response.row_index]["prompt_ids"]
+    assert trained_on
 
 
 def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path):
@@ -297,8 +304,8 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     assert status == -signal.SIGKILL, output
     saved = checkpoint.list_steps(run_dir)
     assert saved in ([1, 2], [1, 2, 3])  # it may have died while step 3 was written
-    carried = checkpoint.extra(run_dir / f"global_step_{saved[-1]}")
-    assert carried["surplus"] and carried["drawn"] == sum(rounds[: saved[-1]])
+    state = carried(run_dir / f"global_step_{saved[-1]}")
+    assert state["surplus"] and state["drawn"] == sum(rounds[: saved[-1]])
 
     train_dapo.main(train_dapo.Args(**settings))
 
@@ -338,7 +345,7 @@ def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monke
     two = {"script": "train_dapo", "settings": settings, "comparable": True}
     status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
     assert status == 0, output
-    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     dapo(**changes, lr=1e-4)
     lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
     for line, expected in zip(lines, h.timeless(dapo.lines(1)), strict=True):
@@ -381,7 +388,7 @@ def test_metrics_are_complete_and_finite_even_if_nothing_was_sampled(dapo, sampl
 MISTAKES = {
     "one response": (dict(rollout_n=1), ["--rollout-n 1", "raise it", "--no-filter-groups"]),
     "long buffer": (dict(overlong_buffer_len=13), ["--overlong-buffer-len 13", "--max-response-length 12"]),
-    "negative buffer": (dict(overlong_buffer_len=-1), ["--overlong-buffer-len -1", "within 0"]),
+    "negative buffer": (dict(overlong_buffer_len=-1), ["--overlong-buffer-len -1", "at least 0"]),
     "no rounds": (dict(max_num_gen_batches=0), ["--max-num-gen-batches 0", "at least 1"]),
     "empty rounds": (dict(gen_batch_size=0), ["--gen-batch-size 0", "at least 1"]),
     "long rounds": (dict(gen_batch_size=65), ["--gen-batch-size 65", "the 64 rows of the training data", "lower it"]),
@@ -420,7 +427,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
     sevens, eights = lengths.count(7) / 16, lengths.count(8) / 16
     assert sevens > 0 < eights
     assert paid == pytest.approx([eights, eights + sevens / 2, 0])
-    assert "16 responses and 4 update(s) a step" in capsys.readouterr().out
+    assert "4 prompts x 4 responses and 4 update(s) a step" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,5 +443,5 @@ def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
     for x in lines[:2]:
         assert x["train/num_gen_batches"] > 1 and x["actor/grad_norm"] > 0.1
         assert x["train/num_sampled_responses"] == 6 * x["train/num_gen_batches"]
-    assert "4 prompts x 2 = 8 responses and 1 update(s) a step" in output
+    assert "4 prompts x 2 responses and 1 update(s) a step" in output
     assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train_grpo
 import train_ppo
 import train_reward
-from rl import checkpoint, fsdp
+from rl import sharding
 from rl.engines import hf
+from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -47,7 +48,7 @@ def new_critic(task):
 
 
 def plain_ppo(task, args, steps, score):
-    """PPO by the book. `steps` are what was sampled, as `h.record_generate` has it; score: (text, ground truth) -> s.
+    """PPO by the book. `steps` are what was sampled, as `h.record_rounds` has it; score: (text, ground truth) -> s.
 
     Returns the weights of actor and critic after the last step, and what each step should have reported.
     """
@@ -165,7 +166,7 @@ CASES = {
 def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes, monkeypatch, in_double, case):
     """Mini-batches of 3 and 1 prompts in two epochs, so four updates a step, the later ones beyond the clips."""
     steps = []
-    monkeypatch.setattr(hf, "generate", h.record_generate(steps))
+    h.record_rounds(steps, monkeypatch.setattr)
     settings = dict(
         train_batch_size=4,
         ppo_mini_batch_size=3,
@@ -224,7 +225,7 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
     ]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status == 0, output
-    monkeypatch.setattr(hf, "generate", h.generate_by_prompt())
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     ppo(**changes)
     ppo(**shared)
     ppo(**changes, ppo_max_token_len_per_gpu=44)
@@ -330,7 +331,7 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     of_the_actor = second.keys() - first.keys()
     assert of_the_actor == {
         *(f"actor/{name}" for name in "loss pg_loss entropy pg_clipfrac ppo_kl grad_norm lr".split()),
-        *train_ppo.GAPS,
+        *("rollout/logprob_gap_mean", "rollout_corr/kl", "training/rollout_probs_diff_mean"),
     }
     assert first.keys() < second.keys() and first["critic/vf_loss"] > 0 and first["critic/lr"] == 1e-2
     [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step 1/2")]
@@ -361,16 +362,16 @@ def test_saving_in_the_warm_up_changes_nothing(ppo):
 def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, monkeypatch):
     pushed = []
 
-    def push(engine, named_tensors, original=hf.update_weights):
+    def push(engine, named_tensors, original=hf.Engine.update_weights):
         tensors = dict(named_tensors)
         pushed.append(set(tensors))
         original(engine, tensors.items())
 
-    monkeypatch.setattr(hf, "update_weights", push)
+    monkeypatch.setattr(hf.Engine, "update_weights", push)
     ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
     names = h.original(task).keys()
     assert pushed == [names] * 3 and ppo.weights(1, 2).keys() == names
-    assert {p.name for p in (ppo.dir(1) / "global_step_2").iterdir() if p.is_dir()} == {"state", "huggingface"}
+    assert {p.name for p in (ppo.dir(1) / "global_step_2").iterdir() if p.is_dir()} == {"state", "loop", "huggingface"}
     state = h.saved_state(ppo.dir(1) / "global_step_2")
     assert state["actor/model/value_head.weight"].abs().max() > 1e-4
     assert state["actor/optimizer/value_head.weight/step"] == 8
@@ -416,7 +417,7 @@ def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path, capsys):
         save_freq=0,
     )
     lines = ppo.lines(1)
-    assert "16 responses and 8 update(s) a step" in capsys.readouterr().out  # four, twice
+    assert "16 prompts x 1 responses and 8 update(s) a step" in capsys.readouterr().out  # four, twice
     assert all(x["critic/score/mean"] == 0.5 for x in lines)
     assert lines[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)  # a new critic expects nothing
     assert lines[-1]["critic/vf_explained_var"] > 0.9
@@ -441,7 +442,7 @@ def reward_model_of(task, folder):
 
 def test_a_reward_model_or_another_critic_is_where_the_critic_starts(ppo, task, tmp_path, monkeypatch):
     steps = []
-    monkeypatch.setattr(hf, "generate", h.record_generate(steps))
+    h.record_rounds(steps, monkeypatch.setattr)
     judge = reward_model_of(task, tmp_path)
     ppo(critic_model=str(judge), total_training_steps=1)
     ppo(critic_model=str(ppo.dir(1) / "global_step_1" / "huggingface_critic"), total_training_steps=1, save_freq=0)
@@ -470,20 +471,18 @@ def test_responses_without_a_score_teach_neither_actor_nor_critic(ppo, task, tmp
     h.assert_same(ppo.weights(1, 1), h.original(task))
     h.assert_same(ppo.weights(1, 1, "huggingface_critic"), {**new_critic(task).state_dict()})
     assert metrics["reward/none_frac"] == 1 and metrics["critic/grad_norm"] == metrics["actor/grad_norm"] == 0
-    with pytest.raises(
-        RuntimeError, match=r"step 3: three updates in a row were useless.* over 0 tokens that have a re"
-    ):
+    with pytest.raises(RuntimeError, match=r"step 3: three updates in a row were useless.* over 0 tokens that are lea"):
         ppo(**never, total_training_steps=4)
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_stops_both(ppo, task, monkeypatch):
     norms = []
 
-    def clip(model, max_norm, original=fsdp.clip_grad_norm):
+    def clip(model, max_norm, original=sharding.clip_grad_norm):
         norms.append(type(model).__name__)
         return original(model, max_norm) if len(norms) != 2 else math.inf
 
-    monkeypatch.setattr(fsdp, "clip_grad_norm", clip)
+    monkeypatch.setattr(sharding, "clip_grad_norm", clip)
     metrics = ppo(total_training_steps=1, ppo_mini_batch_size=8)
     assert norms == ["FSDPQwen2ForCausalLM", "FSDPQwen2ForSequenceClassification"]
     h.assert_same(ppo.weights(1, 1), h.original(task))
@@ -603,5 +602,5 @@ def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
     assert [x["step"] for x in lines] == [1, 2, 2]
     for x in lines[:2]:
         assert x["rollout/logprob_gap_mean"] < 1e-5 and x["actor/grad_norm"] > 0.1 and x["critic/vf_loss"] > 0.01
-    assert "8 prompts x 1 = 8 responses and 2 update(s) a step" in output
+    assert "8 prompts x 1 responses and 2 update(s) a step" in output
     assert h.distance(h.weights(tmp_path / "global_step_2"), h.original(task)) > 1e-2
