@@ -1,0 +1,166 @@
+"""Run by torchrun: what ranks tell each other about a step, and what each has of it afterwards.
+
+torchrun --nproc_per_node 4 tests/data/exchange_ranks.py OUT      writes OUT/rank{rank}.pt
+
+The processes work on the same step as 1, 2, 3 and 4 data ranks. As two they are two pairs, 0 and 2, and 1 and 3, which
+must not talk to each other: that is what ranks that share a sequence would be.
+"""
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from helpers_data import scored
+
+from rl import advantages, metrics
+from rl.batching import make_batch
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.rollout import lengths_of, scores_of, share, state_of_groups
+from rl.types import Response, Sample, Score
+
+PAD, N = 3, 3  # pad id, responses to a prompt
+PROMPTS = [[11, 12, 13], [20], [11, 12, 40, 41, 42], [50, 51], [60] * 7, [70, 71], [70, 71, 72]]
+ROWS = [{"row_index": 30 + i, "prompt_ids": prompt, "data_source": "math"} for i, prompt in enumerate(PROMPTS)]
+LENGTHS = [4, 1, 9, 2, 2, 0, 12, 3, 5, 1, 6, 6, 7, 2, 3, 8, 4, 1, 5, 10, 2]  # of responses
+GAPS = {2: (3, 6), 6: (0, 4), 15: (2, 3)}  # response: where a tool has spoken
+UNSCORED = {4, 7, 18, 19, 20}  # the last row teaches nothing
+CUTS = {  # name: prompts, responses to a mini-batch, tokens of a micro-batch, rows that belong together
+    "all": (range(7), 6, 40, 1),
+    "one update": (range(7), 100, 25, 1),
+    "pairs": (range(0, 4), 6, 30, 2),
+    "other order": ([5, 2, 6, 0], 5, 30, 1),  # as DAPO puts groups of several rounds together
+    "one prompt": ([4], 3, 20, 1),
+    "one row": ([1], 1, 20, 1),
+}
+
+
+def step_samples() -> list[Sample]:
+    """The responses to all prompts, three to each, some of which begin alike."""
+    random = np.random.default_rng(0)
+    samples = []
+    for k, length in enumerate(LENGTHS):
+        ids = random.integers(100, 4000, length)
+        if k in (1, 8, 13):  # begins as the one before it does
+            ids[:3] = samples[-1].response_ids[: min(length, 3)]
+        mask = np.ones(length)
+        if k in GAPS:
+            mask[slice(*GAPS[k])] = 0
+        reason, row = ("length" if k % 4 == 0 else "stop"), ROWS[k // N]
+        logprobs = -random.integers(0, 1024, length) / 256  # sums of these are exact
+        versions, turns = (k // 5, k // 4), 1 + k % 2
+        samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], versions, turns))
+    return samples
+
+
+def step_scores() -> list[Score]:
+    """A score of each response, with a text that no other rank may get."""
+    scores = []
+    for k in range(len(LENGTHS)):
+        score = scored(k / 8, {"acc": k % 2}) if k not in UNSCORED else scored(None, status="timeout")
+        scores.append(score._replace(text=f"secret {k}", seconds=k / 100))
+    return scores
+
+
+def facts(r: Response) -> dict:
+    """A response as plain values."""
+    sample = r.sample and {name: np.asarray(x).tolist() for name, x in vars(r.sample).items()}
+    return vars(r) | {"score": tuple(r.score), "prompt_ids": r.prompt_ids.tolist(), "sample": sample}
+
+
+def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Response], list[bytes]]:
+    """`share` of the step, and what this rank has sent for it."""
+    sent, gather = [], dist.all_gather_object
+
+    def gather_and_note(parts, obj, group=None):
+        sent.append(pickle.dumps(obj))
+        gather(parts, obj, group=group)
+
+    own = ranks.own_slice(prompts)
+    mine = [k for i in own for k in range(N * i, N * i + N)]
+    samples, scores = step_samples(), step_scores()
+    with mock.patch.object(dist, "all_gather_object", gather_and_note):
+        responses = share([samples[k] for k in mine], [scores[k] for k in mine], [ROWS[i] for i in prompts], ranks)
+    return responses, sent
+
+
+def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tokens: int, n: int, ranks: Ranks) -> dict:
+    """`make_batch` of these prompts' responses, and numbers that need all ranks."""
+    chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
+    scores = scores_of(chosen)
+    options = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=n, pad_id=PAD, ranks=ranks)
+    batch, updates = make_batch(chosen, scores.isfinite(), **options)
+    mask, logp = batch.response_mask, batch.rollout_logp
+    found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}
+    found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
+    mean, var = found["moments"] = ranks.moments(logp, mask)
+    found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)
+    found["described"] = metrics.describe_tokens("x", logp, mask, ranks)
+    means = metrics.Means(ranks, num_updates=2)
+    for row in range(len(mask)):
+        means.over_tokens(mask[row : row + 1], {"tokens": logp[row : row + 1]})
+        means.over_sequences({"sequences": mask[row].sum()[None]})
+    if not len(mask):  # as a rank without work takes part: with what weighs nothing
+        means.over_tokens(torch.zeros(1, 2), {"tokens": torch.ones(1, 2)})
+        means.over_sequences({"sequences": torch.zeros(0)})
+    means.over_updates({"updates": mask.sum()})
+    means.largest(mask if len(mask) else torch.zeros(1, 2), {"largest": -logp if len(mask) else torch.ones(1, 2)})
+    found["means"] = means.reduce()
+    return found
+
+
+def collectives(ranks: Ranks) -> dict:
+    """Each collective by itself."""
+    me, size = ranks.data_rank, ranks.data_size
+    parcels = [bytes([me, to]) * (3 * me * to) for to in range(size)]  # from and to rank 0 there are empty ones
+    received = ranks.send(parcels, [6 * sender * me for sender in range(size)])
+    third = torch.full((5,), 0.1)  # of which the last rank has none
+    nothing = torch.zeros(2, 3)
+    return {
+        "received": received,
+        "nothing sent": ranks.send([b""] * size, [0] * size),
+        "slices": [ranks.own_slice(list(range(n))) for n in (0, 1, 3, 8, 11)],
+        "restored": [ranks.all_gather(ranks.own_slice(list(range(n)))) for n in (0, 1, 3, 8, 11)],
+        "sum": ranks.all_reduce_sum(torch.tensor([1.0, float(me)])),
+        "max": ranks.all_reduce_max(torch.tensor([-1.0 - me, float(me)])),
+        "equal": ranks.moments(third, torch.full((5,), float(me < size - 1 or size == 1))),
+        "nothing": ranks.moments(nothing, nothing),
+        "one": ranks.moments(torch.tensor([7.0, 9.0]), torch.tensor([float(me == 0), 0.0])),
+        "described nothing": metrics.describe_tokens("x", nothing, nothing, ranks),
+        "rows of nobody": ranks.all_rows(torch.zeros(0), torch.zeros(0, dtype=torch.long), 3),
+    }
+
+
+def measure(ranks: Ranks) -> dict:
+    """Everything this rank sees."""
+    responses, sent = share_all(ranks)
+    few, _ = share_all(ranks, range(1))  # from which most ranks have no samples
+    found = {"responses": [facts(r) for r in responses], "sent": sent, "few": [facts(r) for r in few]}
+    found["cuts"] = {name: cut(responses, *arguments, ranks) for name, arguments in CUTS.items()}
+    found["cuts"]["few"] = cut(few, range(1), 3, 20, 1, ranks)
+    groups = [responses[k : k + N] for k in range(0, len(responses), N)]
+    return found | collectives(ranks) | {"state": state_of_groups([groups[i] for i in (1, 4, 6)])}
+
+
+def main(out: str) -> None:
+    world = init_ranks()
+    alone = [dist.new_group([i]) for i in range(4)][world.rank]
+    pairs = [dist.new_group(group) for group in ([0, 2], [1, 3])][world.rank % 2]
+    three = dist.new_group([0, 1, 2])
+    results = {
+        1: measure(replace(world, data_rank=0, data_size=1, data_group=alone)),
+        2: measure(replace(world, data_rank=world.rank // 2, data_size=2, data_group=pairs)),
+        4: measure(world),
+    }
+    if world.rank < 3:
+        results[3] = measure(replace(world, data_size=3, data_group=three))
+    torch.save(results, Path(out) / f"rank{world.rank}.pt")
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,282 @@
+"""What ranks exchange of a step: every number of ranks must end up with what one rank alone computes."""
+
+import itertools
+import math
+
+import exchange_ranks as step
+import launch
+import numpy as np
+import pytest
+import torch
+from helpers_data import ranks_without_group
+
+from rl.batching import collate, make_batch, shared_prefix
+from rl.rollout import groups_of_states, share
+
+WORKER = launch.TESTS / "data" / "exchange_ranks.py"
+SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N
+SIZES = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Data ranks -> what exchange_ranks.py found on each; of the two pairs of two, the first."""
+    folder = tmp_path_factory.mktemp("exchange")
+    launch.run(WORKER, folder, nproc=4, PYTHONPATH=launch.PATHS)
+    found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+    for alone in found[1:]:
+        assert alone[1]["responses"] == found[0][1]["responses"]
+    for pair in (found[1][2], found[3][2]):  # the other pair
+        assert pair["cuts"]["all"]["means"] == found[0][2]["cuts"]["all"]["means"]
+    return {1: [found[0][1]], 2: [found[0][2], found[2][2]], 3: [x[3] for x in found[:3]], 4: [x[4] for x in found]}
+
+
+@pytest.fixture(params=SIZES, ids=["1 rank", "2 ranks", "3 ranks", "4 ranks"])
+def ranks(request, measured):
+    return measured[request.param]
+
+
+def owner(k, size, prompts=7):
+    """The rank that sampled response k: prompts are shared out in neighbours."""
+    [rank] = [r for r in range(size) if k // N in range(prompts * r // size, prompts * (r + 1) // size)]
+    return rank
+
+
+def common(a, b):
+    """How many tokens two lists begin with alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+# --- share
+
+
+def test_every_rank_knows_the_score_and_the_lengths_of_every_response(ranks):
+    for rank in ranks:
+        assert len(rank["responses"]) == len(SAMPLES)
+        for k, (r, s, score) in enumerate(zip(rank["responses"], SAMPLES, SCORES, strict=True)):
+            assert r["row_index"] == s.row_index == 30 + k // N
+            assert r["score"] == ("", score.value, score.components, score.status, score.seconds)
+            assert r["response_length"] == step.LENGTHS[k]
+            start, end = step.GAPS.get(k, (0, 0))
+            assert r["num_sampled"] == step.LENGTHS[k] - (end - start)
+            assert (r["finish_reason"], r["turns"]) == ("length" if k % 4 == 0 else "stop", 1 + k % 2)
+            assert r["policy_versions"] == (k // 5, k // 4)
+            assert r["prompt_ids"] == step.PROMPTS[k // N]
+
+
+def test_tokens_stay_with_the_rank_that_sampled_them(ranks):
+    for here, rank in enumerate(ranks):
+        for k, r in enumerate(rank["responses"]):
+            assert r["rank"] == owner(k, len(ranks))
+            assert (r["sample"] is None) == (r["rank"] != here)
+            if r["sample"] is not None:
+                assert r["sample"]["response_ids"] == SAMPLES[k].response_ids.tolist()
+        mine = [r["number"] for r in rank["responses"] if r["rank"] == here]
+        assert mine == list(range(len(mine)))
+
+
+def test_neither_texts_nor_tokens_are_sent_to_tell_of_responses(ranks):
+    assert all(len(rank["sent"]) == (len(ranks) > 1) for rank in ranks)
+    for here, rank in enumerate(ranks):
+        for payload in rank["sent"]:
+            own = [k for k in range(len(SAMPLES)) if owner(k, len(ranks)) == here]
+            assert b"secret" not in payload and b"Sample" not in payload
+            for k in own:
+                for x in (SAMPLES[k].response_ids, SAMPLES[k].rollout_logprobs):
+                    assert len(x) < 2 or x.tobytes() not in payload
+            assert len(payload) < 1000 + 200 * len(own)
+
+
+def test_what_neighbours_share_is_told_by_the_rank_that_has_both(ranks):
+    for k, r in enumerate(ranks[0]["responses"]):
+        if k % N == 0:
+            assert r["shared"] == 0
+        else:
+            above, here = ([*SAMPLES[i].prompt_ids, *SAMPLES[i].response_ids] for i in (k - 1, k))
+            assert r["shared"] == common(above, here) >= len(SAMPLES[k].prompt_ids)
+    assert [ranks[0]["responses"][k]["shared"] for k in (1, 8, 13)] == [3 + 1, 5 + 3, 7 + 2]
+
+
+def test_ranks_without_samples_take_part(ranks):
+    for here, rank in enumerate(ranks):
+        assert [r["response_length"] for r in rank["few"]] == step.LENGTHS[:N]
+        assert {r["rank"] for r in rank["few"]} == {len(ranks) - 1}  # one prompt is the last rank's
+        assert all((r["sample"] is None) == (here != len(ranks) - 1) for r in rank["few"])
+
+
+# --- make_batch
+
+
+def rows_of(name):
+    """Places among all responses of those that a cut is about."""
+    prompts = step.CUTS[name][0] if name in step.CUTS else range(1)
+    return [k for i in prompts for k in range(N * i, N * i + N)]
+
+
+def whole_batch(name):
+    """The cut's batch as one rank would have it, by `collate` alone; responses without a score have empty masks."""
+    chosen = rows_of(name)
+    batch = collate([SAMPLES[k] for k in chosen], pad_id=step.PAD)
+    mask = batch.response_mask * torch.tensor([float(SCORES[k].value is not None) for k in chosen])[:, None]
+    return batch, mask
+
+
+EVERY_CUT = [*step.CUTS, "few"]
+
+
+@pytest.mark.parametrize("name", EVERY_CUT)
+def test_every_rank_has_exactly_its_rows_of_the_whole_batch(ranks, name):
+    whole, mask = whole_batch(name)
+    every = []
+    for here, rank in enumerate(ranks):
+        own, updates = rank["cuts"][name]["batch"], rank["cuts"][name]["updates"]
+        rows = own["rows"].tolist()
+        assert rows == sorted(row for update in updates for row in update.rows_of_rank[here])
+        assert torch.equal(own["input_ids"], whole.input_ids[rows])
+        assert torch.equal(own["lengths"], whole.lengths[rows])
+        assert torch.equal(own["response_mask"], mask[rows])
+        assert torch.equal(own["rollout_logp"], whole.rollout_logp[rows])
+        every += rows
+    assert sorted(every) == list(range(len(whole.lengths)))
+    assert not any(mask[i].any() for i, k in enumerate(rows_of(name)) if k in step.UNSCORED)
+
+
+@pytest.mark.parametrize("name", EVERY_CUT)
+def test_all_ranks_plan_the_same_updates(ranks, name):
+    whole, mask = whole_batch(name)
+    _, size, most, n = step.CUTS.get(name, (None, 3, 20, 1))
+    chosen, count = rows_of(name), len(rows_of(name))
+    for updates in zip(*(rank["cuts"][name]["updates"] for rank in ranks), strict=True):
+        first = updates[0]
+        assert all((u.rows, u.rows_of_rank) == (first.rows, first.rows_of_rank) for u in updates)
+        assert {len(u.micro_batches) for u in updates} == {len(first.micro_batches)}
+        tokens = [int(mask[i].sum()) for i in first.rows]
+        assert {(u.num_tokens, u.num_seqs) for u in updates} == {(sum(tokens), sum(x > 0 for x in tokens))}
+        for here, update in enumerate(updates):
+            assert sorted(i for micro in update.micro_batches for i in micro) == update.rows_of_rank[here]
+            for micro in update.micro_batches:
+                shared = [0, *map(int, shared_prefix(whole)[1:])]
+                cost = sum(int(whole.lengths[i]) - (shared[i] if i - 1 in micro else 0) for i in micro)
+                assert cost <= most or len(micro) <= n
+                assert n == 1 or [i // n for i in micro[::n]] == [i // n for i in micro[n - 1 :: n]]
+    updates = ranks[0]["cuts"][name]["updates"]
+    assert [u.rows for u in updates] == [range(i, min(i + size, count)) for i in range(0, count, size)]
+    assert ranks[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
+    assert ranks[0]["cuts"][name]["lengths"].tolist() == [SAMPLES[k].response_mask.sum() for k in chosen]
+
+
+def test_a_rank_may_be_without_rows(measured):
+    shapes = [rank["cuts"]["one row"]["batch"]["input_ids"].shape for rank in measured[4]]
+    assert shapes == [(3, 3), (0, 3), (0, 3), (0, 3)]  # a row an update, in a micro-batch of its own
+
+
+def test_units_that_a_mini_batch_would_cut_apart_are_refused():
+    rows = [step.ROWS[0]]
+    responses = share(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
+    options = dict(pad_id=0, max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
+    for size in (2, 3):
+        with pytest.raises(ValueError, match=f"{size} of 3 rows are no multiple of 2"):
+            make_batch(responses, torch.ones(3, dtype=torch.bool), mini_batch_size=size, **options)
+
+
+# --- numbers of all rows
+
+
+@pytest.mark.parametrize("name", EVERY_CUT)
+def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
+    whole, mask = whole_batch(name)
+    logp = whole.rollout_logp
+    tokens = [float(x) for x in logp[mask > 0]]
+    mean = sum(tokens) / max(len(tokens), 1)
+    var = sum((x - mean) ** 2 for x in tokens) / max(len(tokens) - 1, 1)
+    for rank in ranks:
+        found = rank["cuts"][name]
+        assert found["all_rows"].tolist() == mask.sum(1).tolist()
+        assert found["moments"] == pytest.approx((mean, var), rel=1e-12, abs=1e-15)
+        assert found["described"] == pytest.approx(
+            {"x/mean": mean, "x/max": max(tokens), "x/min": min(tokens)}, rel=1e-12
+        )
+        expected = [0.0 if not m else (float(x) - mean) / math.sqrt(var + 1e-8) for x, m in zip(
+            logp[found["batch"]["rows"]].flatten(), mask[found["batch"]["rows"]].flatten(), strict=True
+        )]  # fmt: skip
+        np.testing.assert_allclose(found["whitened"].flatten(), expected, rtol=1e-6, atol=1e-6)
+        sequences = mask.sum(1)
+        assert found["means"] == pytest.approx(
+            {
+                "tokens": mean,
+                "sequences": float(sequences.sum()) / len(sequences),
+                "updates": float(mask.sum()) / 2,
+                "largest": -min(tokens),
+            },
+            rel=1e-12,
+        )
+
+
+# --- collectives
+
+
+def test_parcels_arrive(ranks):
+    for me, rank in enumerate(ranks):
+        assert rank["received"] == [bytes([sender, me]) * (3 * sender * me) for sender in range(len(ranks))]
+        assert rank["nothing sent"] == [b""] * len(ranks)
+
+
+def test_slices_share_a_list_and_all_gather_restores_it(ranks):
+    for i, size in enumerate((0, 1, 3, 8, 11)):
+        slices = [rank["slices"][i] for rank in ranks]
+        assert sum(slices, []) == list(range(size))
+        assert max(map(len, slices)) - min(map(len, slices)) <= 1
+        assert all(rank["restored"][i] == list(range(size)) for rank in ranks)
+
+
+def test_sums_and_maxima(ranks):
+    n = len(ranks)
+    for rank in ranks:
+        assert rank["sum"].tolist() == [n, n * (n - 1) / 2] and rank["max"].tolist() == [-1.0, n - 1]
+
+
+def test_moments_of_equal_numbers_are_exact(ranks):
+    for rank in ranks:
+        assert rank["equal"] == (torch.tensor(0.1).item(), 0.0)
+        assert rank["nothing"] == (0.0, 0.0) and rank["one"] == (7.0, 0.0)
+
+
+def test_what_is_said_of_nothing(ranks):
+    for rank in ranks:
+        assert rank["described nothing"].keys() == {"x/mean", "x/max", "x/min"}
+        assert all(math.isnan(x) for x in rank["described nothing"].values())
+        assert rank["rows of nobody"].tolist() == [0.0, 0.0, 0.0]
+
+
+# --- groups that wait
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
+    """However many ranks saved them."""
+    states = [{"surplus": rank["state"]} for rank in ranks]
+    rows = {row["row_index"]: row for row in step.ROWS}
+    restored = [groups_of_states(states, rows, N, ranks_without_group(rank, size)) for rank in range(size)]
+    for here, groups in enumerate(restored):
+        for j, (i, group) in enumerate(zip((1, 4, 6), groups, strict=True)):
+            for k, r in zip(range(N * i, N * i + N), group, strict=True):
+                score, s = SCORES[k], SAMPLES[k]
+                assert r.score == score._replace(text="") and type(r.score) is type(score)
+                assert (r.row_index, r.response_length, r.num_sampled) == (
+                    s.row_index, len(s.response_ids), s.response_mask.sum()
+                )  # fmt: skip
+                assert (r.finish_reason, r.policy_versions, r.turns) == (s.finish_reason, s.policy_versions, s.turns)
+                assert r.prompt_ids.tolist() == s.prompt_ids.tolist() and r.rank == j * size // 3
+                assert (r.sample is not None) == (r.rank == here)
+                if r.sample is not None:
+                    for name, x in vars(s).items():
+                        assert np.array_equal(np.asarray(vars(r.sample)[name]), np.asarray(x)), name
+
+
+def test_groups_of_another_size_or_another_prompt_do_not_come_back(ranks):
+    states, rows = [{"surplus": rank["state"]} for rank in ranks], {row["row_index"]: row for row in step.ROWS}
+    assert groups_of_states(states, rows, N + 1, ranks_without_group()) == []
+    changed = rows | {34: rows[34] | {"prompt_ids": [60] * 6}}
+    del changed[36]
+    [group] = groups_of_states(states, changed, N, ranks_without_group())
+    assert {r.row_index for r in group} == {31}
