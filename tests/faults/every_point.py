@@ -15,7 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import checkpoint, fsdp
+from rl import models
+from rl.ranks import init_ranks
+from rl.run import checkpoint, loop_state
+from rl.sharding import shard
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
 
@@ -29,19 +32,19 @@ def digest(folder: Path) -> str:
 
 
 def main(task: Path, root: Path) -> None:
-    tokenizer, d = AutoTokenizer.from_pretrained(task / "model"), fsdp.init_distributed()
-    policy = fsdp.shard(fsdp.load_policy(str(task / "model"), d), d)
+    tokenizer, ranks = AutoTokenizer.from_pretrained(task / "model"), init_ranks()
+    policy = shard(models.load_causal_lm(str(task / "model"), ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     complete, found, busy = [], [], True
 
-    def open_run(folder: Path) -> checkpoint.Run:
+    def open_run(folder: Path) -> checkpoint.Folder:
         args = train_grpo.Args(
             model=str(task / "model"),
             train_files=(str(task / "train.parquet"),),
             default_local_dir=str(folder),
             max_ckpt_to_keep=1,
         )
-        return checkpoint.open_run(args, tokenizer, 10, d)
+        return checkpoint.open_folder(args, tokenizer, 10, ranks)
 
     def look(event: str, arguments: tuple) -> None:
         nonlocal busy
@@ -62,7 +65,8 @@ def main(task: Path, root: Path) -> None:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(1.0)
-        checkpoint.save(run, step, {"actor": (policy, optimizer)})
+        state = loop_state.encode({"step": step, "array": torch.arange(3).numpy()})
+        checkpoint.save(run, step, {"actor": (policy, optimizer)}, state)
         checkpoint._settle(run)  # the writing thread has looked around, at each of its file operations
         complete.append(digest(root / f"global_step_{step}"))
 

@@ -15,40 +15,43 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import checkpoint, fsdp
+from rl import models
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.run import checkpoint, loop_state
+from rl.sharding import shard
 
 
 def main(model: str, train_file: str, root: str) -> None:
-    d = fsdp.init_distributed()
-    policy = fsdp.shard(fsdp.load_policy(model, d), d)
+    ranks = init_ranks()
+    policy = shard(models.load_causal_lm(model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     trained = {"actor": (policy, optimizer)}
     args = train_grpo.Args(model=model, train_files=(train_file,), default_local_dir=root, max_ckpt_to_keep=2)
-    run = checkpoint.open_run(args, AutoTokenizer.from_pretrained(model), 33, d)
+    run = checkpoint.open_folder(args, AutoTokenizer.from_pretrained(model), 33, ranks)
     checkpoint._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
     failures, busy, end = [], 0, ""
     for step in range(1, 34):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.fill_(step)
-        checkpoint.save(run, step, trained)
+        checkpoint.save(run, step, trained, loop_state.encode({"rank": ranks.rank, "step": step}))
         failures.append(run.failures)
         checkpoint.wait_until_copied(run)
         for parameter in policy.parameters():
             parameter.data.fill_(-1.0)  # of no step: what is saved must be of the moment of the call
         for i in range(20):
             writing = not run.pending[1].done()
-            total = fsdp.all_reduce_sum(torch.tensor(1.0))
-            assert total == d.world_size
+            total = ranks.all_reduce_sum(torch.tensor(1.0))
+            assert total == ranks.size
             busy += writing
-            time.sleep(0.001 * ((step + i + 2 * d.rank) % 3))
+            time.sleep(0.001 * ((step + i + 2 * ranks.rank) % 3))
     try:
         checkpoint.close(run)
     except RuntimeError as error:
         end = str(error)
-    print(json.dumps({"rank": d.rank, "failures": failures, "busy": busy, "end": end}), flush=True)
+    print(json.dumps({"rank": ranks.rank, "failures": failures, "busy": busy, "end": end}), flush=True)
     dist.barrier()
-    fsdp.shutdown_distributed()
+    shutdown_ranks()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import sft
-from rl import checkpoint, checkpoint_files, fsdp
+from rl.ranks import init_ranks
+from rl.run import checkpoint, checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -56,7 +57,7 @@ def unbroken(task, tmp_path_factory):
 @pytest.fixture
 def solo():
     """A process group of one."""
-    return fsdp.init_distributed()
+    return init_ranks()
 
 
 def assert_same_end(run_dir, unbroken, step):
@@ -316,7 +317,7 @@ def full_disk_at(*steps, write=checkpoint._write, rank=0):
     """A `_write` that finds a full disk at these steps, on one rank."""
 
     def limited(run, step, *rest):
-        if step not in steps or run.d.rank != rank:
+        if step not in steps or run.ranks.rank != rank:
             return write(run, step, *rest)
         with FullDisk():
             return write(run, step, *rest)
@@ -325,14 +326,16 @@ def full_disk_at(*steps, write=checkpoint._write, rank=0):
 
 
 def test_a_full_disk_costs_one_checkpoint(task, unbroken, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "_write", full_disk_at(2, 3))
+    monkeypatch.setattr(checkpoint, "_write", full_disk_at(1, 2))
     sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1)))
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_4"}
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
     failed = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "checkpoint/failed" in x]
-    assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(3, 1.0), (4, 2.0)]
+    # Known when the next save has begun: the first failure in step 3, and both in step 4.
+    assert [(x["step"], x["checkpoint/failed"]) for x in failed] == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 2.0)]
     printed = capsys.readouterr().out
-    assert "CHECKPOINT OF STEP 2 NOT WRITTEN (1 in a row): rank 0: " in printed and "File too large" in printed
+    assert "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: " in printed and "File too large" in printed
+    assert "CHECKPOINT OF STEP 2 NOT WRITTEN (2 in a row): rank 0: " in printed
 
 
 def test_a_disk_that_is_full_for_the_log_too_costs_no_more(task, unbroken, tmp_path):
@@ -343,7 +346,7 @@ import sys
 sys.path[:0] = {[str(HERE), str(launch.TESTS)]!r}
 sys.stdout = sys.stderr = open("/dev/full", "w")
 import test_checkpoint_faults as faults
-from rl import checkpoint
+from rl.run import checkpoint
 import sft
 checkpoint._write = faults.full_disk_at(2)
 sft.main(sft.Args(**{settings!r}))
@@ -386,12 +389,12 @@ def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch,
 RANK_1_FULL = f"""
 import sys
 sys.path[:0] = [{str(launch.TESTS)!r}, {str(HERE)!r}]
-import tyro
-from rl import checkpoint
+from rl import flags
+from rl.run import checkpoint
 import sft, test_checkpoint_faults as faults
 
 checkpoint._write = faults.full_disk_at(2, rank=1)
-sft.main(tyro.cli(sft.Args))
+sft.main(flags.parse(sft.Args, None))
 """
 
 
@@ -420,6 +423,7 @@ def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_pat
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_29", "global_step_30"}
     for step in (29, 30):
         saved = tmp_path / "run" / f"global_step_{step}"
+        assert checkpoint.load_states(saved) == [{"rank": rank, "step": step} for rank in (0, 1)]
         state = {n: x for n, x in h.saved_state(saved).items() if n.startswith("actor/model/")}
         assert state and all((x == step).all() for x in (state | h.weights(saved)).values())
     status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
@@ -433,7 +437,7 @@ def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_pat
 HOLD = """
 import sys
 from pathlib import Path
-from rl import checkpoint_files
+from rl.run import checkpoint_files
 lock = checkpoint_files.lock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

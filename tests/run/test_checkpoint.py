@@ -174,7 +174,8 @@ def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
 
 
 KILLED_WHILE_SAVING = """
-import os, signal, sys, tyro
+import os, signal
+from rl import flags
 from rl.run import checkpoint
 import sft
 
@@ -184,7 +185,7 @@ def export(path, *rest, original=checkpoint.export_hf):
     original(path, *rest)
 
 checkpoint.export_hf = export
-sft.main(tyro.cli(sft.Args))
+sft.main(flags.parse(sft.Args, None))
 """
 
 
