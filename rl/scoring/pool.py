@@ -100,9 +100,8 @@ class Scorer:
         self.tokenizer, self.timeout_s, self.extra_info = tokenizer, timeout_s, extra_info or {}
         self.functions = parse_functions(functions)
         self.setup = pickle.dumps((self.functions, timeout_s, memory_mb))
-        self.tasks: queue.SimpleQueue = (
-            queue.SimpleQueue()
-        )  # (number, row, samples, whether to score twice), None: stop
+        # (number, row, samples, whether to score twice), or None to stop
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
         self.total = 0  # tasks ever submitted
         self.open: set[int] = set()  # numbers of those that were not collected
         self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
