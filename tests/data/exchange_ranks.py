@@ -1,15 +1,15 @@
-"""Run by torchrun: what ranks tell each other about a step, and what each has of it afterwards.
+"""Four ranks of test_ranks.py: what they tell each other about a step, and what each has of it afterwards.
 
-torchrun --nproc_per_node 4 tests/data/exchange_ranks.py OUT      writes OUT/rank{rank}.pt
+`main(Args(OUT))`, started by `launch.fork` as a script is, writes OUT/rank{rank}.pt.
 
 The processes work on the same step as 1, 2, 3 and 4 data ranks. As two they are two pairs, 0 and 2, and 1 and 3, which
 must not talk to each other: that is what ranks that share a sequence would be.
 """
 
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -146,7 +146,14 @@ def measure(ranks: Ranks) -> dict:
     return found | collectives(ranks) | {"state": state_of_groups([groups[i] for i in (1, 4, 6)])}
 
 
-def main(out: str) -> None:
+class Args(NamedTuple):
+    """See `main`."""
+
+    out: Path
+
+
+def main(args: Args) -> None:
+    """Measure as one, two, three and four data ranks."""
     world = init_ranks()
     alone = [dist.new_group([i]) for i in range(4)][world.rank]
     pairs = [dist.new_group(group) for group in ([0, 2], [1, 3])][world.rank % 2]
@@ -158,9 +165,5 @@ def main(out: str) -> None:
     }
     if world.rank < 3:
         results[3] = measure(replace(world, data_size=3, data_group=three))
-    torch.save(results, Path(out) / f"rank{world.rank}.pt")
+    torch.save(results, args.out / f"rank{world.rank}.pt")
     shutdown_ranks()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -13,7 +13,6 @@ from helpers_data import ranks_without_group
 from rl.batching import collate, make_batch, shared_prefix
 from rl.rollout import groups_of_states, share
 
-WORKER = launch.TESTS / "data" / "exchange_ranks.py"
 SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N
 SIZES = [1, 2, 3, 4]
 
@@ -22,7 +21,8 @@ SIZES = [1, 2, 3, 4]
 def measured(tmp_path_factory):
     """Data ranks -> what exchange_ranks.py found on each; of the two pairs of two, the first."""
     folder = tmp_path_factory.mktemp("exchange")
-    launch.run(WORKER, folder, nproc=4, PYTHONPATH=launch.PATHS)
+    run = launch.fork("tests.data.exchange_ranks", {"out": folder}, folder / "log", ranks=4)
+    assert run.ends() == [0, 0, 0, 0], (folder / "log").read_text()
     found = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
     for alone in found[1:]:
         assert alone[1]["responses"] == found[0][1]["responses"]
