@@ -146,9 +146,9 @@ class Run:
         if self.useless_updates == MAX_USELESS_UPDATES:
             raise RuntimeError(
                 f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norms {norms} "
-                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, if "
-                "there are no tokens mend the reward, or raise --max-response-length where --overlong-filtering leaves "
-                f"none; the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
+                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
+                "if there are no tokens mend the reward, or raise --max-response-length where --overlong-filtering "
+                f"leaves none; the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
             )
         return usable
 

@@ -1,0 +1,211 @@
+"""The object that a script holds: when it saves, what it then saves, and where a run may leave."""
+
+import os
+import signal
+import threading
+
+import helpers_scripts as h
+import launch
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import sft
+from rl import models
+from rl.run import checkpoint, stop, watchdog
+from rl.run.run import Run
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+class Left(BaseException):
+    """Raised where the process would end."""
+
+
+@pytest.fixture
+def start(task, tmp_path, monkeypatch):
+    """start(**changes) -> the Run of an sft.py of five steps, resumed, its policy, and a function that makes a step."""
+    runs = []
+
+    def exit(code):
+        raise Left(code)
+
+    def make(**changes):
+        monkeypatch.setattr(stop.os, "_exit", exit)
+        args = sft.Args(**h.sft_settings(task, tmp_path / "run", total_training_steps=5, **changes))
+        run = Run(args, AutoTokenizer.from_pretrained(task.model), 5)
+        runs.append(run)
+        policy = models.load_policy(args, run.ranks)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+        run.resume({"actor": (policy, optimizer)}, about="a test")
+
+        def update():
+            for parameter in policy.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+        return run, policy, update
+
+    yield make
+    stop.end()
+    watchdog.stop()
+    for run in runs:
+        run.folder.lock.close()
+
+
+def weights(policy):
+    return {name: x.full_tensor().clone() for name, x in policy.named_parameters()}
+
+
+def saved_weights(path):
+    return {n.removeprefix("actor/model/"): x for n, x in h.saved_state(path).items() if n.startswith("actor/model/")}
+
+
+def ask():
+    os.kill(os.getpid(), signal.SIGTERM)
+    launch.until(lambda: stop._asked_at is not None, 5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+@pytest.mark.parametrize(("freq", "expected"), [(0, []), (-1, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
+def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, freq, expected):
+    run, _, update = start(save_freq=freq)
+    found = []
+    for step in range(6):
+        run.begin(step, {"step": step})
+        checkpoint._settle(run.folder)
+        found.append(checkpoint.list_steps(run.folder.root))
+        update()
+    assert found == [[s for s in expected if s <= step] for step in range(6)]
+    assert [checkpoint.load_states(run.folder.root / f"global_step_{s}") for s in expected] == [
+        [{"step": s}] for s in expected
+    ]
+
+
+def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with(start):
+    run, policy, update = start(save_freq=2)
+    update()
+    run.begin(2, {"mine": 1})
+    checkpoint._settle(run.folder)
+    written = (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns
+    trained = weights(policy)
+    run.folder.lock.close()
+
+    run, policy, update = start(save_freq=2)
+    assert (run.start, run.state, run.states) == (2, {"mine": 1}, [{"mine": 1}])
+    h.assert_same(weights(policy), trained)
+    run.begin(2, {"mine": 2})
+    ask()
+    with pytest.raises(Left):  # which saves nothing either: it is on disk
+        run.leave_if_asked()
+    assert (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns == written
+    assert checkpoint.list_steps(run.folder.root) == [2]
+
+
+def test_a_new_run_has_no_state(start):
+    run, _, _ = start()
+    assert (run.start, run.state, run.states) == (0, {}, [])
+
+
+@pytest.mark.parametrize("how", ["saved", "left"])
+def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch):
+    run, policy, update = start(save_freq=1 if how == "saved" else -1)
+    run.begin(0, {})
+    update()
+    before, go_on = weights(policy), threading.Event()
+    state = {"list": [1, [2]], "array": np.arange(3), "deep": {"rows": [np.zeros((2, 2), np.float32)]}}
+    write = checkpoint._write
+
+    def slow_write(*args):
+        assert go_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write", slow_write)
+    run.begin(1, state)
+    state["list"][1].append(3)
+    state["array"] += 7
+    state["deep"]["rows"][0][:] = 9
+    state["more"] = 1
+    go_on.set()
+    if how == "saved":
+        update()
+        checkpoint._settle(run.folder)
+    else:
+        ask()
+        with pytest.raises(Left):
+            run.leave_if_asked()
+    path = run.folder.root / "global_step_1"
+    [then] = checkpoint.load_states(path)
+    assert then.keys() == {"list", "array", "deep"} and then["list"] == [1, [2]]
+    assert then["array"].tolist() == [0, 1, 2] and then["deep"]["rows"][0].tolist() == [[0, 0], [0, 0]]
+    h.assert_same(saved_weights(path), before)
+
+
+def test_a_state_that_cannot_be_held_is_refused_by_the_first_begin(start):
+    run, _, _ = start()
+    with pytest.raises(TypeError, match="the state of the loop has a set in it"):
+        run.begin(0, {"seen": {1, 2}})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Leaving
+
+
+def test_an_optimizer_step_holds_the_run_until_the_next_begin(start):
+    run, policy, update = start()
+    clock = run.begin(0, {})
+    clock("gen")
+    update()  # its hook holds
+    ask()
+    assert not stop.requested()  # long waits go to their end: what they wait for will be used
+    run.leave_if_asked()
+    clock("update")
+    update()
+    run.leave_if_asked()
+    assert checkpoint.list_steps(run.folder.root) == []
+    made = weights(policy)
+    clock = run.begin(1, {"made": 1})
+    assert stop.requested()
+    with pytest.raises(Left, match="0"):
+        clock("gen")
+    assert checkpoint.list_steps(run.folder.root) == [1]  # the whole step, though nobody asked for a save
+    h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
+    assert checkpoint.load_states(run.folder.root / "global_step_1") == [{"made": 1}]
+
+
+@pytest.mark.parametrize("where", ["clock", "leave_if_asked"])
+def test_before_the_first_optimizer_step_a_run_leaves_with_what_the_step_began_with(start, where):
+    run, policy, update = start()
+    run.begin(0, {})
+    update()
+    made = weights(policy)
+    clock = run.begin(1, {"made": 1})
+    clock("gen")
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)  # a backward pass changes nothing that is saved
+    ask()
+    with pytest.raises(Left, match="0"):
+        clock("update") if where == "clock" else run.leave_if_asked()
+    h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
+    assert h.read_jsonl(run.folder.root / "STATUS.json")[0]["state"] == "stopped"
+
+
+def test_max_hours_hold_too(start):
+    run, _, update = start(max_hours=1e-7)
+    clock = run.begin(0, {})
+    update()
+    clock("update")
+    run.leave_if_asked()
+    clock = run.begin(1, {})
+    with pytest.raises(Left):
+        clock("gen")
+    assert checkpoint.list_steps(run.folder.root) == [1]
