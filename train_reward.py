@@ -125,9 +125,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 2. Batch: a pure function of (seed, step), planned into micro-batches that all ranks run in lockstep.
         pairs = prompts_for_step(train, step, args.train_batch_size, args.seed)  # B
-        batch = collate(
-            [side for pair in pairs for side in pair], pad_id=pad_id
-        )  # (2 B, T): chosen, rejected, chosen, ...
+        batch = collate([side for pair in pairs for side in pair], pad_id=pad_id)  # (2 B, T): chosen, rejected, ...
         [update] = plan(batch.lengths.tolist(), mini_batch_size=2 * len(pairs))
         clock("data")
 

@@ -199,13 +199,11 @@ def response_logprobs(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
-    weight = model.get_output_embeddings().weight
+    weight, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
     logps, entropies = [], []
     chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
     for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-        logp, entropy = model.packed.head_chunk(
-            weight, h, y, temperature, entropy_grad
-        )  # one chunk of logits at a time
+        logp, entropy = head_chunk(weight, h, y, temperature, entropy_grad)  # one chunk of logits at a time
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)
