@@ -1,16 +1,27 @@
 """The rules that keep the code readable: who may import whom, what a script may do, what must be documented."""
 
 import ast
+import importlib
+import inspect
+import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 
+import launch
 import pytest
+import torch.distributed as dist
 from launch import ROOT
 from torch.distributed.run import get_args_parser
+
+from rl import flags
 
 SCRIPTS = [ROOT / f"{name}.py" for name in ("eval", "sft", "train_dapo", "train_grpo", "train_ppo", "train_reward")]
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
 FORMULAS = [ROOT / "rl" / f"{name}.py" for name in ("advantages", "losses", "schedule")]
 SCRIPT_NAMES = {path.stem for path in SCRIPTS}
+LINES = {"train_grpo": 330, "train_ppo": 330, "train_dapo": 330, "sft": 200, "train_reward": 200, "eval": 200}
+BEFORE_THE_LOOP = 40  # lines of main, at most
+NESTING = {"train_ppo": 5}  # else 4 blocks within each other in main, at most
 
 
 def tree(path: Path) -> ast.Module:
@@ -37,6 +48,15 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def args_of(path: Path) -> type:
+    """The class Args of a script."""
+    return importlib.import_module(path.stem).Args
+
+
+def main_of(path: Path) -> ast.FunctionDef:
+    return next(node for node in tree(path).body if isinstance(node, ast.FunctionDef) and node.name == "main")
+
+
 def test_the_lists_above_are_not_empty():
     assert {"train_grpo", "train_ppo", "train_dapo", "sft", "eval"} <= SCRIPT_NAMES
     assert len(LIBRARY) > 10 and set(FORMULAS) < set(LIBRARY)
@@ -51,6 +71,27 @@ def test_scripts_never_import_each_other(path):
 @pytest.mark.parametrize("path", LIBRARY, ids=label)
 def test_the_library_imports_neither_scripts_nor_rewards_nor_data_sets(path):
     assert not top(imported(path)) & (SCRIPT_NAMES | {"rewards", "data", "benchmarks", "tests"})
+
+
+def test_what_keeps_a_run_alive_stands_behind_a_wall():
+    """rl/run knows no formula. The rest of rl only asks it whether to stop, where it may take long; scripts hold it."""
+    wall = [path for path in LIBRARY if path.parent.name == "run"]
+    formulas = {f"rl.{path.stem}" for path in FORMULAS}
+    behind = {f"rl.run.{path.stem}" for path in wall} | {"rl.run"}
+    assert len(wall) > 8
+    for path in wall:
+        assert not imported(path) & formulas, path
+    for path in set(LIBRARY) - set(wall):
+        asks = path.stem in ("rollout", "evaluation", "pool")
+        assert imported(path) & behind <= ({"rl.run", "rl.run.stop"} if asks else set()), path
+    for path in SCRIPTS:
+        assert imported(path) & behind <= {"rl.run.run"}, path
+
+
+def test_vllm_is_imported_by_its_own_files_only():
+    users = {path.stem for path in LIBRARY if "vllm" in top(imported(path))}
+    assert users == {"vllm", "vllm_scheduler", "vllm_worker"}
+    assert not any("vllm" in top(imported(path)) for path in SCRIPTS)
 
 
 @pytest.mark.parametrize("path", FORMULAS, ids=label)
@@ -85,9 +126,198 @@ def test_a_script_is_args_and_main(path):
     assert ast.unparse(names["Args"].decorator_list[0]) == "dataclass(frozen=True)"
 
 
-@pytest.mark.parametrize(("script", "lines"), [("train_grpo", 530), ("train_ppo", 590), ("train_dapo", 550)])
-def test_a_script_fits_in_one_reading(script, lines):
-    assert len((ROOT / f"{script}.py").read_text().splitlines()) <= lines
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_a_script_fits_in_one_reading(path):
+    assert len(path.read_text().splitlines()) <= LINES[path.stem]
+    main = main_of(path)
+    if loops := [node.lineno for node in main.body if isinstance(node, ast.For)]:
+        assert loops[0] - main.lineno <= BEFORE_THE_LOOP
+    else:
+        assert path.stem == "eval"
+
+    def depth(body: list[ast.stmt]) -> int:
+        return max((depth_of(node) for node in body), default=0)
+
+    def depth_of(node: ast.stmt) -> int:
+        chained = isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)  # elif
+        inner = 1 + max(
+            depth(getattr(node, name, [])) for name in ("body", "finalbody", "orelse")[: 2 if chained else 3]
+        )
+        return max(inner, depth_of(node.orelse[0])) if chained else inner
+
+    assert depth(main.body) - 1 <= NESTING.get(path.stem, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags: what is learned stands in the scripts, the rest in rl/flags.py
+
+
+FLAGS = (ROOT / "rl" / "flags.py").read_text().splitlines()
+SHARED = {field.name for field in fields(flags.RL)} | {field.name for field in fields(flags.Supervised)}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_a_flag_stands_once(path):
+    """In the script or in rl/flags.py; in both only if the script gives it another default or other words."""
+    args = args_of(path)
+    inherited = {field.name: field for base in args.__bases__ for field in fields(base)}
+    assert set(inherited) <= SHARED | {field.name for field in fields(flags.Scoring)}
+    for name in args.__annotations__.keys() & inherited.keys():
+        [line] = re.findall(rf"^    {name}: .*", path.read_text(), re.MULTILINE)
+        assert vars(args)[name] != inherited[name].default or line not in FLAGS, f"{name} is as in rl/flags.py"
+    for field in fields(args):
+        assert field.default is not MISSING, f"{field.name} has no default"
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if path.stem != "eval"], ids=label)
+def test_what_is_learned_is_decided_by_the_script_alone(path):
+    """No line between the marks of the algorithm, and no formula wherever it is called, reads a flag of rl/flags.py."""
+    source = path.read_text()
+    if "=== algorithm ===" in source:
+        algorithm = source[source.index("=== algorithm ===") : source.index("=== end ===")]
+        used = set(re.findall(r"\bargs\.(\w+)", algorithm))
+        assert len(used) > 10 and not used & SHARED
+    else:
+        assert path.stem in ("sft", "train_reward")
+    for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func).split(".")[0] in ("advantages", "losses", "schedule", "ADVANTAGES", "LOSSES"):
+            assert not set(re.findall(r"\bargs\.(\w+)", ast.unparse(call))) & SHARED, ast.unparse(call)
+
+
+def test_every_flag_is_read():
+    read = {path: set(re.findall(r"\b(?:args|config)\.(\w+)", path.read_text())) for path in [*SCRIPTS, *LIBRARY]}
+    of_library = set().union(*(read[path] for path in LIBRARY)) | {"custom_reward_function"}
+    for path in SCRIPTS:
+        own = args_of(path).__annotations__.keys() - SHARED
+        assert own - of_library <= read[path]
+    assert SHARED - {"project_name", "experiment_name"} <= set().union(*read.values())  # these two name the folder
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *LIBRARY], ids=label)
+def test_nobody_keeps_a_list_of_flags(path):
+    """What a flag may be, and whether a resumed run may change it, follows from its type and where it stands."""
+    names = {field.name for script in SCRIPTS for field in fields(args_of(script))}
+    for node in ast.walk(tree(path)):
+        literals = getattr(node, "elts", []) + getattr(node, "keys", []) if not isinstance(node, ast.Call) else []
+        words = [x.value for x in literals if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(names & set(node.value.split())) > 2:
+            words = [word for word in node.value.split() if word in names]
+            assert len(words) < len(node.value.split()) / 2, f"{path}:{node.lineno}: {node.value}"
+        assert len(names & set(words)) <= 2, f"{path}:{getattr(node, 'lineno', 0)}: {words}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes: nothing happens at import, and every collective says who must enter it
+
+
+def takes_a_group(name: str) -> bool:
+    function = getattr(dist, name)
+    if not inspect.isfunction(function) or name.startswith(("_", "get_", "is_", "destroy", "init", "new")):
+        return False
+    return "group" in inspect.signature(function).parameters
+
+
+COLLECTIVES = {
+    name: list(inspect.signature(getattr(dist, name)).parameters) for name in dir(dist) if takes_a_group(name)
+}
+
+
+def unnamed_groups(source: str) -> list[str]:
+    """Calls of collectives that leave the group to torch."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+            assert not {alias.name for alias in node.names} & COLLECTIVES.keys(), "call it as dist.NAME"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES:
+            if ast.unparse(node.func.value) in ("dist", "torch.distributed"):
+                place = COLLECTIVES[node.func.attr].index("group")
+                if len(node.args) <= place and "group" not in [keyword.arg for keyword in node.keywords]:
+                    found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *LIBRARY], ids=label)
+def test_every_collective_names_its_group(path):
+    assert unnamed_groups(path.read_text()) == []
+
+
+def test_a_collective_without_a_group_is_found():
+    known = set("all_reduce all_gather all_gather_object all_to_all_single broadcast barrier send recv".split())
+    assert known <= COLLECTIVES.keys()
+    source = "dist.all_reduce(x, group=g)\ndist.all_gather(xs, x, g)\nranks.all_gather(x)\n"
+    assert unnamed_groups(source) == []
+    for call in ("dist.all_reduce(x)", "dist.all_gather(xs, x)", "torch.distributed.barrier()", "dist.send(x, 1)"):
+        assert unnamed_groups(source + call) == [call]
+
+
+IMPORTS = """
+import atexit, ctypes, importlib, os, signal, sys, threading
+import numpy, pyarrow.parquet, safetensors.torch, torch, torch.distributed.fsdp, torch.nn.attention.varlen, tyro
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+registered = []
+os.register_at_fork = lambda **_: registered.append("at fork")
+atexit.register = lambda *_, **__: registered.append("at exit")
+
+
+def state():
+    death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)  # PR_GET_PDEATHSIG
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    wakeup = signal.set_wakeup_fd(-1)
+    return dict(
+        environment=dict(os.environ), death=death.value, handlers=handlers, wakeup=wakeup, registered=list(registered),
+        group=torch.distributed.is_initialized(), threads=threading.active_count(), random=torch.random.get_rng_state(),
+        switches=sys.getswitchinterval(), folder=os.getcwd(), path=list(sys.path), num_threads=torch.get_num_threads(),
+    )
+
+
+before = state()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    after = state()
+    changed = [key for key in before if str(before[key]) != str(after[key])]
+    print(name, "changes", changed) if changed else None
+    before = after
+print("imported", len(sys.argv) - 1)
+"""
+
+
+CHANGES = """
+import atexit, ctypes, os, signal, threading, torch.distributed
+
+os.environ["CHANGED"] = "1"
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+os.register_at_fork(after_in_child=print)
+os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+torch.distributed.init_process_group("gloo")
+"""
+
+
+def test_importing_a_module_changes_nothing_in_the_process(tmp_path):
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in [*LIBRARY, *SCRIPTS]]
+    modules = [name.removesuffix(".__init__") for name in modules if not name.endswith("vllm_worker")]  # of vLLM
+    (tmp_path / "changes.py").write_text(CHANGES)
+    output = launch.run("-c", IMPORTS, *modules, "changes", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    changes, end = output.splitlines()
+    assert changes.startswith("changes changes ['environment', 'death', 'handlers', 'registered', 'group'")
+    assert end == f"imported {len(modules) + 1}"
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=label)
+def test_importing_a_module_runs_definitions_only(path):
+    for node in tree(path).body:
+        kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+        documentation = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        optional = isinstance(node, ast.If) and all(isinstance(x, (*kinds, ast.Expr)) for x in node.body)
+        assert isinstance(node, kinds) or documentation or optional, f"{path}:{node.lineno}: {ast.unparse(node)[:60]}"
+        if isinstance(node, ast.If) and any(isinstance(x, ast.Expr) for x in node.body):
+            assert ast.unparse(node.test) == "__name__ == '__main__'", f"{path}:{node.lineno}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors, documentation, names
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *FORMULAS], ids=label)
@@ -100,7 +330,7 @@ def test_no_guessing_at_attributes_and_no_swallowed_errors(path):
             assert caught not in ("everything", "Exception", "BaseException"), f"{path}:{node.lineno}: {caught}"
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p.stem != "scoring_worker"], ids=label)  # users' SystemExit
+@pytest.mark.parametrize("path", [p for p in LIBRARY if p != ROOT / "rl/scoring/worker.py"], ids=label)  # SystemExit
 def test_no_bare_except_in_the_library(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ExceptHandler):
@@ -129,7 +359,6 @@ def test_every_function_of_a_script_is_documented(path):
 def test_no_flag_is_an_abbreviation_of_a_torchrun_option(path):
     """`torchrun script.py --n 4` fails: torchrun reads --n as short for --nnodes and others, wherever it stands."""
     options = [option for action in get_args_parser()._actions for option in action.option_strings]
-    (args,) = (node for node in tree(path).body if isinstance(node, ast.ClassDef) and node.name == "Args")
-    flags = ["--" + node.target.id.replace("_", "-") for node in args.body if isinstance(node, ast.AnnAssign)]
-    assert len(flags) > 10
-    assert [flag for flag in flags if any(option.startswith(flag) for option in options)] == []
+    names = ["--" + field.name.replace("_", "-") for field in fields(args_of(path))]
+    assert len(names) > 20
+    assert [name for name in names if any(option.startswith(name) for option in options)] == []
