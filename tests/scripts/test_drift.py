@@ -1,7 +1,7 @@
-"""The scripts repeat each other on purpose, so that a diff of two of them shows the algorithm; nothing else may differ.
+"""Scripts repeat each other on purpose, so that a diff of two of them shows the algorithm; nothing else may differ.
 
-The rule: in every section, a script differs from train_grpo.py by exactly the numbers of lines written down here. Who
-mends a line that two scripts share, in one of them only, changes these numbers.
+The rule: in every section, two scripts differ by exactly the numbers of lines written down here. Who mends a line that
+they share, in one of them only, changes these numbers.
 """
 
 import difflib
@@ -11,60 +11,58 @@ from collections import Counter
 import pytest
 from launch import ROOT
 
-MARKS = {  # the first line of a section; phases 1 to 3 are one, since DAPO repeats them in a loop of its own
-    r"import gc$": "imports",
-    r"ENGINES = ": "tables",
-    r"@dataclass": "Args",
-    r"def (\w+)\(": "",  # named like the function
-    r"    for step in ": "rollouts",
-    r" +# ([4-9])\. ": "phase ",
-    r"    gc\.unfreeze\(": "closing",
-}
-OWN = {"", "tables", "phase 6", "group_scores", "loop_state"}  # each script's own: header, formulas, DAPO's functions
-LINES = {  # section -> how many lines only train_grpo.py has there, and how many only the other script
-    "train_ppo": {
-        "imports": (1, 1),
-        "Args": (12, 19),
-        "validate": (3, 6),
-        "evaluate": (0, 0),
-        "main": (3, 21),
-        "rollouts": (4, 12),
-        "phase 4": (1, 1),
-        "phase 5": (1, 5),
-        "phase 7": (15, 37),
-        "phase 8": (11, 16),
-        "phase 9": (1, 1),
-        "closing": (0, 0),
+# First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
+MARKS = r"import (math)$|(ADVANTAGES) = |@(dataclass)|def (\w+)\(|    for (step) in | +# ([4-9])\. |    run\.(close)\("
+OWN = {"header", "ADVANTAGES", "6"}  # each script's own
+LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
+    ("train_grpo", "train_ppo"): {
+        "math": (2, 3),
+        "dataclass": (12, 19),
+        "validate": (2, 5),
+        "main": (5, 11),
+        "step": (2, 3),
+        "4": (1, 1),
+        "5": (2, 4),
+        "7": (12, 33),
+        "8": (5, 5),
+        "9": (1, 1),
+        "close": (0, 0),
     },
-    "train_dapo": {
-        "imports": (0, 0),
-        "Args": (21, 17),
-        "validate": (3, 8),
-        "evaluate": (0, 0),
-        "main": (7, 18),
-        "rollouts": (8, 26),
-        "phase 4": (0, 2),
-        "phase 5": (6, 2),
-        "phase 7": (8, 5),
-        "phase 8": (4, 8),
-        "phase 9": (2, 2),
-        "closing": (0, 0),
+    ("train_grpo", "train_dapo"): {
+        "math": (2, 11),
+        "dataclass": (24, 20),
+        "validate": (2, 7),
+        "main": (5, 11),
+        "step": (8, 27),
+        "4": (1, 4),
+        "5": (6, 2),
+        "7": (9, 2),
+        "8": (4, 9),
+        "9": (0, 0),
+        "close": (0, 0),
+    },
+    ("sft", "train_reward"): {
+        "math": (3, 2),
+        "dataclass": (10, 11),
+        "encode": (10, 16),
+        "main": (10, 15),
+        "step": (17, 25),
+        "4": (3, 4),
+        "close": (0, 0),
     },
 }
-REARRANGED = {("train_dapo", "rollouts"), ("train_ppo", "phase 7")}  # a loop around phases 1 to 3; two models
+REARRANGED = {("train_dapo", "step")}  # pushes the weights before phase 1
 
 
 def sections(text: str) -> dict[str, list[str]]:
     """The lines of a script by section, without indentation and blank lines."""
-    result, name = {"": []}, ""
+    result, name = {"header": []}, "header"
     for line in text.splitlines():
-        for mark, title in MARKS.items():
-            if found := re.match(mark, line):
-                name = title + "".join(found.groups())
-                assert name not in result, f"two sections are called {name!r}"
-                result[name] = []
-        if line.strip():
-            result[name].append(line.strip())
+        if found := re.match(MARKS, line):
+            name = next(filter(None, found.groups()))
+            assert name not in result, f"two sections are called {name!r}"
+            result[name] = []
+        result[name] += [line.strip()] if line.strip() else []
     return result
 
 
@@ -79,54 +77,33 @@ def same_order(left: list[str], right: list[str]) -> bool:
     return [line for line in left if line in once] == [line for line in right if line in once]
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    return {name: sections((ROOT / f"{name}.py").read_text()) for name in ("train_grpo", *LINES)}
+@pytest.mark.parametrize("pair", LINES, ids="-".join)
+def test_scripts_differ_where_they_should_and_nowhere_else(pair):
+    left, right = (sections((ROOT / f"{script}.py").read_text()) for script in pair)
+    assert (left.keys() & right.keys()) - OWN == LINES[pair].keys() == (left.keys() | right.keys()) - OWN
+    for name, written in LINES[pair].items():
+        found = own_lines(left[name], right[name])
+        ordered = same_order(left[name], right[name]) or (pair[1], name) in REARRANGED
+        assert found == written and ordered, (
+            f"{pair[0]}.py (-) and {pair[1]}.py (+) have drifted apart in {name!r}: {found}, not {written} lines of "
+            f"their own, {'in the same' if ordered else 'the others in another'} order. Mended something? Mend it in "
+            "both. If they are meant to differ, write that down here.\n"
+            + "\n".join(difflib.unified_diff(left[name], right[name], n=0, lineterm=""))
+        )
 
 
-SHARED = [(script, section) for script, counts in LINES.items() for section in counts]
-
-
-def test_the_sections_hold_every_line(scripts):
-    for name, parts in scripts.items():
-        lines = [line.strip() for line in (ROOT / f"{name}.py").read_text().splitlines() if line.strip()]
-        assert [line for part in parts.values() for line in part] == lines and all(parts.values())
-        assert parts.keys() - OWN == LINES[name if name in LINES else "train_ppo"].keys()
-
-
-@pytest.mark.parametrize(("script", "section"), SHARED)
-def test_scripts_differ_where_they_should_and_nowhere_else(scripts, script, section):
-    left, right = scripts["train_grpo"][section], scripts[script][section]
-    found, written = own_lines(left, right), LINES[script][section]
-    ordered = same_order(left, right) or (script, section) in REARRANGED
-    assert found == written and ordered, (
-        f"train_grpo.py (-) and {script}.py (+) have drifted apart in {section!r}: {found}, not {written} lines of "
-        f"their own, {'in the same' if ordered else 'the others in another'} order. Mended something? Mend it in all "
-        "scripts. If they are meant to differ, write that down here.\n"
-        + "\n".join(difflib.unified_diff(left, right, n=0, lineterm=""))
-    )
-
-
-@pytest.mark.parametrize(("script", "section"), SHARED)
-def test_what_is_mended_in_one_script_only_is_noticed(scripts, script, section):
-    """Each line that both have is changed, removed or added to: in either script, and then in both."""
-    left, right, written = scripts["train_grpo"][section], scripts[script][section], LINES[script][section]
-    for line in set(left) & set(right):
-        i, j = left.index(line), right.index(line)
-        for mended in ([], [line + "  # mended"], [line, "mended()"]):
-            one, other = [*left[:i], *mended, *left[i + 1 :]], [*right[:j], *mended, *right[j + 1 :]]
-            assert own_lines(one, other) == written
-            if left.count(line) <= right.count(line):  # else one of them is this script's own
-                assert own_lines(one, right) != written, line
-            if right.count(line) <= left.count(line):
-                assert own_lines(left, other) != written, line
-
-
-def test_another_order_in_one_script_only_is_noticed(scripts):
-    for script, section in set(SHARED) - REARRANGED:
-        left, right = scripts["train_grpo"][section], scripts[script][section]
-        once = [i for i, line in enumerate(left) if left.count(line) == right.count(line) == 1]
-        assert len(once) > 1
-        for i, j in zip(once, once[1:], strict=False):
-            swapped = [left[{i: j, j: i}.get(k, k)] for k in range(len(left))]
-            assert not same_order(swapped, right) and not same_order(right, swapped)
+@pytest.mark.parametrize("pair", LINES, ids="-".join)
+def test_what_is_mended_in_one_script_only_is_noticed(pair):
+    """Each line that both have is changed, removed, added to or moved: in one script, and then in both."""
+    scripts = [sections((ROOT / f"{script}.py").read_text()) for script in pair]
+    for name, written in LINES[pair].items():
+        left, right = scripts[0][name], scripts[1][name]
+        shared = [line for line in left if left.count(line) == right.count(line) == 1]
+        for line in shared:
+            for mended in ([], [line + "  # mended"], [line, "mended()"]):
+                one, other = ([y for x in side for y in (mended if x == line else [x])] for side in (left, right))
+                assert own_lines(one, other) == written
+                assert own_lines(one, right) != written != own_lines(left, other), line
+        for a, b in zip(shared, shared[1:], strict=False):
+            swapped = [{a: b, b: a}.get(line, line) for line in left]
+            assert (pair[1], name) in REARRANGED or not (same_order(swapped, right) or same_order(right, swapped))
