@@ -8,7 +8,7 @@ import launch
 import numpy as np
 import pytest
 import torch
-from helpers_data import ranks_without_group
+from helpers_data import ranks_without_group, sample, scored
 
 from rl.batching import collate, make_batch, shared_prefix
 from rl.rollout import groups_of_states, share
@@ -170,6 +170,24 @@ def test_a_rank_may_be_without_rows(measured):
     assert shapes == [(3, 3), (0, 3), (0, 3), (0, 3)]  # a row an update, in a micro-batch of its own
 
 
+def micro_batches(responses, max_tokens):
+    options = dict(pad_id=0, mini_batch_size=10, max_tokens=max_tokens, ranks=ranks_without_group())
+    [update] = make_batch(responses, torch.ones(len(responses), dtype=torch.bool), **options)[1]
+    return sorted(update.micro_batches)
+
+
+def test_tokens_that_neighbours_share_are_counted_once():
+    rows = [{"row_index": 0, "prompt_ids": [1, 2]}, {"row_index": 1, "prompt_ids": [1, 3]}]
+    tokens = [(0, [9, 9, 9]), (0, [7, 7, 7]), (0, [7, 7, 8]), (1, [7, 7])]
+    samples = [sample(rows[i]["prompt_ids"], ids, row_index=i) for i, ids in tokens]
+    responses = share(samples, [scored(1.0)] * 4, rows, ranks_without_group())
+    # 5, and 5 - 2, 5 - 4 and 4 - 1 after the one above: the prompt, and how both responses begin
+    assert micro_batches(responses, 12) == [[0, 1, 2, 3]] and micro_batches(responses, 11) == [[0, 1], [2, 3]]
+    # Without the second one the third shares its prompt only: 5, 5 - 2 and 4 - 1.
+    fewer = [responses[0], *responses[2:]]
+    assert micro_batches(fewer, 11) == [[0, 1, 2]] and micro_batches(fewer, 10) == [[0, 1], [2]]
+
+
 def test_units_that_a_mini_batch_would_cut_apart_are_refused():
     rows = [step.ROWS[0]]
     responses = share(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
@@ -267,6 +285,7 @@ def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
                 )  # fmt: skip
                 assert (r.finish_reason, r.policy_versions, r.turns) == (s.finish_reason, s.policy_versions, s.turns)
                 assert r.prompt_ids.tolist() == s.prompt_ids.tolist() and r.rank == j * size // 3
+                assert r.number == N * j + k % N  # neighbours, whose shared tokens are known
                 assert (r.sample is not None) == (r.rank == here)
                 if r.sample is not None:
                     for name, x in vars(s).items():
