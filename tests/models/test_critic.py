@@ -21,6 +21,7 @@ from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
 from rl import critic, logprobs, models, reward_model, sharding
+from rl.engines import hf
 from rl.ranks import init_ranks
 from rl.types import select
 
@@ -345,6 +346,31 @@ def test_engines_and_exports_do_not_get_the_value_head(measured, tiny_model, jud
         assert rank["shared"]["for the engine"] == dict.fromkeys(names, torch.float32)  # of the ranks' precision
         assert set(rank["shared"]["loaded"]) == {*names, "value_head.weight"}
         assert "score.weight" in rank["critic"]["for the engine"]
+
+
+def test_an_engine_takes_a_push_of_a_policy_with_a_value_head(tiny_model, world, batch):
+    policy = models.load_policy(worker.arguments(model=tiny_model), world, value_head=True)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=64)
+    engine.update_weights(models.weights_for_engine(policy, world))
+    pushed = dict(engine.model.named_parameters())
+    for name, x in models.exported(sharding.full_tensors(policy)):
+        assert torch.equal(pushed.pop(name), x)
+    assert not pushed
+
+
+def test_exported_leaves_out_the_value_head_and_nothing_else():
+    names = [
+        "model.embed_tokens.weight",
+        "value_head.weight",
+        "model.value_head.weight",
+        "value_head.bias",
+        "score.weight",
+    ]
+    kept = models.exported((name, torch.tensor(i)) for i, name in enumerate(names))
+    assert [(name, int(x)) for name, x in kept] == [(names[i], i) for i in (0, 2, 4)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
