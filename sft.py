@@ -89,7 +89,7 @@ def main(args: Args) -> dict[str, float]:
     run.resume({"actor": (policy, optimizer)}, about=f"{args.train_batch_size} rows a step of {len(train)}")
     plan = partial(plan_updates, max_tokens=args.max_token_len_per_gpu, ranks=ranks)
     pad_id = tokenizer.pad_token_id or 0
-    result: dict[str, float] = {}
+    step_metrics, val_metrics = {}, {}
 
     for step in progress("sft", range(run.start, total_steps + 1)):  # the last round only evaluates
         clock = run.begin(step, state={})  # saves the `step` steps made so far, if that is due
@@ -101,7 +101,7 @@ def main(args: Args) -> dict[str, float]:
             logp = fixed_logprobs(policy, held_out, updates, temperature=1.0)  # (B, T), zero in rows of other ranks
             total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
             num_tokens = held_out.response_mask[:, 1:].sum().item()
-            result |= run.log_evaluation(step, {"val/loss": -total / num_tokens})
+            val_metrics = run.log_evaluation(step, {"val/loss": -total / num_tokens})
             clock("testing")
         if step == total_steps:
             break
@@ -137,10 +137,10 @@ def main(args: Args) -> dict[str, float]:
         total_tokens = batch.lengths.sum().item()
         found = {"train/grad_norm": grad_norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
         shown = step + 1 == total_steps or (args.log_freq > 0 and (step + 1) % args.log_freq == 0)
-        result |= run.log_step(step + 1, means.reduce() | found, tokens=total_tokens, shown=shown)
+        step_metrics = run.log_step(step + 1, means.reduce() | found, tokens=total_tokens, shown=shown)
 
     run.close()
-    return result
+    return step_metrics | val_metrics
 
 
 if __name__ == "__main__":

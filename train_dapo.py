@@ -157,7 +157,7 @@ def main(args: Args) -> dict[str, float]:
     )
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began: the next one takes the next prompts
     surplus = groups_of_states(run.states, rows_by_index, args.rollout_n, ranks)  # groups that wait for a later step
-    result: dict[str, float] = {}
+    step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
@@ -169,7 +169,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -299,12 +299,12 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         generated = sum(r.response_length for group in sampled for r in group)
-        result |= run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
+        step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
         run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)
-    return result
+    return step_metrics | val_metrics
 
 
 if __name__ == "__main__":

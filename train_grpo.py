@@ -159,7 +159,7 @@ def main(args: Args) -> dict[str, float]:
         frozen=reference,
     )
     kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
-    result: dict[str, float] = {}
+    step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
@@ -174,7 +174,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -291,12 +291,12 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             "actor/lr": lr,
         }
-        result |= run.log_step(step + 1, found, **metrics.count(responses))
+        step_metrics = run.log_step(step + 1, found, **metrics.count(responses))
         run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)
-    return result
+    return step_metrics | val_metrics
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def main(args: Args) -> dict[str, float]:
         offloaded=("critic",) if args.critic_offload else (),
     )
     kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
-    result: dict[str, float] = {}
+    step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
@@ -174,7 +174,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(models.weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            result |= run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
             clock("testing")
         if step == total_steps:
             break
@@ -318,12 +318,12 @@ def main(args: Args) -> dict[str, float]:
             **{"rollout/logprob_gap_max": 0.0} | means.reduce(),  # none in --critic-warmup
             **{f"{name}/lr": lrs[name] for name in learners},
         }
-        result |= run.log_step(step + 1, found, **metrics.count(responses))
+        step_metrics = run.log_step(step + 1, found, **metrics.count(responses))
         run.show_sample(own_samples, own_scores)
         # 9. Checkpoint: weights, optimizers and state are saved by the next round's `begin`.
 
     run.close(scorer, engine)
-    return result
+    return step_metrics | val_metrics
 
 
 if __name__ == "__main__":

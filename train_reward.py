@@ -100,7 +100,7 @@ def main(args: Args) -> dict[str, float]:
     # Both rows of a pair are in the same micro-batch.
     plan = partial(plan_updates, max_tokens=args.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
     pad_id = tokenizer.pad_token_id or 0
-    result: dict[str, float] = {}
+    step_metrics, val_metrics = {}, {}
 
     for step in progress("reward", range(run.start, total_steps + 1)):  # the last round only evaluates
         clock = run.begin(step, state={})  # saves the `step` steps made so far, if that is due
@@ -118,7 +118,7 @@ def main(args: Args) -> dict[str, float]:
                 "val/accuracy": (chosen > rejected).float().mean().item(),
                 "val/margin": (chosen - rejected).mean().item(),
             }
-            result |= run.log_evaluation(step, found)
+            val_metrics = run.log_evaluation(step, found)
             clock("testing")
         if step == total_steps:
             break
@@ -157,10 +157,10 @@ def main(args: Args) -> dict[str, float]:
         found["train/margin"] = found["train/score_chosen"] - found["train/score_rejected"]
         found |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/global_tokens": float(total_tokens)}
         shown = step + 1 == total_steps or (args.log_freq > 0 and (step + 1) % args.log_freq == 0)
-        result |= run.log_step(step + 1, found, tokens=total_tokens, shown=shown)
+        step_metrics = run.log_step(step + 1, found, tokens=total_tokens, shown=shown)
 
     run.close()
-    return result
+    return step_metrics | val_metrics
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Whole steps of train_grpo.py computed again by the book; ranks without prompts; what the mains return."""
+
+import copy
+import math
+import statistics
+
+import helpers_scripts as h
+import launch
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sft
+import train_dapo
+import train_grpo
+import train_ppo
+import train_reward
+from rl.engines import hf
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+def k3(logp, other):
+    """An estimate of KL(policy, other) for each token."""
+    return (other - logp).exp() - (other - logp) - 1
+
+
+def plain_grpo(task, args, rounds, score):
+    """GRPO by the book. `rounds` are what was sampled, as `h.record_rounds` has it; score: (text, ground truth) -> s.
+
+    Returns the weights after the last step, and what each step should have reported.
+    """
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+    model = AutoModelForCausalLM.from_pretrained(task.model).double()
+    reference = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    kl_coef, reports = args.kl_coef, []
+
+    def logp_and_entropy(model, x):
+        """Of the tokens of a response: their log-probs, and the entropies of the distributions that they come from."""
+        logits = model.lm_head(h.hidden_before(model, x["prompt"], x["ids"])) / args.temperature
+        logp = logits.log_softmax(-1)
+        return logp[torch.arange(len(x["ids"])), x["ids"]], -(logp.exp() * logp).sum(-1)
+
+    for one_round in rounds:
+        groups = []
+        for prompt, completions in one_round:
+            group = [{"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)} for c in completions]
+            for x in group:
+                x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(prompt)])
+                with torch.no_grad():
+                    x["old"], x["ref"] = (logp_and_entropy(m, x)[0] for m in (model, reference))
+                x["kl"] = (x["old"] - x["ref"]).sum().item()
+                x["reward"] = None if x["score"] is None else x["score"] - kl_coef * x["kl"]
+            groups.append(group)
+        scored = [x for group in groups for x in group if x["score"] is not None]
+        for group in groups:
+            rewards = [x["reward"] for x in group if x["score"] is not None]
+            for x in group:
+                if x["score"] is not None:
+                    x["A"] = (x["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+        mean_kl = statistics.mean(x["kl"] / len(x["ids"]) for x in scored)
+        report = {
+            "critic/score/mean": statistics.mean(x["score"] for x in scored),
+            "critic/rewards/min": min(x["reward"] for x in scored),
+            "critic/advantages/max": max(x["A"] for x in scored),
+            "reward/none_frac": 1 - len(scored) / sum(map(len, groups)),
+            "actor/reward_kl_penalty": mean_kl,
+            "actor/reward_kl_penalty_coeff": kl_coef,
+        }
+        kl_coef *= 1 + min(max(mean_kl / args.kl_target - 1, -0.2), 0.2) * len(scored) / args.kl_horizon
+
+        updates, tokens, size = [], [], args.ppo_mini_batch_size
+        for _ in range(args.ppo_epochs):
+            for i in range(0, len(groups), size):
+                mini = [x for group in groups[i : i + size] for x in group if x["score"] is not None]
+                count = sum(len(x["ids"]) for x in mini)
+                sums = {"actor/loss": 0.0, "actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
+                for x in mini:
+                    logp, entropy = logp_and_entropy(model, x)
+                    ratio, advantage = (logp - x["old"]).exp(), torch.tensor(x["A"])
+                    bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+                    weight = (x["old"] - x["engine"]).exp().clamp(max=args.rollout_is_threshold)
+                    surrogate, kl = h.surrogate(ratio, advantage, *bounds) * weight, k3(logp, x["ref"])
+                    sums["actor/pg_loss"] += surrogate.sum() / count
+                    sums["actor/kl_loss"] += kl.sum() / count
+                    whole = surrogate - args.entropy_coeff * entropy + args.kl_loss_coef * kl
+                    sums["actor/loss"] += whole.sum() / count
+                    low, high = 1 - args.clip_ratio_low, 1 + args.clip_ratio_high
+                    good, bad = ratio > high, (ratio < low) | (ratio > args.clip_ratio_c)
+                    clipped = (good & (advantage > 0)) | (bad & (advantage < 0))
+                    gap = x["engine"] - x["old"]
+                    for_each_token = {
+                        "actor/entropy": entropy,
+                        "actor/pg_clipfrac": clipped.double(),
+                        "actor/ppo_kl": x["old"] - logp,
+                        "rollout/logprob_gap_mean": gap.abs(),
+                        "rollout_corr/kl": gap,
+                        "training/rollout_probs_diff_mean": (x["engine"].exp() - x["old"].exp()).abs(),
+                    }
+                    tokens.append({name: value.detach() for name, value in for_each_token.items()})
+                sums["actor/loss"].backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                updates.append({name: value.item() for name, value in sums.items()} | {"actor/grad_norm": norm.item()})
+        report |= {name: statistics.mean(update[name] for update in updates) for name in updates[0]}
+        of_tokens = {name: torch.cat([x[name] for x in tokens]) for name in tokens[0]}
+        report |= {name: values.mean().item() for name, values in of_tokens.items()}
+        report["rollout/logprob_gap_max"] = of_tokens["rollout/logprob_gap_mean"].max().item()
+        reports.append(report)
+    return dict(model.named_parameters()), reports
+
+
+@pytest.mark.parametrize("budget", [44, 16384])
+def test_steps_with_every_term_are_what_plain_transformers_computes(
+    task, tmp_path, sometimes, monkeypatch, in_double, budget
+):
+    """Mini-batches of 3 and 1 prompts in two epochs, both KL terms, an entropy bonus, and an inexact engine."""
+
+    def inexact(engine, step=hf.Engine.step):
+        return [c._replace(logprobs=[x + 0.05 * math.sin(x) for x in c.logprobs]) for c in step(engine)]
+
+    monkeypatch.setattr(hf.Engine, "step", inexact)
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
+    settings = dict(
+        ppo_mini_batch_size=3,
+        ppo_epochs=2,
+        rollout_n=5,
+        temperature=0.7,
+        total_training_steps=3,
+        custom_reward_function=sometimes,
+        use_kl_loss=True,
+        kl_loss_coef=0.3,
+        use_kl_in_reward=True,
+        kl_coef=0.4,
+        kl_ctrl_type="adaptive",
+        kl_target=0.002,
+        kl_horizon=40,
+        entropy_coeff=0.05,
+        rollout_is="token",
+        rollout_is_threshold=1.02,
+        max_logprob_gap=1.0,
+        clip_ratio_c=1.25,
+        grad_clip=0.3,
+        weight_decay=0.1,
+        lr=2e-3,
+        ppo_max_token_len_per_gpu=budget,
+    )
+    args = train_grpo.Args(**h.grpo_settings(task, tmp_path / "run", **settings))
+    train_grpo.main(args)
+    weights, reports = plain_grpo(task, args, rounds, h.parity_sometimes)
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    for line, report in zip(lines, reports, strict=True):
+        assert {name: line[name] for name in report} == pytest.approx(report, rel=5e-5, abs=1e-6)  # float32 log-probs
+        assert line["actor/pg_clipfrac"] > 0.02 and line["rollout/logprob_gap_max"] > 1e-2
+    assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 3
+    assert reports[-1]["actor/kl_loss"] > 1e-3 and any(0 < report["reward/none_frac"] < 1 for report in reports)
+    assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that have nothing to do
+
+
+def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypatch, in_double):
+    """One prompt a step on two ranks, one of which samples nothing; and one held-out prompt."""
+    common = dict(
+        train_batch_size=1,
+        ppo_mini_batch_size=1,
+        rollout_n=4,
+        ppo_epochs=2,
+        val_before_train=True,
+        test_freq=1,
+        log_samples_freq=1,
+        lr=1e-4,
+    )
+    rows = pq.read_table(task.test)
+    pq.write_table(rows.slice(0, 1), tmp_path / "one.parquet")
+    common["val_files"] = (str(tmp_path / "one.parquet"),)
+    settings = {
+        "train_grpo": h.grpo_settings(task, tmp_path / "train_grpo", **common, use_kl_in_reward=True),
+        "train_ppo": h.ppo_settings(task, tmp_path / "train_ppo", **common),
+        "train_dapo": h.dapo_settings(task, tmp_path / "train_dapo", **common, gen_batch_size=1),
+    }
+    entries = [{"script": script, "settings": x, "comparable": True} for script, x in settings.items()]
+    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
+    for script, module in dict(train_grpo=train_grpo, train_ppo=train_ppo, train_dapo=train_dapo).items():
+        alone = tmp_path / f"{script}_alone"
+        module.main(module.Args(**settings[script] | {"default_local_dir": str(alone)}))
+        found, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (tmp_path / script, alone))
+        assert [line["step"] for line in found] == [0, 1, 1, 2, 2]
+        for line, other in zip(found, expected, strict=True):
+            assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+        final = [h.weights(folder / "global_step_2") for folder in (tmp_path / script, alone)]
+        assert h.distance(*final) < 1e-6 < 1e-5 < h.distance(final[0], h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a main returns
+
+RL_EVALUATION = {"val-core/arithmetic/reward/mean@1", "val/accuracy", "val/response_length"}
+RETURNING = {
+    "train_grpo": (train_grpo, h.grpo_settings, RL_EVALUATION),
+    "train_ppo": (train_ppo, h.ppo_settings, RL_EVALUATION),
+    "train_dapo": (train_dapo, h.dapo_settings, RL_EVALUATION),
+    "sft": (sft, h.sft_settings, {"val/loss"}),
+    "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),
+}
+
+
+@pytest.mark.parametrize("script", RETURNING)
+def test_a_main_returns_the_metrics_of_the_last_step_and_of_the_last_evaluation(script, task, tmp_path):
+    module, settings_of, of_evaluation = RETURNING[script]
+    settings = settings_of(task, tmp_path / "run", total_training_steps=3, save_freq=0)
+    settings |= dict(
+        test_freq=2, val_files=settings["train_files"] if "sft" in script or "reward" in script else (task.test,)
+    )
+    returned = module.main(module.Args(**settings))
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    evaluations = [line for line in lines if of_evaluation <= line.keys()]
+    steps = [line for line in lines if line not in evaluations]
+    assert [line["step"] for line in steps] == [1, 2, 3] and [line["step"] for line in evaluations][-2:] == [2, 3]
+    assert returned == {k: v for k, v in (steps[-1] | evaluations[-1]).items() if k not in ("step", "time")}
+    assert len(steps[-1]) > 8 and steps[-1] != steps[-2] and evaluations[-1] != evaluations[-2]
