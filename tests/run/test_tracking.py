@@ -187,22 +187,25 @@ def test_a_message_that_nobody_can_read_costs_nothing():
 # Files that cannot be written
 
 
-@pytest.fixture
-def file_limit():
-    """file_limit(n): files of this process end after n bytes, in the middle of a write; file_limit(None): as before."""
+@contextlib.contextmanager
+def files_end_after(size):
+    """Files of this process, pytest's own report among them, end after so many bytes, in the middle of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path, capsys, file_limit):
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path, capsys):
     t = tracker(tmp_path)
     t.log(1, {"a": 0.5})
     size = (tmp_path / "metrics.jsonl").stat().st_size
-    file_limit(size + 10)  # the next line will be cut after ten bytes
-    for step in (2, 3, 4):
-        t.log(step, {"a": 0.5 * step}, f"step {step}")
-        t.log_generations(step, "val", [{"prompt": "p" * 1000, "response": "r", "score": 1.0}] * 2)
+    with files_end_after(size + 10):  # the next line will be cut after ten bytes
+        for step in (2, 3, 4):
+            t.log(step, {"a": 0.5 * step}, f"step {step}")
+            t.log_generations(step, "val", [{"prompt": "p" * 1000, "response": "r", "score": 1.0}] * 2)
     assert (tmp_path / "metrics.jsonl").stat().st_size == size + 10
     out, err = capsys.readouterr()
     assert out == "step 2\nstep 3\nstep 4\n"
@@ -210,7 +213,6 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path
         str(tmp_path / "metrics.jsonl"),
         str(tmp_path / "generations.jsonl"),
     ]
-    file_limit(None)
     t.log(5, {"a": 2.5})
     assert capsys.readouterr().err == f"{tmp_path}/metrics.jsonl can be written again; 0 lines are missing\n"
     t.close()  # one more chance for the responses
@@ -220,14 +222,13 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path
     assert [line["step"] for line in h.read_jsonl(tmp_path / "generations.jsonl")] == [2, 2, 3, 3, 4, 4]
 
 
-def test_what_is_kept_in_memory_is_bounded_and_what_is_lost_is_counted(tmp_path, capsys, file_limit, monkeypatch):
+def test_what_is_kept_in_memory_is_bounded_and_what_is_lost_is_counted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tracking, "PENDING_BYTES", 4500)
     t = tracker(tmp_path)
-    file_limit(100)
-    for step in range(1, 6):
-        t.log_generations(step, "val", [{"text": "t" * 1950}])  # lines of about 2000 bytes: two fit besides 100 on disk
+    with files_end_after(100):
+        for step in range(1, 6):
+            t.log_generations(step, "val", [{"text": "t" * 1950}])  # about 2000 bytes: two fit besides 100 on disk
     assert 3800 < len(t.pending["generations.jsonl"]) <= 4500
-    file_limit(None)
     t.log_generations(6, "val", [{"text": "after"}])
     assert [line["step"] for line in h.read_jsonl(tmp_path / "generations.jsonl")] == [1, 2, 6]
     t.close()
@@ -238,13 +239,13 @@ def test_what_is_kept_in_memory_is_bounded_and_what_is_lost_is_counted(tmp_path,
     ]
 
 
-def test_a_disk_that_stays_full_is_no_error(tmp_path, capsys, file_limit):
+def test_a_disk_that_stays_full_is_no_error(tmp_path, capsys):
     t = tracker(tmp_path)
     t.log(1, {"a": 1.0})
-    file_limit(1)
-    t.log(2, {"a": 1.0})
-    t.log(3, {"a": 1.0})
-    t.close()
+    with files_end_after(1):
+        t.log(2, {"a": 1.0})
+        t.log(3, {"a": 1.0})
+        t.close()
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"{tmp_path}/metrics.jsonl lacks 2 lines, which could not be written"
     )
@@ -641,11 +642,10 @@ def test_only_the_evaluation_of_the_step_that_is_resumed_is_dropped(tmp_path):
     assert file.read_text() == lines[0] + "\n"
 
 
-def test_dropping_lines_leaves_the_file_alone_if_there_is_no_space_for_the_rest(tmp_path, file_limit):
+def test_dropping_lines_leaves_the_file_alone_if_there_is_no_space_for_the_rest(tmp_path):
     file = tmp_path / "metrics.jsonl"
     text = "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
     file.write_text(text)
-    file_limit(15)
-    with pytest.raises(OSError):
+    with files_end_after(15), pytest.raises(OSError):
         _drop_after(file, 3, evaluates=True)
     assert file.read_text() == text
