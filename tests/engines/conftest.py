@@ -1,4 +1,4 @@
-"""One engine of each kind for all tests of this folder: to start vLLM takes as long as most of them together."""
+"""One engine of each kind for all tests of a file: to start vLLM takes as long as most of them together."""
 
 import contextlib
 import importlib.util
@@ -20,7 +20,7 @@ MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 MAX_MODEL_LEN = 320
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def world() -> Iterator[Ranks]:
     """A process group of one rank on the CPU, for as long as the engines live."""
     yield init_ranks()
@@ -28,7 +28,7 @@ def world() -> Iterator[Ranks]:
     launch.forget_rank()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
     """The plain engine."""
     engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
@@ -36,7 +36,7 @@ def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
     engine.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
     """vLLM, with shortcuts."""
     if importlib.util.find_spec("vllm") is None:
