@@ -312,6 +312,8 @@ def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
     batch = make_batch(plain)
     torch.save(batch, out / "batch.pt")
+    for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of a run that was killed: vLLM on the CPU would not start
+        leftover.unlink(missing_ok=True)
     run = launch.run_file if request.param == 1 else launch.run  # a fork would leave vLLM's shared memory behind
     run(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
     results = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
