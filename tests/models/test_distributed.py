@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from pathlib import Path
 
 import launch
 import pytest
