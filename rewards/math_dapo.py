@@ -17,13 +17,15 @@ def compute_score(
     r"""Score the last `Answer:` of the last 300 characters; without one, the last box of the last 100.
 
     `answer` may have any case. What follows it, to the end of the line (or on the next, if the line ends there), is the
-    answer: of this the box, else what stands between dollar signs, else all; and of that what follows the last `=`.
-    It is compared by `rewards.math_reward.equal`, so units, commas and layout do not count.
+    answer: of this the box, else what stands between dollar signs, else all. It is compared with the ground truth by
+    `rewards.math_reward.equal`, so units, commas and layout do not count; first as it stands, then what follows the
+    last `=` of each, unless the truth is an equation in letters: `x - 3z = 0` is not right because it ends with 0.
 
     Deliberate differences from verl's scorer of the same name, which compares normalised strings:
       - equal values are equal: `42.`, `42.0`, `84/2` and `**42**` are 42, also in the fallback box;
       - `**Answer**: 42` is an answer line;
-      - an article before the number is not dropped: `Answer: a 42` is wrong.
+      - an article before the number is not dropped: `Answer: a 42` is wrong;
+      - if the truth is an equation, such as `x - 3z = 0`, the whole equation is the answer (verl: `0`).
 
     Args:
         data_source: not used.
@@ -38,7 +40,11 @@ def compute_score(
         ValueError: the ground truth is no text or whole number, is empty or is longer than 512 characters. No answer
             raises.
     """
-    right = equal(_final_answer(solution_str), ground_truth)
+    answer, truth = _final_answer(solution_str), ground_truth
+    right = equal(answer, truth)
+    if not right and "=" in answer:
+        left, _, value = str(truth).rpartition("=")
+        right = equal(answer.split("=")[-1], value if value.strip() and not re.search("[A-Za-z]", left) else truth)
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
 
 
@@ -49,5 +55,4 @@ def _final_answer(text: str) -> str:
         return last_boxed(text[-BOX_TAIL:]) or ""
     line = lines[-1].replace("**", "")
     math = _MATH.search(line)
-    answer = last_boxed(line) or (math[1] if math else line)
-    return answer.split("=")[-1]
+    return last_boxed(line) or (math[1] if math else line)

@@ -68,13 +68,14 @@ def equal(answer: str, truth: str | int) -> bool:
     r"""Whether two LaTeX answers say the same, judged so that an answer cannot be right by being vague or huge.
 
     - Layout does not count: spaces, `\left`, `\dfrac`, `$`, `\!`, `\text`, a final full stop, typographic Unicode.
-      Neither do units behind a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=` or `x \in` if the other
-      side has none.
+      Neither do units behind a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=`, `(x,y)=` or `x \in` if the
+      other side has none or the same.
     - Numbers are compared exactly: integers, decimals, commas or spaces that group thousands, fractions, mixed
       numbers, `3 \times 10^8`, `0.\overline{3}`. `0.333` is not 1/3. `10\%` is 10 and is 0.1.
     - If the truth is such a number, the answer must be evaluated: `2^{10}` and `\sqrt{16}` may stand for one, but
       `2+2` and `\log_2 8` are no answer, lest a policy learns to box the question. A list is no answer either.
-    - If the truth is text (`\text{Evelyn}`), the words must be equal, up to case. `(C)` and `C` are equal.
+    - If the truth is text (`\text{Evelyn}`), the words must be equal, up to case. `(C)` and `C` are equal, and so are
+      `\text{B,C}` and `C, B`.
     - Digits with a base, `204_5`, must be equal as text.
     - Else math-verify decides: expressions, tuples, intervals, sets in any order, equations, matrices. Variables,
       functions and operators such as `!`, `\binom` or `\sum` may stand in the answer only if the truth has them;
@@ -92,7 +93,8 @@ def equal(answer: str, truth: str | int) -> bool:
     text, gold = _normalise(answer), _normalise(str(truth))
     if not text or len(text) > MAX_ANSWER:
         return False
-    if _RELATION.match(text) is None or _RELATION.match(gold) is None:
+    left, gold_left = _RELATION.match(text), _RELATION.match(gold)
+    if left is None or gold_left is None or _compact(left[0]) == _compact(gold_left[0]):
         text, gold = _right_side(text), _right_side(gold)
     if _compact(text) == _compact(gold):
         return True
@@ -101,6 +103,8 @@ def equal(answer: str, truth: str | int) -> bool:
         return _same_number(*number, *gold_number)
     if re.fullmatch(r"[A-Za-z ]+", gold) and _words(text) == _words(gold):
         return True
+    if _letters(gold) and _letters(text):
+        return _letters(text) == _letters(gold)
     if r"\text" in gold or re.fullmatch(r"[A-Za-z ]{3,}", gold):
         return _words(text) == _words(gold)
     if re.search(r"[0-9]\s*_", gold):
@@ -180,11 +184,12 @@ def _compact(text: str) -> str:
     return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text)
 
 
-_RELATION = re.compile(r"\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z]))")
+_NAME = r"\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?\s*"
+_RELATION = re.compile(rf"(?:{_NAME}|\(\s*{_NAME}(?:,\s*{_NAME})+\)\s*)(?:=|\\in(?![A-Za-z]))")
 
 
 def _right_side(text: str) -> str:
-    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7; `x = 1, y = 2` and `2 + 3 = 5` stay as they are."""
+    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `(a, b) = (1, 2)` -> (1, 2); `x = 1, y = 2` and `2 + 3 = 5` stay."""
     if _RELATION.match(text) is None or text.count("=") > 1 and "," in text:
         return text
     return re.split(r"=|\\in(?![A-Za-z])", text)[-1].strip()
@@ -193,8 +198,15 @@ def _right_side(text: str) -> str:
 def _words(text: str) -> str:
     r"""The words of a text answer: `\text{ (C) }` -> `C`, `\text{Evelyn}` -> `evelyn`."""
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split()).strip(".")
-    words = re.sub(r"^\((\w)\)$", r"\1", words)
+    words = re.sub(r"^\(\s*(\w)\s*\)$", r"\1", words)
     return words if len(words) == 1 else words.casefold()
+
+
+def _letters(text: str) -> list[str]:
+    r"""The letters of a list in their order: `\text{B, (A)}` -> A, B; empty if it is no list of single letters."""
+    items = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split(",")
+    found = [re.fullmatch(r"([A-Za-z])|\(\s*([A-Za-z])\s*\)", item.strip()) for item in items]
+    return sorted(m[1] or m[2] for m in found) if len(items) > 1 and all(found) else []
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,13 @@
 """rewards/math_dapo.py: the answer line, its fallback, and numbers by value. Hostile texts: test_rewards_math.py."""
 
+import json
+
 import pytest
+from launch import SHARED
 
 from rewards.math_dapo import compute_score
+
+MATH500 = SHARED / "math/math500.jsonl"
 
 RIGHT = {"score": 1.0, "acc": 1.0}
 WRONG = {"score": -1.0, "acc": 0.0}
@@ -52,6 +57,17 @@ WRONG = {"score": -1.0, "acc": 0.0}
         ("Answer: 40+2", "42", False),
         ("Answer: a 42", "42", False),
         ("Answer: 42 is wrong", "42", False),
+        # a truth with an equals sign
+        ("Answer: $4x-5y=-50$", "4x-5y=-50", True),
+        ("Answer: -50 = 4x - 5y", "4x-5y=-50", True),
+        ("Answer: $x + y = 0$", "x - 3z = 0", False),
+        ("Answer: $0$", "x - 3z = 0", False),
+        ("Answer: $y = -50$", "4x-5y=-50", False),
+        (r"Answer: $0.56 = 56\%$", r"0.56 = 56\%", True),
+        (r"Answer: p = 56\%", r"0.56 = 56\%", True),
+        ("Answer: 2+3=5", "x=5", True),
+        ("Answer: $AB=9, CD=4$", "AB=9, CD=4", True),
+        ("Answer: a=4", "4 =", False),
         # an answer line rules out the box
         (r"\boxed{42} Answer: 41", "42", False),
         (r"\boxed{41} Answer: 42", "42", True),
@@ -59,6 +75,13 @@ WRONG = {"score": -1.0, "acc": 0.0}
 )
 def test_verdict(text, truth, right):
     assert compute_score("math_dapo", text, truth) == (RIGHT if right else WRONG)
+
+
+@pytest.mark.skipif(not MATH500.exists(), reason="needs the MATH-500 file")
+def test_the_answers_of_math500_are_right():
+    """Four of them hold an equals sign, such as `5x - 7y + 11z + 4 = 0`."""
+    truths = {json.loads(line)["answer"] for line in MATH500.read_text().splitlines()}
+    assert [truth for truth in truths if compute_score("", f"Answer: ${truth}$", truth) != RIGHT] == []
 
 
 def test_only_the_end_counts():
