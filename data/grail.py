@@ -1,13 +1,14 @@
 """Prepare GSM8K, MATH or MBPP for GRAIL's rewards (rewards/grail.py): a system prompt asks for tagged answers.
 
     python data/grail.py --task gsm8k                        # 7,473 training and 1,319 test problems
-    python data/grail.py --task math                         # 7,000 and 500, both of MATH's training problems
+    python data/grail.py --task math                         # 7,000 and 500 of MATH's training problems, less two
     python data/grail.py --task mbpp --source <mbpp.jsonl>   # 374 and 90: MBPP's training and validation problems
 
 Writes train.parquet and test.parquet in verl's RL schema. The prompt is the system message SYSTEM_PROMPT and the bare
 problem; MBPP's adds the function's first line, for its name could not be guessed. The ground truth is GSM8K's whole
 reference answer, the content of the last box of MATH's solution (GRAIL: the first), and MBPP's tests as JSON text.
-`extra_info["answer"]` is the reference as a tagged response.
+`extra_info["answer"]` is the reference as a tagged response. Two of MATH's 7,500 problems have an empty box; they take
+part in the draw and are then left out.
 
 GRAIL's documentation gives 374 MBPP problems for training; its code takes 774, 400 of them from the test set. These are
 the 374, so the 500 test problems stay unseen.
@@ -71,8 +72,11 @@ def math_rows(source: str) -> tuple[list[dict], list[dict]]:
     if len(problems) != 7500:
         raise ValueError(f"--source {source}: has {len(problems)} training problems, not 7500; the split would differ")
 
-    def row(source_row: dict[str, Any], split: str, index: int) -> dict:
-        truth = math_dataset.to_row(source_row, "", split, index)["reward_model"]["ground_truth"]
+    def row(source_row: dict[str, Any], split: str, index: int) -> dict | None:
+        plain = math_dataset.to_row(source_row, "", split, index)
+        if plain is None:
+            return None
+        truth = plain["reward_model"]["ground_truth"]
         response = tagged(source_row["solution"], truth)
         return to_row("math", source_row["problem"], truth, response, split, index)
 
@@ -100,10 +104,11 @@ def tagged(reasoning: str, answer: str) -> str:
     return f"<start_working_out>{reasoning}</end_working_out><SOLUTION>{answer}</SOLUTION>"
 
 
-def make(row: Callable[[Any, str, int], dict], train: list, evaluation: list) -> tuple[list[dict], list[dict]]:
-    """Both splits, by `row(source row, "train" or "eval", number)`."""
+def make(row: Callable[[Any, str, int], dict | None], train: list, evaluation: list) -> tuple[list[dict], list[dict]]:
+    """Both splits, by `row(source row, "train" or "eval", number)`; a problem for which that gives None is left out."""
     splits = {"train": train, "eval": evaluation}
-    return tuple([row(problem, split, i) for i, problem in enumerate(splits[split])] for split in splits)
+    made = {split: [row(problem, split, i) for i, problem in enumerate(rows)] for split, rows in splits.items()}
+    return tuple(math_dataset.without_empty(rows, split) for split, rows in made.items())
 
 
 def to_row(task: str, problem: str, truth: str, response: str, split: str, index: int) -> dict:

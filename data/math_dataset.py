@@ -1,15 +1,17 @@
 r"""Prepare MATH (competition mathematics, Hendrycks et al. 2021), or MATH-500, its usual evaluation set.
 
-    python data/math_dataset.py                                    # from the hub: 7,500 training, 5,000 test problems
+    python data/math_dataset.py                                    # from the hub: 7,498 training, 5,000 test problems
     python data/math_dataset.py --split 7000/500                   # the training problems only, 500 of them held out
     python data/math_dataset.py --split math500                    # 500 of the 5,000 test problems: math500.parquet
     python data/math_dataset.py --split math500 --source x.jsonl   # from disk, no network
 
 Writes train.parquet and test.parquet, or math500.parquet, in verl's RL schema. The ground truth is the content of the
-last box of the reference solution.
+last box of the reference solution. Problems whose last box is empty are left out and counted: of MATH's 7,500 training
+problems the two that were published as number_theory/7115 and 7117.
 
 7000/500 is the split of GRAIL: the problems subject by subject (see SUBJECTS), and of each subject a share of the 500
-is drawn with random.Random(42). Its test.parquet never touches the 5,000 test problems.
+is drawn with random.Random(42). Its test.parquet never touches the 5,000 test problems. The two problems without an
+answer take part in the draw, so that the split is GRAIL's, and are then left out: 7,498 rows in both files together.
 """
 
 import dataclasses
@@ -40,7 +42,8 @@ SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra numbe
 @dataclasses.dataclass
 class Args:
     split: Literal["7500/5000", "7000/500", "math500"] = "7500/5000"
-    """training / test problems: as published, or GRAIL's cut of the training problems; math500: an evaluation file"""
+    """training / test problems, with the two that are left out: as published, or GRAIL's cut of the training problems;
+    math500: an evaluation file"""
     source: str | None = None
     """folder with train.jsonl and test.jsonl or the hub's parquet files, a jsonl file (math500), or a data set on the
     Hugging Face hub; fields problem, solution, level, and subject or type. Default: EleutherAI/hendrycks_math, and
@@ -85,8 +88,8 @@ def read_split(source: Path, split: str) -> list[dict[str, Any]]:
     ]
 
 
-def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int) -> dict:
-    """One row in verl's RL schema; level is 1 to 5, or 0 if it is unknown.
+def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int) -> dict | None:
+    """One row in verl's RL schema, or None if the last box of the solution is empty; level is 1 to 5, or 0 if unknown.
 
     Raises:
         ValueError: problem or solution is missing, or the solution has no box.
@@ -95,8 +98,10 @@ def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int)
         raise ValueError(f"{split} row {index}: has {sorted(source_row)}, not problem and solution; check --source")
     problem, solution = source_row["problem"], source_row["solution"]
     answer = last_boxed(solution)
-    if not answer:
+    if answer is None:
         raise ValueError(f"{split} row {index}: the solution has no \\boxed{{}} answer: {solution[-80:]!r}")
+    if not answer:
+        return None
     level = re.search("[0-9]+", str(source_row.get("level")))
     return {
         "data_source": data_source,
@@ -112,6 +117,15 @@ def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int)
             "answer": solution,
         },
     }
+
+
+def without_empty(rows: list[dict | None], split: str) -> list[dict]:
+    """The rows that are not None: those with an answer. Says which were left out, if any."""
+    empty = [i for i, row in enumerate(rows) if row is None]
+    if empty:
+        numbers = ", ".join(map(str, empty[:10]))
+        print(f"{split}: {len(empty)} of {len(rows)} problems left out, since their last box is empty: rows {numbers}")
+    return [row for row in rows if row is not None]
 
 
 def subject(source_row: dict[str, Any]) -> str:
@@ -166,7 +180,7 @@ def main(args: Args) -> dict[str, int]:
     if found != expected:
         raise ValueError(f"--split {args.split}: {folder} gives {found} problems, not {expected}; check --source")
     tables = {
-        split: [to_row(row, DATA_SOURCES[name], split, i) for i, row in enumerate(rows)]
+        split: without_empty([to_row(row, DATA_SOURCES[name], split, i) for i, row in enumerate(rows)], split)
         for split, rows in splits.items()
     }
     args.output_dir.mkdir(parents=True, exist_ok=True)

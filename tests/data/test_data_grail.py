@@ -9,7 +9,7 @@ import pytest
 from launch import SHARED
 from transformers import AutoTokenizer
 
-from data import arithmetic, grail
+from data import arithmetic, grail, math_dataset
 from rewards.grail import compute_score
 from rl.data import read_rows
 
@@ -112,6 +112,20 @@ def test_math(tmp_path):
     for row in (train[0], test[-1]):
         score = compute_score("grail_math", row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
         assert score["score"] == pytest.approx(1)
+
+
+def test_math_problems_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys):
+    rows = list(math_problems())
+    empty = ["Number Theory 594?", "Number Theory 596?"]
+    emptied = [row | {"solution": r"It is $\boxed{}$."} if row["problem"] in empty else row for row in rows]
+    write(tmp_path / "train.jsonl", emptied)
+    train, test = run("math", tmp_path, tmp_path / "out")
+    printed = re.findall(r"(train|eval): (\d) of (7000|500) problems left out, since", capsys.readouterr().out)
+    assert sum(int(count) for _, count, _ in printed) == 2 and len(train) + len(test) == 7498
+    for found, expected in zip((train, test), math_dataset.hold_out(rows, 500), strict=True):  # as if none were empty
+        assert [row["extra_info"]["question"] for row in found] == [
+            row["problem"] for row in expected if row["problem"] not in empty
+        ]
 
 
 def test_math_needs_all_training_problems(tmp_path):

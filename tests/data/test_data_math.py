@@ -175,6 +175,34 @@ def test_ground_truth_is_the_last_box(solution, answer):
     assert row["reward_model"]["ground_truth"] == answer
 
 
+EMPTY = r"all are composite, so the answer is $\boxed{}$."  # as published: number_theory/7115 and 7117 of MATH
+
+
+def test_problems_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys):
+    rows = [problem(i, name) for name, size in TRAIN_SIZES.items() for i in range(size)]
+    places = [i for i, row in enumerate(rows) if row["problem"] in ("number_theory 594?", "number_theory 596?")]
+    assert places == [5274, 5276]
+    for i in places:
+        rows[i] = rows[i] | {"solution": EMPTY}
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "test.jsonl", rows[:5000])
+    assert make(tmp_path) == {"train": 7498, "test": 5000}
+    out = capsys.readouterr().out
+    assert out.startswith("train: 2 of 7500 problems left out, since their last box is empty: rows 5274, 5276\n")
+    assert "train.parquet: 7498 rows" in out and "test: " not in out
+    written = read_rows(tmp_path / "out/train.parquet")
+    assert [row["extra_info"]["index"] for row in written] == [i for i in range(7500) if i not in places]
+    # They take part in the draw: the other rows fall to the same side as without them.
+    counts = make(tmp_path, split="7000/500")
+    kept, held_out = (read_rows(tmp_path / f"out/{split}.parquet") for split in ("train", "test"))
+    drawn = math_dataset.hold_out(rows, 500)
+    for found, expected in zip((kept, held_out), drawn, strict=True):
+        assert [row["extra_info"]["question"] for row in found] == [
+            row["problem"] for row in expected if row["solution"] != EMPTY
+        ]
+    assert counts == {"train": len(kept), "test": len(held_out)} and len(kept) + len(held_out) == 7498
+
+
 def test_bad_math_sources(tmp_path):
     with pytest.raises(FileNotFoundError, match="--source /no/such/folder: no such file or folder; give one"):
         math_dataset.main(math_dataset.Args(source="/no/such/folder", output_dir=tmp_path))
@@ -182,7 +210,6 @@ def test_bad_math_sources(tmp_path):
     for bad, message in (
         ({"question": "a"}, r"train row 7: has \['question'\], not problem and solution"),
         (problem(7, solution="no box"), r"train row 7: the solution has no \\boxed\{\} answer: 'no box'"),
-        (problem(7, solution=r"\boxed{}"), "train row 7: the solution has no"),
         (problem(7, solution=r"\boxed{7"), "train row 7: the solution has no"),
     ):
         write(tmp_path / "train.jsonl", [*rows[:7], bad, *rows[8:]])
