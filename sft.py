@@ -20,7 +20,7 @@ import torch
 from rl import flags, losses, metrics, models, schedule, sharding
 from rl.batching import collate, plan_updates
 from rl.console import progress
-from rl.data import check_context, encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
+from rl.data import check_trainable, encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.run.run import Run
@@ -74,7 +74,7 @@ def main(args: Args) -> dict[str, float]:
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
     tokenizer = load_tokenizer(args.model)
-    check_context(args.model, args.max_length, "--max-length")
+    check_trainable(args.model, args.max_length, "--max-length")
     train = encode(tokenizer, read_sft_rows(args.train_files), args)
     val = encode(tokenizer, read_sft_rows(args.val_files), args) if args.val_files else []
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data

@@ -145,8 +145,8 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    engine = engines.make(args, ranks)
     policy = models.load_policy(args, ranks)
+    engine = engines.make(args, ranks)
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     run.resume(

@@ -140,8 +140,8 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    engine = engines.make(args, ranks)
     policy = models.load_policy(args, ranks, value_head=args.share_backbone)
+    engine = engines.make(args, ranks)
     critic = policy if args.share_backbone else load_critic(args, ranks)
     reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)

@@ -20,7 +20,7 @@ import torch
 from rl import flags, losses, metrics, models, reward_model, schedule, sharding
 from rl.batching import collate, plan_updates
 from rl.console import progress
-from rl.data import check_context, encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
+from rl.data import check_trainable, encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
 from rl.run.run import Run
 from rl.types import Sample, select
@@ -81,7 +81,7 @@ def main(args: Args) -> dict[str, float]:
         )
     tokenizer = load_tokenizer(args.model)
     reward_model.check_reward_model(args.model, flag="--model", new_head=True)
-    check_context(args.model, args.max_length, "--max-length")
+    check_trainable(args.model, args.max_length, "--max-length")
     train = encode(tokenizer, read_preference_rows(args.train_files), args)
     val = encode(tokenizer, read_preference_rows(args.val_files), args) if args.val_files else []
     prompts_for_step(train, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data

@@ -7,6 +7,9 @@ through to the attention function. Three implementations, each causal within a s
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
     packed_fa2     CUDA: the same by flash-attn, where it is installed
 
+Sliding windows are those of the layer. A model whose attention is another, such as one with capped scores or sinks, is
+refused here, and then runs padded (`models.choose_forward`).
+
 What a sequence has in common with the one before it stands in the packed row once. The sequence asks only for the rest,
 its last tokens, but sees the keys and values of all: the flash kernels align the last query with the last key.
 """
@@ -16,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 if is_flash_attn_2_available():
@@ -41,13 +45,16 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
 
     Shared tokens ask in every sequence here, and one answer is used.
     """
-    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
     borders, key_borders, offset = packing.borders.long(), packing.key_borders.long(), packing.offset
     valid = offset < key_borders.diff()[:, None]  # (b, L)
     index = packing.key_index[(key_borders[:-1, None] + offset).where(valid, 0)]  # (b, L) positions in the packed row
     q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # (b, heads, L, D)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    mask = None
+    if sliding_window is not None and sliding_window < len(offset):
+        back = offset[:, None] - offset  # (L, L) from query to key
+        mask = (back >= 0) & (back < sliding_window)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
     position = torch.arange(query.shape[2], device=query.device)  # (N,)
     row = torch.searchsorted(borders[1:], position, right=True)
     place = key_borders.diff()[row] - (borders[row + 1] - position)  # in its sequence, counted from the end
@@ -58,20 +65,21 @@ def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
     only).
     """
-    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
-    return varlen_attn(q, k, v, *lengths, window_size=(-1, 0), scale=scaling, **GROUPED_HEADS)[None], None
+    return varlen_attn(q, k, v, *lengths, window_size=_window(sliding_window), scale=scaling, **GROUPED_HEADS)[
+        None
+    ], None
 
 
 def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with flash-attn."""
-    _refuse_short_window(sliding_window, len(packing.offset))
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
-    return flash_attn_varlen_func(q, k, v, *lengths, causal=True, softmax_scale=scaling)[None], None
+    window = _window(sliding_window)
+    return flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=window, softmax_scale=scaling)[None], None
 
 
 def _expand(x: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -82,18 +90,16 @@ def _expand(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
 
 
-def _refuse_short_window(sliding_window, max_length: int) -> None:
-    if sliding_window is not None and sliding_window < max_length:
-        raise ValueError(
-            f"sliding-window attention ({sliding_window}) below the sequence length ({max_length}) is not supported"
-        )
+def _window(sliding_window: int | None) -> tuple[int, int]:
+    """How many keys before and after its own a query sees, as the flash kernels count: -1 for all."""
+    return (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
 
 
 def _refuse_options(options: dict) -> None:
     # Gemma 2's capped scores, gpt-oss' sinks, chosen keys, learned biases: dropping them would change the numbers.
     for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"):
         if options.get(name) is not None:
-            raise ValueError(f"--model: its attention uses {name}, which packed attention does not compute")
+            raise ValueError(f"its attention uses {name}, which packed attention does not compute")
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
@@ -104,3 +110,10 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "packed_sdpa"
     return "packed_fa2" if is_flash_attn_2_available() else "packed_varlen"
+
+
+def use_attention(model: nn.Module, name: str) -> None:
+    """Let a model of transformers compute its attention by the implementation `name` from now on."""
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            config._attn_implementation = name

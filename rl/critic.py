@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl.batching import Update
-from rl.data import check_context, load_tokenizer
+from rl.data import check_trainable, load_tokenizer
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
 from rl.models import shard_as
 from rl.ranks import Ranks
@@ -36,7 +36,7 @@ def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
             f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
             "model of the same family"
         )
-    check_context(path, args.max_prompt_length + args.max_response_length)
+    check_trainable(path, args.max_prompt_length + args.max_response_length, flag="--critic-model")
 
 
 def load_critic(args: Any, ranks: Ranks) -> nn.Module:
@@ -46,7 +46,12 @@ def load_critic(args: Any, ranks: Ranks) -> nn.Module:
     ranks must enter. Raises: ValueError as `reward_model.load_reward_model`.
     """
     path = args.critic_model or args.model
-    return shard_as(args, load_reward_model(path, ranks, flag="--critic-model", new_head=nn.init.zeros_), ranks)
+    return shard_as(
+        args,
+        load_reward_model(path, ranks, flag="--critic-model", new_head=nn.init.zeros_),
+        ranks,
+        flag="--critic-model",
+    )
 
 
 def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:

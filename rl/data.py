@@ -6,7 +6,9 @@ the value and the fix.
 """
 
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.types import Sampling
 
@@ -42,9 +45,43 @@ def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerB
 
 def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
     """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
-    positions = AutoConfig.from_pretrained(model).to_dict().get("max_position_embeddings")
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)  # also where a config calls it n_positions
     if positions is not None and tokens > positions:
         raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
+
+
+def check_trainable(
+    model: str,
+    tokens: int,
+    flags: str = "--max-prompt-length + --max-response-length",
+    *,
+    flag: str = "--model",
+) -> None:
+    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on sequences of so
+    many tokens: see `check_context`, a mixture of experts, or rotary embeddings that depend on what else is packed.
+    """
+    check_context(model, tokens, flags)
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    numbers = {name: x for name, x in config.to_dict().items() if type(x) is int}
+    if any(name.endswith("experts") and x > 1 for name, x in numbers.items()):
+        with torch.device("meta"):  # some that have such a number in their config are dense
+            modules = AutoModel.from_config(config).modules()
+        if any(re.search(r"(moe|moeblock|experts)$", type(module).__name__, re.IGNORECASE) for module in modules):
+            raise ValueError(
+                f"{flag} {model}: {config.model_type} is a mixture of experts, which cannot be trained here: vLLM has "
+                "their weights under other names, so they would not reach the engine; choose a dense model"
+            )
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
+    if any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes):
+        limit = rope.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
+        limit = limit or numbers.get("max_position_embeddings", math.inf)
+        if tokens > limit:
+            raise ValueError(
+                f"{flag} {model}: {config.model_type} turns positions by another angle once a sequence has more than "
+                f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
+            )
 
 
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -72,7 +109,7 @@ def load_prompts(args: Any) -> tuple[PreTrainedTokenizerBase, list[Row], list[Ro
     evaluates = args.val_before_train or args.test_freq > 0
     val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
-    check_context(args.model, args.max_prompt_length + args.max_response_length)
+    check_trainable(args.model, args.max_prompt_length + args.max_response_length)
     return tokenizer, train_rows, val_rows
 
 

@@ -2,39 +2,50 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
-caller ever sees a packed tensor; no model ever sees a padded one, nor the prompt of a group more than once. Other heads
-share `run_on_responses`, or `run_packed` if they read other positions.
+caller ever sees a packed tensor, and the model sees the prompt of a group once. Other heads share `run_on_responses`,
+or `run_packed` if they read other positions.
+
+Some models cannot run packed: layers that carry a state from token to token, attention of their own. They get one row a
+sequence, padded on the right, and run their own forward. `models.choose_forward` finds out which way is right.
 """
 
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from rl.attention import Packing
+from rl.attention import Packing, use_attention
 from rl.batching import Update, shared_prefix
 from rl.types import Batch, places, select
 
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
 
 
+# A row that is shorter than this share of the longest one in its padded pass begins the next pass.
+SIMILAR = 0.8
+
+
 @dataclass(frozen=True)
 class Packed:
-    """How a model runs on packed sequences: what `add_packed_forward` adds to it, as its attribute `packed`."""
+    """How a model runs on sequences: what `add_packed_forward` adds to it, as its attribute `packed`."""
 
-    forward: Callable  # packed ids and a head -> what the head makes of the hidden states; known to FSDP2
+    forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
-    longest: float  # tokens up to which the rotary embedding of a sequence does not depend on others packed with it
     is_whole: bool  # whether every rank has all of the model, see `sharding.last_micro_batch`
+    attention: str  # name of the attention function for packed sequences
+    is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
+    own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
 
 
 def token_logprobs(
@@ -45,7 +56,7 @@ def token_logprobs(
         logp[i, t]    = z[y_t] - logsumexp(z),   z = logits at t-1 / temperature
         entropy[i, t] = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    Args: model, a causal LM prepared by `add_response_logprobs`; batch (b, T); temperature > 0, the one the rollout
+    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); temperature > 0, the one the rollout
     used; entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and
     entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
     """
@@ -96,23 +107,28 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
 
 
 def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
-    """One pass over the tokens of a batch in one packed row, then `head(model, hidden, *args)`.
+    """One pass over the tokens of a batch, then `head(model, hidden, *args)`.
 
     What rows have in common at their start, such as the prompt of a group, is computed once for neighbours: under a
-    causal mask its hidden states do not depend on what follows.
+    causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.)
 
     Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); wanted (b, T) bool, the R
     tokens whose hidden states the head needs; head, a function that takes the model, these hidden states (R, H), row
     after row, and `args`. It runs while FSDP2 holds the root's weights gathered, those of the model's head among them.
     Returns: what `head` returns.
     """
+    inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
+    out = model.packed.forward(head, inputs, place[wanted], *args)
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the gathered weights of some for a backward pass, which will not come
+    return out
+
+
+def _pack(batch: Batch) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """The decoder's arguments for a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
-    if model.packed.longest < T:
-        raise ValueError(
-            f"--model: {model.config.model_type} turns positions by another angle once a sequence has more than "
-            f"{model.packed.longest} tokens, also for shorter ones packed with it, and here one has {T}; lower "
-            "--max-prompt-length and --max-response-length (or --max-length), or choose another model"
-        )
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
     # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
@@ -124,12 +140,31 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
-    out = model.packed.forward(head, ids, positions, packing, place[wanted], *args)
-    if not torch.is_grad_enabled():
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the gathered weights of some for a backward pass, which will not come
-    return out
+    return [dict(input_ids=ids, position_ids=positions, packing=packing)], place
+
+
+def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """The decoder's arguments for every pass over a batch (b, T) with one row a sequence, rows of similar length in one
+    pass, and the place (b, T) of every token among those of all passes, one after the other.
+    """
+    ids, groups = batch.input_ids, []
+    for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
+        if not groups or length < SIMILAR * batch.lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    inputs, place, start = [], torch.zeros_like(ids), 0
+    for rows in groups:
+        width = int(batch.lengths[rows[0]])
+        place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
+        real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
+        inputs.append(dict(input_ids=ids[rows, :width], attention_mask=real.long()))
+        start += len(rows) * width
+    if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
+        most = torch.tensor(len(inputs), device=ids.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
+        one = dict(input_ids=ids[:1, :1], attention_mask=torch.ones_like(ids[:1, :1]))
+        inputs += itertools.repeat(one, int(most) - len(inputs))
+    return inputs, place
 
 
 def add_packed_forward(
@@ -140,78 +175,77 @@ def add_packed_forward(
     `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
 
     Args: compile, whether the LM head runs compiled; keep_logits, whether the backward pass finds the logits (2 V bytes
-    a token in bfloat16) or computes them again; is_whole, whether every rank has all of the model. Raises ValueError
-    for architectures that have more than plain attention.
+    a token in bfloat16) or computes them again; is_whole, whether every rank has all of the model. Whether the numbers
+    are those of the model's own forward is for `models.choose_forward` to find out.
     """
-    config = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if model._is_stateful or others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        raise ValueError(
-            f"--model: {config.model_type} has layers that carry a state from token to token, across the borders of "
-            f"packed sequences, or attend in chunks {sorted(others)}; choose a model that has plain attention only"
-        )
+    attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
-    model.packed = types.MethodType(_packed_forward, model)
+    model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
     model.packed = Packed(
         forward=model.packed,
         head_chunk=chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False),
-        longest=_longest_with_fixed_rotation(config),
         is_whole=is_whole,
+        attention=attention,
     )
     return model
 
 
-def _longest_with_fixed_rotation(config: PreTrainedConfig) -> float:
-    """Tokens up to which the rotary embedding of a sequence does not depend on the longest one packed with it."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
-    kinds = {x.get("rope_type") for x in ropes if isinstance(x, dict)}
-    if not kinds & {"dynamic", "longrope"}:
-        return math.inf
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return original or config.max_position_embeddings
+def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool) -> None:
+    """Say how a model that went through `add_packed_forward` runs from now on; see `Packed`."""
+    model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head)
+    use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
 
 
-def add_response_logprobs(model: nn.Module) -> nn.Module:
-    """Prepare a Hugging Face causal LM that is not sharded for `token_logprobs`.
-
-    Raises ValueError for architectures that transform logits after the LM head.
-    """
-    config = model.config.get_text_config().to_dict()
-    for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if config.get(name) not in (None, 1, 1.0):
-            raise ValueError(f"--model: {model.config.model_type} scales its logits ({name}), which is not supported")
-    if model.get_output_embeddings().bias is not None:
-        raise ValueError(f"--model: the LM head of {model.config.model_type} has a bias, which is not supported")
-    return add_packed_forward(model)
-
-
-def _packed_forward(self, head, input_ids, position_ids, packing, wanted, *args):
-    """Packed ids (1, N) -> what `head` makes of the hidden states (R, H) at the positions `wanted` (R,)."""
-    hidden = self.base_model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, packing=packing
-    ).last_hidden_state[0]
+def _forward(self, head, inputs, wanted, *args):
+    """What `head` makes of the hidden states (R, H) at the places `wanted` (R,) of all tokens in `inputs`."""
+    hidden = [self.base_model(**x, use_cache=False).last_hidden_state.flatten(0, 1) for x in inputs]
+    hidden = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
     return head(self, hidden[wanted], *args)
+
+
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """What a decoder returns that has hidden states to give and nothing else: any other field is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """hidden (C, H) -> logits (C, V), as the model's own forward makes them of what its decoder returns: scaled,
+    capped, with a bias. For this one call the decoder returns `hidden`.
+    """
+    decoder, result = model.base_model, _HiddenStates(last_hidden_state=hidden[None])
+    decoder.forward = lambda *args, **kwargs: result
+    try:
+        return type(model).forward(model, inputs_embeds=hidden[None], use_cache=False).logits[0]
+    finally:
+        del decoder.forward
 
 
 def response_logprobs(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
-    weight, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
+    if model.packed.own_head:
+        source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
+    else:
+        source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
     logps, entropies = [], []
     chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
     for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-        logp, entropy = head_chunk(weight, h, y, temperature, entropy_grad)  # one chunk of logits at a time
+        logp, entropy = head_chunk(source, h, y, temperature, entropy_grad)  # one chunk of logits at a time
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)
 
 
-def _head_chunk(weight, hidden, targets, temperature, entropy_grad):
-    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32."""
-    logits = nn.functional.linear(hidden, weight)
+def _head_chunk(source, hidden, targets, temperature, entropy_grad):
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32. Logits come from `source`,
+    the weight (V, H) of a plain head, or else the model.
+    """
+    is_weight = isinstance(source, torch.Tensor)
+    logits = nn.functional.linear(hidden, source) if is_weight else _own_logits(source, hidden)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (C, V)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z

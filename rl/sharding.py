@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -53,7 +53,8 @@ def shard(
     Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
     decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
-    Every rank ends up with rank 0's values, buffers included.
+    Every rank ends up with rank 0's values, buffers included. The model is left in evaluation mode, which stops no
+    gradient.
 
     activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
     but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
@@ -66,7 +67,7 @@ def shard(
     size = fsdp_size or ranks.size
     mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == ranks.size else mesh
-    units = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    units = _outermost(model, model._no_split_modules or ())
     for unit in units:
         if activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -87,9 +88,18 @@ def shard(
         if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.train()
+    model.eval()  # no dropout or noise of any kind: log-probs are a function of weights and tokens
     keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
     return add_packed_forward(model, compile=compile, keep_logits=keep_logits, is_whole=size == 1)
+
+
+def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
+    """The submodules of these classes, but those that are part of another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # what contains comes before what is contained
+        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
 
 
 def _compile_for_all_lengths(forward: Callable) -> Callable:

@@ -4,6 +4,7 @@ Slow, dependency-free, easy to trust. Requests are sampled in batches of `max_nu
 the end of the batch.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.engines.base import StopTexts, check_request
-from rl.models import check_whole
+from rl.models import buffers_in_files, check_whole, exported
 from rl.ranks import Ranks, memory_in_use
 from rl.types import Completion, Request, Sampling
 
@@ -131,10 +132,11 @@ class Engine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""
-        parameters = dict(self.model.named_parameters())
-        missing = set(parameters)
+        own = dict(itertools.chain(self.model.named_parameters(), buffers_in_files(self.model)))
+        own = {exported_name: x for name, x in own.items() for exported_name, _ in exported(self.model, [(name, x)])}
+        missing = set(own)
         for name, tensor in named_tensors:
-            parameters[name].data.copy_(tensor)
+            own[name].data.copy_(tensor)
             missing.discard(name)
         if missing:
             raise RuntimeError(

@@ -52,7 +52,7 @@ from rl.run.tracking import redact, secrets
 from rl.types import Batch
 
 T = TypeVar("T")
-Exports = dict[str, tuple[nn.Module, list[str]]]  # by name: a module and its weights' names
+Exports = dict[str, tuple[nn.Module, list[str], dict[str, torch.Tensor]]]  # by name: module, names of weights, buffers
 
 NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
@@ -138,7 +138,14 @@ def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
     """
     _settle(run)
     # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
-    exports = {name: (module, [key for key, _ in module.named_parameters()]) for name, (module, _) in trained.items()}
+    exports = {
+        name: (
+            module,
+            [key for key, _ in module.named_parameters()],
+            {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)},
+        )
+        for name, (module, _) in trained.items()
+    }
     own = tensors.own_tensors(trained)
     stream = torch.cuda.Stream() if run.ranks.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
@@ -286,7 +293,7 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
             size = {name: math.prod(place.shape) for name, place in places.items()}
             needed = sum(n * host[name].element_size() for name, n in size.items())
             needed += sum(
-                size[f"{name}/model/{key}"] * ranks.dtype.itemsize for name, (_, xs) in exports.items() for key in xs
+                size[f"{name}/model/{key}"] * ranks.dtype.itemsize for name, (_, xs, _) in exports.items() for key in xs
             )
             needed *= FREE_SPACE
             run.root.mkdir(parents=True, exist_ok=True)
@@ -301,8 +308,9 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
 
     def export() -> list[str]:
         if ranks.is_main:
-            for i, (name, (module, keys)) in enumerate(exports.items()):
-                weights = _whole_weights(run, name, keys, places, temporary / "state")
+            for i, (name, (module, keys, buffers)) in enumerate(exports.items()):
+                weights = _whole_weights(run, name, keys, places, temporary / "state") | buffers
+                weights = dict(models.exported(module, weights.items()))
                 folder = f"huggingface_{name}" if i else "huggingface"
                 export_hf(temporary / folder, module, weights, run.tokenizer_files, ranks.dtype)
             written = {"step": step, "world_size": ranks.size, "torch": torch.__version__, **run.record}
@@ -330,7 +338,7 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
 def _whole_weights(
     run: Folder, name: str, keys: list[str], places: dict[str, tensors.Place], written: pathlib.Path
 ) -> dict[str, torch.Tensor]:
-    """The weights of the module `name`, as transformers knows them, in the compute dtype, until the next save.
+    """The weights of the module `name` in the compute dtype, until the next save.
 
     One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
     """
@@ -344,7 +352,7 @@ def _whole_weights(
         saved = tensors.read(written, set(paths.values()))
         for key, whole in weights.items():
             tensors.fill(whole, saved[paths[key]])
-    return dict(models.exported(weights.items()))
+    return dict(weights)
 
 
 def load(path: pathlib.Path, trained: Trained) -> int:

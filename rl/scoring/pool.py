@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import reward_model
 from rl.console import say
+from rl.models import choose_forward
 from rl.ranks import Ranks
 from rl.run import stop
 from rl.scoring.worker import HEADER
@@ -170,7 +171,9 @@ class Scorer:
         if args.reward_model is None:
             return
         model = reward_model.load_reward_model(args.reward_model, ranks, dtype=ranks.dtype).requires_grad_(False)
-        offload(shard(model, ranks, fsdp_size=args.fsdp_size))
+        shard(model, ranks, fsdp_size=args.fsdp_size)
+        choose_forward(model, ranks, longest=args.reward_model_max_length, flag="--reward-model")
+        offload(model)
         self.reward_model = RewardModel(
             model,
             reward_model.load_tokenizer(args.reward_model, flag="--reward-model"),

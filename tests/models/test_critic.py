@@ -356,12 +356,12 @@ def test_an_engine_takes_a_push_of_a_policy_with_a_value_head(tiny_model, world,
     engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=64)
     engine.update_weights(models.weights_for_engine(policy, world))
     pushed = dict(engine.model.named_parameters())
-    for name, x in models.exported(sharding.full_tensors(policy)):
+    for name, x in models.exported(policy, sharding.full_tensors(policy)):
         assert torch.equal(pushed.pop(name), x)
     assert not pushed
 
 
-def test_exported_leaves_out_the_value_head_and_nothing_else():
+def test_exported_leaves_out_the_value_head_and_nothing_else(tiny_model):
     names = [
         "model.embed_tokens.weight",
         "value_head.weight",
@@ -369,7 +369,8 @@ def test_exported_leaves_out_the_value_head_and_nothing_else():
         "value_head.bias",
         "score.weight",
     ]
-    kept = models.exported((name, torch.tensor(i)) for i, name in enumerate(names))
+    policy = models.load_causal_lm(tiny_model, ALONE)
+    kept = models.exported(policy, ((name, torch.tensor(i)) for i, name in enumerate(names)))
     assert [(name, int(x)) for name, x in kept] == [(names[i], i) for i in (0, 2, 4)]
 
 

@@ -9,8 +9,6 @@ from helpers_data import ranks_without_group, update
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
     GraniteConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -28,11 +26,12 @@ from workers.objectives import (
     plain_model,
     token_objective,
 )
+from workers.shared import group_batch
 
 from rl import logprobs
 from rl.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.batching import collate
-from rl.logprobs import add_response_logprobs, fixed_logprobs, token_logprobs
+from rl.logprobs import add_packed_forward, fixed_logprobs, token_logprobs
 from rl.models import load_causal_lm
 from rl.types import Sample, select
 
@@ -322,40 +321,23 @@ def test_two_models_from_one_config_keep_their_own_attention(tiny_model, plain, 
     other = AutoModelForCausalLM.from_pretrained(tiny_model, **options, attn_implementation="sdpa")
     second = packed_model(tiny_model)
     close(one_by_one(other, batch)[0], expected, 1e-10)
-    for model in (add_response_logprobs(first), second, first):
+    for model in (add_packed_forward(first), second, first):
         close(token_logprobs(model, batch, temperature=TEMPERATURE)[0], expected, 1e-10)
     close(padded(other, batch), expected, 1e-10)
 
 
-def small_qwen2(**options):
-    config = Qwen2Config(**SIZES, num_hidden_layers=1, **options)
-    return Qwen2ForCausalLM._from_config(config, attn_implementation=choose_attention(CPU, torch.float32))
-
-
+@pytest.mark.parametrize("window", [1, 4, 16, 19, 100])
 @torch.no_grad()
-def test_sliding_window_shorter_than_a_sequence_is_refused(batch):
-    window = dict(use_sliding_window=True, max_window_layers=0)
-    short = add_response_logprobs(small_qwen2(**window, sliding_window=16))
-    token_logprobs(short, select(batch, [6]))  # 6 tokens fit
-    with pytest.raises(ValueError, match=r"sliding-window attention \(16\) below the sequence length \(19\)"):
-        token_logprobs(short, batch)
-    wide = add_response_logprobs(small_qwen2(**window, sliding_window=19))
-    logp, _ = token_logprobs(wide, batch)
-    assert torch.isfinite(logp).all() and logp.any()
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (Gemma2Config(**SIZES, head_dim=16, final_logit_softcapping=30.0), "gemma2.*final_logit_softcapping"),
-        (CohereConfig(**SIZES, logit_scale=0.0625), "cohere.*logit_scale"),
-        (GraniteConfig(**SIZES, logits_scaling=8.0), "granite.*logits_scaling"),
-    ],
-    ids=["final softcap", "logit scale", "logits scaling"],
-)
-def test_models_that_transform_their_logits_are_refused(config, name):
-    with pytest.raises(ValueError, match=f"--model: {name}"):
-        add_response_logprobs(AutoModelForCausalLM.from_config(config))
+def test_token_logprobs_keeps_to_the_sliding_window_of_the_model(window, batch):
+    """Rows of a group share their prompt: a window may begin in the shared part and end in a row's own."""
+    options = dict(use_sliding_window=True, max_window_layers=0, sliding_window=window, num_hidden_layers=2)
+    config = Qwen2Config(**SIZES, **options, initializer_range=0.2)
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation=choose_attention(CPU, torch.float32))
+    expected = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    expected.load_state_dict(model.state_dict())
+    for rows in (batch, group_batch()):
+        logp, _ = token_logprobs(add_packed_forward(model), rows, temperature=TEMPERATURE)
+        close(logp, one_by_one(expected, rows)[0], 1e-5)
 
 
 @torch.no_grad()
@@ -367,7 +349,7 @@ def test_token_logprobs_uses_the_attention_scale_of_the_model(batch):
     for parameter in expected.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
     packed.load_state_dict(expected.state_dict())
-    logp, _ = token_logprobs(add_response_logprobs(packed), batch, temperature=TEMPERATURE)
+    logp, _ = token_logprobs(add_packed_forward(packed), batch, temperature=TEMPERATURE)
     close(logp, one_by_one(expected, batch)[0], 1e-10)
 
 

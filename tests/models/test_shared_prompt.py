@@ -9,21 +9,15 @@ import torch
 from helpers_data import ranks_without_group
 from transformers import (
     AutoModelForCausalLM,
-    Lfm2Config,
-    Llama4TextConfig,
-    MiniMaxConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3NextConfig,
     Starcoder2Config,
 )
 from workers.objectives import largest_error, plain_logprobs, plain_model
-from workers.shared import CPU, GROUPS, gradients, group_batch, row_weights, shared_gradients
+from workers.shared import GROUPS, gradients, group_batch, row_weights, shared_gradients
 
 from rl import attention
 from rl.attention import Packing, packed_sdpa, packed_varlen
 from rl.batching import collate, shared_prefix
-from rl.logprobs import add_packed_forward, add_response_logprobs, token_logprobs
+from rl.logprobs import token_logprobs
 from rl.models import load_causal_lm
 from rl.types import Sample, select
 
@@ -231,66 +225,3 @@ def test_gradients_of_copies_are_added_in_float32():
     assert expanded.shape == (8, 1, 1) and expanded.dtype == torch.bfloat16
     expanded.backward(torch.tensor([256.0] + [1.0] * 7, dtype=torch.bfloat16).view(8, 1, 1))
     assert key.grad.flatten().tolist() == [0.0, 264.0]
-
-
-def test_recurrent_models_are_refused():
-    """Their layers would carry the state of one row into the next, whatever attention does."""
-    config = Qwen3NextConfig(
-        vocab_size=80, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    for prepare in (add_response_logprobs, add_packed_forward):
-        with pytest.raises(ValueError, match="--model: qwen3_next has layers that carry a state"):
-            prepare(model)
-
-
-SMALL = dict(
-    vocab_size=80, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, pad_token_id=0,
-)  # fmt: skip
-MORE_THAN_ATTENTION = {
-    "convolution": Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
-    "linear attention": MiniMaxConfig(
-        **SMALL, head_dim=16, num_local_experts=2, layer_types=["linear_attention", "full_attention"]
-    ),
-    "chunks": Llama4TextConfig(
-        **SMALL, intermediate_size_mlp=32, num_local_experts=2, layer_types=["chunked_attention", "full_attention"]
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MORE_THAN_ATTENTION)
-def test_layers_that_are_more_than_attention_are_refused(kind):
-    """Packed rows would leak into each other, and nothing would tell."""
-    config = MORE_THAN_ATTENTION[kind]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"--model: {config.model_type} has layers that"):
-        add_response_logprobs(model)
-
-
-LONGROPE = dict(
-    rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16,
-    short_factor=[1.0] * 8, long_factor=[4.0 + i for i in range(8)],
-)  # fmt: skip
-ROTATIONS = {
-    "longrope": Phi3Config(
-        **SMALL, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONGROPE
-    ),
-    "dynamic": Qwen2Config(
-        **SMALL, max_position_embeddings=16, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ROTATIONS)
-def test_rotations_that_depend_on_the_longest_sequence_are_refused_beyond_their_limit(kind):
-    config = ROTATIONS[kind]
-    config._attn_implementation = attention.choose_attention(CPU, torch.float32)
-    model = add_response_logprobs(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    short, long = list(range(5, 15)), list(range(5, 22))
-    token_logprobs(model, rows_of(short, short[::-1]))
-    with pytest.raises(ValueError, match="turns positions .* more than 16 tokens, .* here one has 17; lower"):
-        token_logprobs(model, rows_of(short, long))
