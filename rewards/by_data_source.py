@@ -15,12 +15,19 @@ REWARDS = {
     "EleutherAI/hendrycks_math": "math_reward",
     "HuggingFaceH4/MATH-500": "math_reward",
     "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "math": "math_dapo",
     "google-research-datasets/mbpp": "mbpp",
+    "apps": "programs",
+    "codecontests": "programs",
+    "codeforces": "programs",
+    "taco": "programs",
     "grail_gsm8k": "grail",
     "grail_math": "grail",
     "grail_mbpp": "grail",
 }
-PREFIXES = {"aime": "math_dapo"}  # aime_2024, aime25, ...
+# The same for all names that begin so: aime_2024, numina_cn_k12, searchR1_nq, ...
+PREFIXES = {"aime": "math_dapo", "numina_": "math_reward", "searchR1_": "search_qa"}
 
 
 def compute_score(

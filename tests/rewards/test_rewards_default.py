@@ -30,7 +30,28 @@ ADD_TESTS = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "", "tes
                 "HuggingFaceH4/MATH-500",
             )
         ),
-        *((name, "Answer: 34", "Answer: 35", "34", (1, -1)) for name in ("math_dapo", "aime", "aime_2024", "aime25")),
+        *(
+            (name, "Answer: 34", "Answer: 35", "34", (1, -1))
+            for name in ("math_dapo", "math", "math_dapo_reasoning", "aime", "aime_2024", "aime25")
+        ),
+        *(
+            (f"numina_{name}", r"So \boxed{2^{10}}.", "Answer: 1024", "1024", (1, 0))
+            for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+        ),
+        *(
+            (f"searchR1_{name}", "<answer>Paris</answer>", "Paris", {"target": ["Paris"]}, (1, 0))
+            for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+        ),
+        *(
+            (
+                name,
+                "```python\nprint(int(input()) + 1)\n```",
+                "2",
+                json.dumps({"inputs": ["1"], "outputs": ["2"]}),
+                (1, 0),
+            )
+            for name in ("apps", "codecontests", "codeforces", "taco")
+        ),
         ("google-research-datasets/mbpp", f"```python\n{ADD}\n```", "```python\nadd = max\n```", ADD_TESTS, (1, 0)),
         ("grail_gsm8k", TAGGED.format(4), TAGGED.format(5), "#### 4", (1, 0.4)),
         ("grail_math", TAGGED.format(4), TAGGED.format(5), "4", (1, 0.3)),
@@ -55,13 +76,13 @@ def test_the_rows_that_the_data_scripts_write_are_known():
         assert by_data_source.reward_name(row["data_source"]) == "gsm8k"
 
 
-@pytest.mark.parametrize("data_source", ["", "gsm8k", "my_task", "OpenAI/GSM8K", "grail_sat", "not_aime"])
+@pytest.mark.parametrize("data_source", ["", "gsm8k", "my_task", "OpenAI/GSM8K", "grail_sat", "not_aime", "math_other"])
 def test_an_unknown_source_is_an_error_that_says_what_to_do(data_source):
     with pytest.raises(ValueError) as caught:
         by_data_source.compute_score(data_source, "#### 4", "4")
     message = str(caught.value)
     assert repr(data_source) in message and "--custom-reward-function" in message
-    assert all(known in message for known in by_data_source.REWARDS) and "aime*" in message
+    assert all(known in message for known in by_data_source.REWARDS) and "aime*, numina_*, searchR1_*." in message
 
 
 def test_a_gsm8k_run_imports_no_symbolic_maths():

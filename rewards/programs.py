@@ -1,0 +1,140 @@
+"""Grade Python programs by inputs and outputs, in a sandbox. For APPS, TACO, CodeContests and Codeforces."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from rewards import programs_child
+from rewards.mbpp import extract_code
+from rewards.sandbox import run_tests, self_test
+
+self_test()  # at import: a machine that cannot run code safely stops a run before it starts
+MAX_TESTS = 10  # the first so many of a problem count
+TIMEOUT_S = 2.0  # CPU seconds for each; all together stay below --reward-timeout by the clock
+
+_RUNNER = Path(programs_child.__file__).read_text()
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str | dict[str, Any],
+    extra_info: dict[str, Any] | None = None,
+) -> dict[str, float] | None:
+    """Score the program in the response by the share of the first 10 tests that it passes.
+
+    `rewards.mbpp.extract_code` says which part of the response is the program. It is run with each input on stdin; what
+    it prints must equal the expected output line by line and word by word. White space and blank lines do not count,
+    and a number with a decimal point may differ by 1e-5 of its size. If the ground truth has `fn_name`, that function
+    is called instead, or that method of the class `Solution`, with one argument for each line of the input, in JSON;
+    what it returns must equal the output, also in JSON, where a tuple stands for a list.
+
+    Deliberate differences from verl's scorer of the same rows:
+      - the order of lines and words counts (verl: also right as a set of lines, and as sets of words);
+      - 2 CPU seconds a test, and after two timeouts no further test is run (verl: 5 or 10 seconds by the clock);
+      - a program that forgot to import what it uses from math, collections, typing or their like is helped out, but
+        not with numpy, which the sandbox lacks.
+
+    Args:
+        data_source: not used.
+        solution_str: the model's answer, any string.
+        ground_truth: {"inputs": list, "outputs": list of the same length, "fn_name": text or missing}, or this as JSON
+            text. An input or output of a program is a text or a list of lines.
+        extra_info: not used.
+
+    Returns:
+        score: share of the tests that hold, 0 to 1. acc (all of them hold), loaded (the program compiled) and timeout
+        (the first test that failed did so by running out of time): 1.0 or 0.0 each. None if the sandbox could not judge
+        the program, twice in a row.
+
+    Raises:
+        ValueError: the ground truth has another form. Importing this file raises SandboxUnavailable if the machine
+            lacks a layer of protection.
+    """
+    tests, setup = _tests(ground_truth)
+    code = f"{_RUNNER}\nprogram = compile({extract_code(solution_str)!r}, 'solution.py', 'exec', dont_inherit=True)"
+    verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S)
+    if verdict.status == "sandbox_error":
+        verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S)
+    if verdict.status == "sandbox_error":
+        return None
+    return {
+        "score": verdict.passed / verdict.total,
+        "acc": float(verdict.status == "pass"),
+        "loaded": float(verdict.status != "error"),
+        "timeout": float(verdict.status == "timeout"),
+    }
+
+
+def same_output(found: Any, expected: str) -> bool:
+    """Whether two texts have the same words on the same lines; a word with a decimal point is compared as a number."""
+    if type(found) is not str:
+        return False
+    lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (found, expected))
+    return len(lines) == len(wanted) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, wanted, strict=True)
+    )
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Whether a call returned what JSON spells; some data sets put that into a list of its own."""
+    found = _as_json(found)
+    return found == expected or isinstance(expected, list) and len(expected) == 1 and found == expected[0]
+
+
+_DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(?:\.[0-9]{0,300})?(?:[eE][-+]?[0-9]{1,3})?")
+
+
+def _same_word(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    if "." not in b or not _DECIMAL.fullmatch(a) or not _DECIMAL.fullmatch(b):
+        return False
+    return math.isclose(float(a), float(b), rel_tol=1e-5, abs_tol=1e-8)
+
+
+def _as_json(value: Any) -> Any:
+    """Tuples as lists, and dicts with texts as keys, as JSON would write them."""
+    if type(value) in (list, tuple):
+        return [_as_json(item) for item in value]
+    if type(value) is dict:
+        return {key if type(key) is str else json.dumps(key, default=str): _as_json(v) for key, v in value.items()}
+    return value
+
+
+def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
+    """Asserts that call the runner, and the code before them, which holds inputs and outputs."""
+    try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        inputs, outputs, name = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
+        pairs = list(zip(inputs, outputs, strict=True))[:MAX_TESTS]
+        cases = [_call(*pair) if name else tuple(map(_text, pair)) for pair in pairs]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"ground truth {str(ground_truth)[:200]!r}: needs inputs and outputs, two lists of the same length, and "
+            f"may have fn_name, a text ({type(error).__name__}: {error})"
+        ) from error
+    if not cases:
+        raise ValueError(f"ground truth {str(ground_truth)[:200]!r}: inputs is empty; leave the row out")
+    test = (
+        f"same_value(call({name!r}, CASES[%d][0]), CASES[%d][1])"
+        if name
+        else "same_output(run(CASES[%d][0]), CASES[%d][1])"
+    )
+    setup = f"from rewards.programs import same_output, same_value\nCASES = {cases!r}"
+    return [f"assert {test % (i, i)}" for i in range(len(cases))], setup
+
+
+def _text(lines: str | list[str]) -> str:
+    if not isinstance(lines, str) and not all(isinstance(line, str) for line in lines):
+        raise TypeError(f"{str(lines)[:80]!r} is no text and no list of lines")
+    return lines if isinstance(lines, str) else "\n".join(lines)
+
+
+def _call(arguments: str | list, result: Any) -> tuple[list, Any]:
+    """Arguments and result of a call: what is text holds JSON, one argument a line."""
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
+    return list(arguments), json.loads(result) if isinstance(result, str) else result

@@ -1,0 +1,156 @@
+"""rewards/programs.py: programs that read and print, and functions that are called, in the real sandbox. About 3 s."""
+
+import json
+import textwrap
+
+import pytest
+
+from rewards import sandbox
+
+if not (sandbox._seccomp_available() and sandbox._landlock_abi()):  # rewards.programs refuses to be imported then
+    pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)
+
+from rewards import programs  # noqa: E402
+from rewards.programs import MAX_TESTS, compute_score, same_output, same_value  # noqa: E402
+
+SUMS = {"inputs": ["3\n1 2 3\n", "2\n5 5"], "outputs": ["6\n", "10"]}
+RIGHT = {"score": 1.0, "acc": 1.0, "loaded": 1.0, "timeout": 0.0}
+TOTAL = "print(sum(map(int, input().split())))"
+
+
+def score(program, truth=SUMS):
+    return compute_score("apps", f"```python\n{textwrap.dedent(program)}\n```", truth)
+
+
+# Ways to read numbers and print their sum, as people write them.
+HONEST = {
+    "input": f"n = int(input())\n{TOTAL}",
+    "main": f"def main():\n    input()\n    {TOTAL}\nif __name__ == '__main__':\n    main()",
+    "readline": f"import sys\ninput = sys.stdin.readline\nn = input()\n{TOTAL}\n",
+    "iteration": "import sys\nfor i, line in enumerate(sys.stdin):\n    if i: print(sum(map(int, line.split())))",
+    "bytes": "import sys\n_, *x = sys.stdin.buffer.read().split()\nsys.stdout.buffer.write(b'%d' % sum(map(int, x)))",
+    "open(0)": "print(sum(map(int, open(0).read().split()[1:])))",
+    "descriptors": "import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()[1:]))).encode())",
+    "exit": f"input()\n{TOTAL}\nexit()",
+    "sys.exit": f"import sys\ninput()\n{TOTAL}\nsys.exit(1)",
+    "threads": f"import threading\ndef main():\n    input()\n    {TOTAL}\nthreading.Thread(target=main).start()",
+    "atexit": f"import atexit\nn = input()\natexit.register(lambda: {TOTAL})",
+    "forgotten imports": "f: Callable = max\nsys.stdin.readline()\nprint(reduce(add, map(int, input().split())))",
+    "deep recursion": f"def f(n):\n    return n and 1 + f(n - 1)\nassert f(20000) == 20000\ninput()\n{TOTAL}",
+    "closed output": f"import sys\ninput()\n{TOTAL}\nsys.stdout.close()",
+    "buffered": """
+        import io, os, sys
+        class Reader(io.IOBase):
+            def __init__(self, file):
+                self.fd, self.mode, self.data = file.fileno(), file.mode, io.BytesIO()
+            def readline(self):
+                self.data = io.BytesIO(self.data.read() + os.read(self.fd, max(os.fstat(self.fd).st_size, 8192)))
+                return self.data.readline().decode()
+        class Writer(Reader):
+            def write(self, text): self.data.write(text.encode())
+            def flush(self):
+                os.write(self.fd, self.data.getvalue())
+                self.data = io.BytesIO()
+        sys.stdin, sys.stdout = Reader(sys.stdin), Writer(sys.stdout)
+        sys.stdin.readline()
+        print(sum(map(int, sys.stdin.readline().split())))""",
+}
+
+
+@pytest.mark.parametrize("way", HONEST)
+def test_however_a_program_reads_and_prints(way):
+    assert score(HONEST[way]) == RIGHT
+
+
+def test_wrong_programs():
+    wrong = RIGHT | {"score": 0.0, "acc": 0.0}
+    assert score("print(6)") == wrong | {"score": 0.5}
+    assert score("print(input())") == score("") == score("1 / 0") == score("sum(map(int, numbers))") == wrong
+    assert score("print(6") == wrong | {"loaded": 0.0}
+    assert score("import sys\nfor i in range(200_000): print(i)") == wrong  # 1.3 MB of output
+    assert compute_score("apps", "I cannot do that.", SUMS)["score"] == 0
+
+
+def test_a_program_that_never_ends(monkeypatch):
+    monkeypatch.setattr(programs, "TIMEOUT_S", 0.2)
+    program = "if input() == '2':\n    while True: pass\nprint(6)"
+    assert score(program) == {"score": 0.5, "acc": 0.0, "loaded": 1.0, "timeout": 1.0}
+
+
+def test_runs_do_not_see_each_other():
+    count = "try:\n    seen += 1\nexcept NameError:\n    seen = 1\nprint(seen)"
+    assert score(count, {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}) == RIGHT
+
+
+def test_cheats_earn_nothing():
+    for program in (
+        "import sys\nsys.modules['solution'].run = lambda text: '6'\nprint(1)",  # one of two: it may print 6 as well
+        "import sys\nclass T(str):\n    __eq__ = lambda a, b: True\nsys.modules['solution'].run = lambda text: T('6')",
+        "import sys\nsys.modules['solution'].run = lambda text: type('A', (), {'splitlines': lambda s: []})()",
+        "import os\nos._exit(0)",
+        "print(open('/proc/self/cmdline').read())",
+    ):
+        assert score(program)["acc"] == 0
+
+
+def test_the_first_tests_count():
+    truth = {"inputs": list(map(str, range(30))), "outputs": [str(i if i < MAX_TESTS else -1) for i in range(30)]}
+    assert score("print(input())", json.dumps(truth)) == RIGHT
+    assert score("print(int(input()) // 2 * 2)", truth)["score"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [
+        ("1 2\n3\n", "1 2 \n\n3", True),
+        ("1 2 3", "1 2\n3", False),
+        ("2 1", "1 2", False),
+        ("1\n2", "2\n1", False),
+        ("0.3333", "0.333333", False),
+        ("0.3333333", "0.333333", True),
+        ("1e2", "100.0", True),
+        ("100", "100.00", True),
+        ("100.0", "100", False),
+        ("nan", "nan", True),
+        ("nan", "1.0", False),
+        ("Yes", "YES", False),
+        ("", "", True),
+        ("x", "", False),
+        (None, "", False),
+    ],
+)
+def test_outputs_are_compared_by_line_and_word(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+def test_functions_and_methods():
+    truth = {"fn_name": "shift", "inputs": ["[1, 2]\n3", [[4], 5]], "outputs": ["[4, 5]", [[9]]]}
+    assert score("def shift(a, b): return [x + b for x in a]", truth) == RIGHT
+    assert score("def shift(a, b): return tuple(x + b for x in a)", json.dumps(truth)) == RIGHT
+    method = "def shift(self, a: List[int], b: int) -> List[int]:\n        return [x + b for x in a]"
+    assert score(f"class Solution:\n    {method}", truth) == RIGHT
+    assert score("def shift(a, b): return [4, 5]", truth)["score"] == 0.5
+    assert score("def other(a, b): return [4, 5]", truth) == RIGHT | {"score": 0.0, "acc": 0.0}
+    assert same_value({1: (2, 3)}, {"1": [2, 3]}) and not same_value([4, 5], [4]) and same_value(4, [4])
+
+
+def test_lines_may_be_lists():
+    assert score(HONEST["input"], {"inputs": [["3", "1 2 3"]], "outputs": [["6"]]}) == RIGHT
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "",
+        "no json",
+        None,
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+        {"inputs": [1], "outputs": ["1"]},
+        {"fn_name": "f", "inputs": ["x"], "outputs": ["1"]},
+    ],
+)
+def test_a_bad_ground_truth_is_named(truth):
+    with pytest.raises(ValueError, match="ground truth .*inputs"):
+        score("print(1)", truth)
