@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl import engines, flags
-from rl.data import check_context, encode_prompts, load_tokenizer, read_rows, sampling_of
+from rl.data import check_context, encode_prompts, load_tokenizer, read_prompts, sampling_of
 from rl.flags import AtLeast1, NotNegative, PositiveShare
 from rl.metrics import accuracy, majority_vote, of_scoring, pass_at_k
 from rl.ranks import init_ranks, shutdown_ranks
@@ -67,7 +67,7 @@ def main(args: Args) -> dict[str, float]:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         open(args.output, "a").close()  # what cannot be written shows before anything is sampled
     tokenizer = load_tokenizer(args.model)
-    rows = read_rows(args.val_files)[: args.max_samples]
+    rows = read_prompts(args, args.val_files)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
     check_context(args.model, args.max_prompt_length + args.max_response_length)

@@ -20,10 +20,12 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from rl.console import say
 from rl.types import Sampling
 
 Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
+BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
 Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or ValueError
 
 
@@ -105,12 +107,41 @@ def load_prompts(args: Any) -> tuple[PreTrainedTokenizerBase, list[Row], list[Ro
     """
     tokenizer = load_tokenizer(args.model)
     limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
-    train_rows = encode_prompts(tokenizer, read_rows(args.train_files), **limits)
+    train_rows = encode_prompts(tokenizer, read_prompts(args, args.train_files), **limits)
     evaluates = args.val_before_train or args.test_freq > 0
-    val_rows = encode_prompts(tokenizer, read_rows(args.val_files), **limits) if evaluates else []
+    val_rows = encode_prompts(tokenizer, read_prompts(args, args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     check_trainable(args.model, args.max_prompt_length + args.max_response_length)
     return tokenizer, train_rows, val_rows
+
+
+def read_prompts(args: Any, files: Paths) -> list[Row]:
+    """`read_rows`; if the data source decides the reward, without the rows whose ground truth is empty, which it says.
+
+    verl's file of MATH has two such rows. A function of the user's own may do without a ground truth, and so may a
+    reward model: then all rows stay. Raises ValueError if no row has a ground truth.
+    """
+    rows = read_rows(files)
+    functions = args.custom_reward_function or (() if vars(args).get("reward_model") else (BY_DATA_SOURCE,))
+    empty = [row["row_index"] for row in rows if no_ground_truth(row)]
+    if not empty or not any(function.startswith(BY_DATA_SOURCE) for function in functions):
+        return rows
+    names = files if isinstance(files, (str, os.PathLike)) else ", ".join(map(str, files))
+    if len(empty) == len(rows):
+        raise ValueError(
+            f"{names}: reward_model.ground_truth is empty in every row; fill it in, or give a "
+            "--custom-reward-function that does without"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        numbers = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
+        say(f"{names}: {len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: rows {numbers}")
+    return [row for row in rows if not no_ground_truth(row)]
+
+
+def no_ground_truth(row: Row) -> bool:
+    """Whether the ground truth is an empty text, list or dict, so that no answer can be right."""
+    truth = row["reward_model"]["ground_truth"]
+    return truth in ([], {}) or isinstance(truth, str) and not truth.strip()
 
 
 def sampling_of(args: Any, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Sampling:
@@ -187,7 +218,7 @@ def _read_file(file: Path, check: Check) -> list[Row]:
     rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
     if not rows:
         raise ValueError(f"{file}: has no rows")
-    return [check(row, f"{file}: row {i}") for i, row in enumerate(rows)]
+    return [check(_check_text_only(row, f"{file}: row {i}"), f"{file}: row {i}") for i, row in enumerate(rows)]
 
 
 def _read_parquet(file: Path) -> list[Row]:
@@ -236,6 +267,19 @@ def _read_jsonl(file: Path) -> list[Row]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks: each returns the checked value; `where` is "file: row 3", for the message
+
+
+def _check_text_only(row: Row, where: str) -> Row:
+    """Refuse what only verl would add to the prompt: without it the model would learn to guess."""
+    extra_info = row.get("extra_info")
+    needed = row | (extra_info if isinstance(extra_info, dict) else {})
+    found = [name for name in ("images", "videos", "need_tools_kwargs") if needed.get(name)]
+    if found:
+        raise ValueError(
+            f"{where}: has {', '.join(found)}, but prompts are text only and the policy calls no tools; leave such "
+            "rows out, or remove the column if the prompt does without"
+        )
+    return row
 
 
 def _check_rl_row(row: Row, where: str) -> Row:

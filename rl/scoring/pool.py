@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import reward_model
 from rl.console import say
+from rl.data import BY_DATA_SOURCE, no_ground_truth
 from rl.models import choose_forward
 from rl.ranks import Ranks
 from rl.run import stop
@@ -43,6 +44,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
+# How responses give their answers, for the check of data without reference answers.
+ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
 
 
 class Ticket(NamedTuple):
@@ -186,32 +189,59 @@ class Scorer:
     def check(self, rows: Iterable[dict[str, Any]]) -> str:
         """Score an empty response and the reference answer of the first row of every data source, and say the scores.
 
-        Raises ValueError if either cannot be scored: wrong columns, a missing package, a sandbox that cannot be built.
+        Raises ValueError if either cannot be scored: wrong columns, a missing package, a sandbox that cannot be built;
+        or if a function fails on a row without a ground truth.
         """
         if not self.functions:
             return "rewards: no function"
         first: dict[str, dict[str, Any]] = {}
+        blank: dict[str, dict[str, Any]] = {}  # the first row without a ground truth
         for row in rows:
             first.setdefault(row["data_source"], row)
-        tickets = []
-        for i, row in enumerate(first.values()):
-            answer = row["extra_info"].get("answer")
-            answer = answer if isinstance(answer, str) else str(row["reward_model"]["ground_truth"])
-            ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            pair = [Sample([], r, [1] * len(r), [0.0] * len(r), "stop", i) for r in (ids, [])]
-            tickets.append(self.submit(row, pair))
-        scores = self.collect(tickets)
+            if no_ground_truth(row):
+                blank.setdefault(row["data_source"], row)
+        scores = self._try([(row, [_reference(row), ""]) for row in first.values()])
         for source, score in zip([s for s in first for _ in range(2)], scores, strict=True):
             if score.status in ("error", "timeout"):
                 raise ValueError(
                     f"--custom-reward-function fails on the first row of data source {source!r} with the response "
                     f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
                 )
-        lines = [
-            f"{source}: the reference answer scores {_show(right)}, an empty one {_show(empty)}"
-            for source, right, empty in zip(first, scores[::2], scores[1::2], strict=True)
-        ]
-        return "rewards: " + "; ".join(lines)
+        for (source, row), score in zip(blank.items(), self._try([(r, [""]) for r in blank.values()]), strict=True):
+            if score.status in ("error", "timeout"):
+                raise ValueError(
+                    f"row {row['row_index']} of data source {source!r} has an empty ground_truth, and the reward "
+                    f"function fails on it ({score.status}; the traceback is above); leave such rows out of the file"
+                )
+        pairs = zip(first.items(), scores[::2], scores[1::2], strict=True)
+        return "rewards: " + "; ".join(f"{source}: {self._say(row, *pair)}" for (source, row), *pair in pairs)
+
+    def _say(self, row: dict[str, Any], right: Score, empty: Score) -> str:
+        """What a row's reference and an empty response scored. Where the reference is the bare ground truth and earns
+        nothing, the forms in which responses give their answers are tried.
+        """
+        if no_ground_truth(row):
+            return f"without a ground truth, an empty response scores {_show(empty)}"
+        if isinstance(row["extra_info"].get("answer"), str):
+            what = "the reference answer scores"
+        elif _value(right) > _value(empty):
+            what = "the ground truth scores"
+        else:
+            truth = _reference(row)
+            forms = ANSWER_FORMS if len(truth) < 1000 else ()  # the tests of a program are no answer
+            tried = self._try([(row, [form.replace("...", truth)]) for form in forms])
+            right, form = max(zip([right, *tried], ["", *forms], strict=True), key=lambda pair: _value(pair[0]))
+            found = _value(right) > _value(empty)
+            what = f"the ground truth as {form} scores" if found else "the ground truth, in every form tried, scores"
+        return f"{what} {_show(right)}, an empty one {_show(empty)}"
+
+    def _try(self, texts: Sequence[tuple[dict[str, Any], list[str]]]) -> list[Score]:
+        """The scores of (row, responses to it), one after the other."""
+        tickets = []
+        for i, (row, responses) in enumerate(texts):
+            ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [] for text in responses]
+            tickets.append(self.submit(row, [Sample([], r, [1] * len(r), [0.0] * len(r), "stop", i) for r in ids]))
+        return self.collect(tickets)
 
     def close(self) -> None:
         """End the workers."""
@@ -271,7 +301,7 @@ def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[di
     if learned:
         reward_model.open_reward_model(learned, rows[0], args.reward_model_max_length)
     scorer = Scorer(
-        args.custom_reward_function or (() if learned else ("rewards/by_data_source.py",)),
+        args.custom_reward_function or (() if learned else (BY_DATA_SOURCE,)),
         tokenizer,
         workers=args.reward_workers,
         timeout_s=args.reward_timeout,
@@ -404,6 +434,20 @@ def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
     if len(set(labels)) < len(labels):
         raise ValueError(f"--custom-reward-function {' '.join(specs)}: a function is named twice; add up its weights")
     return [(label, *rest) for label, rest in zip(labels, parsed, strict=True)]
+
+
+def _reference(row: dict[str, Any]) -> str:
+    """extra_info.answer, a whole right response, else the ground truth; of a list or dict the first text in it."""
+    answer, truth = row["extra_info"].get("answer"), row["reward_model"]["ground_truth"]
+    if isinstance(answer, str):
+        return answer
+    while isinstance(truth, (list, dict)) and truth:
+        truth = next(iter(truth.values() if isinstance(truth, dict) else truth))
+    return str(truth)
+
+
+def _value(score: Score) -> float:
+    return -math.inf if score.value is None else score.value
 
 
 def _show(score: Score) -> str:

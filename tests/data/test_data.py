@@ -1,5 +1,6 @@
 import hashlib
 import json
+from types import SimpleNamespace
 
 import launch
 import pyarrow as pa
@@ -14,6 +15,8 @@ from rl.data import (
     encode_sft,
     permutation,
     prompts_for_step,
+    read_preference_rows,
+    read_prompts,
     read_rows,
     read_sft_rows,
     render_prompt,
@@ -242,6 +245,9 @@ def test_jsonl_lines(tmp_path):
         (rl_row(prompt=[{"role": "user", "content": "hi"}, {"role": "", "content": "hi"}]), r"prompt\[1\] is "),
         (rl_row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r"prompt\[0\] is "),
         (rl_row(content=" "), r"prompt is .* it must hold some text"),
+        (rl_row(images=[{"bytes": "x"}]), r"has images, but prompts are text only"),
+        (rl_row(videos=["a.mp4"], images=None), r"has videos, but"),
+        (rl_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": {"search": {}}}), r"has need_tools_kwargs, but"),
         (rl_row(content="\ud800"), r"prompt\[0\] holds a lone surrogate"),
         (rl_row(prompt="\ud800"), r"prompt holds a lone surrogate"),
     ],
@@ -250,6 +256,38 @@ def test_bad_row_is_named(tmp_path, bad, message):
     path = write(tmp_path / "x.jsonl", [rl_row(), bad])
     with pytest.raises(ValueError, match=r"x\.jsonl: row 1: " + message):
         read_rows(path)
+
+
+def test_columns_of_images_and_tools_may_be_empty(tmp_path):
+    rows = [rl_row(images=[], videos=None, extra_info={"need_tools_kwargs": False}), rl_row(images=None)]
+    for name in ("x.jsonl", "x.parquet"):
+        assert len(read_rows(write(tmp_path / name, rows))) == 2
+    for read, bad in ((read_sft_rows, {"response": "b"}), (read_preference_rows, {"chosen": "b", "rejected": "c"})):
+        path = write(tmp_path / "x.jsonl", [{"prompt": "a", "images": ["i.png"], **bad}])
+        with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has images, but prompts are text only"):
+            read(path)
+
+
+def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(tmp_path, capsys):
+    """As verl's file of MATH has two, of problems whose box is empty."""
+    rows = [rl_row(str(i), truth) for i, truth in enumerate(("1", "", "3", " \n", "0"))]
+    path = write(tmp_path / "math.parquet", rows)
+    other = write(tmp_path / "more.jsonl", [rl_row("5", 0), rl_row("6", []), rl_row("7", {"tests": "assert 1"})])
+
+    def kept(files, custom=None, **more):
+        found = read_prompts(SimpleNamespace(custom_reward_function=custom, **more), files)
+        return [row["row_index"] for row in found]
+
+    assert kept((str(path),)) == kept(path, reward_model=None) == [0, 2, 4]
+    said = f"{path}: 2 of 5 rows left out, since their ground_truth is empty: rows 1, 3\n"
+    assert capsys.readouterr().out == 2 * said
+    assert kept((path, other), ("my.py", "rewards/by_data_source.py:compute_score:0.5")) == [0, 2, 4, 5, 7]
+    assert f"{path}, {other}: 3 of 8 rows left out" in capsys.readouterr().out
+    assert kept(path, ("noise.py",)) == kept(path, None, reward_model="folder") == [0, 1, 2, 3, 4]
+    empty = write(tmp_path / "empty.jsonl", rows[1:2])
+    with pytest.raises(ValueError, match=r"empty\.jsonl: reward_model.ground_truth is empty in every row; fill it in"):
+        kept(empty)
+    assert capsys.readouterr().out == ""
 
 
 def test_missing_parquet_column_and_null(tmp_path):

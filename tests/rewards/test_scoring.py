@@ -723,11 +723,24 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
     ]
     assert scorer.check(rows) == (
         "rewards: math: the reference answer scores 0.25, an empty one -0.25; "
-        "open: the reference answer scores nothing, an empty one nothing; "
-        "short: the reference answer scores 0.25, an empty one -0.25; "
+        "open: the ground truth, in every form tried, scores nothing, an empty one nothing; "
+        "short: the ground truth scores 0.25, an empty one -0.25; "
         "swapped: the reference answer scores -0.25, an empty one -0.25"
     )
     assert capfd.readouterr().err == "" and scorer.collect([]) == []
+
+
+def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(pool, write, capfd):
+    """Functions that need none are left alone; rewards/math_reward.py raises."""
+    rows = [row(0, truth="5"), row(1, truth="5"), row(2, truth=""), row(3, truth=" ")]
+    said = "rewards: set: the ground truth, in every form tried, scores 1, an empty one 1"
+    assert pool(write("return 1.0")).check(rows) == said
+    with pytest.raises(ValueError, match="row 2 of data source 'set' has an empty ground_truth, and the reward"):
+        pool("rewards/math_reward.py").check(rows)
+    assert "ground truth ''" in capfd.readouterr().err
+    assert (
+        pool(write("return 1.0")).check(rows[2:]) == "rewards: set: without a ground truth, an empty response scores 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -842,6 +855,28 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
     scorer.close()
     assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
+
+
+def test_check_finds_the_form_of_data_without_reference_answers(every_character, no_processes_left):
+    """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is no right response."""
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=1)
+    programs = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
+    rows = [
+        row(0, source="DigitalLearningGmbH/MATH-lighteval", truth=r"\frac{1}{2}"),
+        row(1, source="math_dapo", truth="34"),
+        row(2, source="openai/gsm8k", truth="72"),
+        row(3, source="searchR1_nq", truth={"target": ["Paris", "City of Paris"]}),
+        row(4, source="apps", truth=programs),
+    ]
+    said = scorer.check(rows)
+    scorer.close()
+    assert said.removeprefix("rewards: ").split("; ", 4) == [
+        r"DigitalLearningGmbH/MATH-lighteval: the ground truth as \boxed{...} scores 1, an empty one 0",
+        r"math_dapo: the ground truth as \boxed{...} scores 1, an empty one -1",
+        "openai/gsm8k: the ground truth as #### ... scores 1, an empty one 0",
+        "searchR1_nq: the ground truth as <answer>...</answer> scores 1, an empty one 0",
+        "apps: the ground truth, in every form tried, scores 0, an empty one 0",
+    ]
 
 
 def test_two_files_of_the_same_name_do_not_mix(tmp_path):
