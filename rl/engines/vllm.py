@@ -5,12 +5,14 @@ neighbouring ranks form one engine: each adds its own requests, all of them samp
 its own. vllm_scheduler.py knows the inside of vLLM; what is here uses what vLLM offers to everybody.
 """
 
+import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModel
 
 from rl.console import say
 from rl.engines import vllm_scheduler
@@ -65,28 +67,29 @@ class Engine:
         from vllm.distributed import parallel_state
 
         before = memory_in_use(ranks)
-        self.llm = vllm.LLM(
-            model,
-            skip_tokenizer_init=True,
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(8192, max_model_len),
-            gpu_memory_utilization=gpu_memory_utilization,
-            worker_cls="auto" if on_cpu else "rl.engines.vllm_worker.Worker",
-            load_format="auto" if load_weights else "dummy",
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top-k and top-p
-            enable_prefix_caching=True,
-            enable_sleep_mode=free_cache_engine and not on_cpu,
-            enforce_eager=on_cpu,
-            compilation_config={} if on_cpu else {"max_cudagraph_capture_size": max_num_seqs},  # vLLM stops at 512
-            generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            seed=seed,
-        )
+        with _transformers_as_it_is(model):
+            self.llm = vllm.LLM(
+                model,
+                skip_tokenizer_init=True,
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=tensor_parallel_size,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max(8192, max_model_len),
+                gpu_memory_utilization=gpu_memory_utilization,
+                worker_cls="auto" if on_cpu else "rl.engines.vllm_worker.Worker",
+                load_format="auto" if load_weights else "dummy",
+                logprobs_mode="processed_logprobs",  # of the distribution sampled from, after temperature and top-p
+                enable_prefix_caching=True,
+                enable_sleep_mode=free_cache_engine and not on_cpu,
+                enforce_eager=on_cpu,
+                compilation_config={} if on_cpu else {"max_cudagraph_capture_size": max_num_seqs},  # vLLM stops at 512
+                generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                seed=seed,
+            )
         self.memory, self.policy_version = memory_in_use(ranks) - before, 0
         self.device, self.rank = ranks.device, ranks.rank
         self.first_rank = ranks.rank - ranks.rank % tensor_parallel_size
@@ -198,6 +201,8 @@ class Engine:
                 loaded = _load_on_cpu(model, stream(), model_config)
             else:
                 loaded = model.load_weights(stream())
+            # Of its own buffers, such as scales of a cache, vLLM says nothing; those that we push have to arrive.
+            expected |= pushed & {name for name, _ in model.named_buffers()}
             return (expected - set(loaded)) | _missing_parts(model, loaded, pushed)
 
         (missing,) = self.llm.apply_model(push)
@@ -224,6 +229,21 @@ class Engine:
         """Shut the engine down once every rank is done with it. vLLM ends the process group with it."""
         final_barrier()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def _transformers_as_it_is(model: str) -> Iterator[None]:
+    """Around the start of vLLM: models of transformers that this process makes stay as they are.
+
+    vLLM runs a model that it has no code for by transformers' own class, and patches that class: each new object, our
+    policy too, would look for a configuration of vLLM and be compiled by it. What vLLM itself has made stays compiled.
+    """
+    with torch.device("meta"):
+        decoder = type(AutoModel.from_config(AutoConfig.from_pretrained(model)).get_decoder())
+    init = decoder.__init__
+    yield
+    if decoder.__init__ is not init:
+        decoder.__init__, decoder.do_not_compile = init, True
 
 
 def _params(sampling: Sampling) -> Any:

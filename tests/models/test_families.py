@@ -3,11 +3,13 @@
 import json
 import re
 
+import helpers_families as families
 import helpers_scripts as h
 import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers_families import FAMILIES, PACKED, PADDED
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,8 +19,6 @@ from transformers import (
     NemotronHConfig,
     Phi3Config,
 )
-from workers import families
-from workers.families import FAMILIES, PACKED, PADDED
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import sft

@@ -1,0 +1,69 @@
+"""Tiny models of many families, and what transformers itself loads for them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rl import models
+from rl.ranks import Ranks
+
+SIZES = dict(
+    vocab_size=80, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+ONE_KIND_OF_HEAD = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
+PACKED, OWN_HEAD, PADDED = models.WAYS
+
+FAMILIES = {  # what is special -> config, its options, and the way that such a model runs
+    "short windows": ("MistralConfig", SIZES | dict(sliding_window=8), PACKED),
+    "windows in some layers": ("Gemma3TextConfig", SIZES | dict(head_dim=8, sliding_window=8), PACKED),
+    "dropout of functions": ("SeedOssConfig", SIZES | dict(head_dim=8, residual_dropout=0.1), PACKED),
+    "constants in its files": ("ApertusConfig", SIZES, PACKED),
+    "other names in its files": ("GPTNeoXConfig", ONE_KIND_OF_HEAD, PACKED),
+    "scaled logits": ("GraniteConfig", SIZES | dict(logits_scaling=8.0), OWN_HEAD),
+    "scaled hidden states": (
+        "MiniCPM3Config",
+        ONE_KIND_OF_HEAD
+        | dict(dim_model_base=8, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
+        OWN_HEAD,
+    ),
+    "a head with a bias": ("PhiConfig", SIZES, OWN_HEAD),
+    "capped scores": ("Gemma2Config", SIZES | dict(head_dim=8, sliding_window=8), PADDED),
+    "convolutions": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention"]), PADDED),
+    "a state": ("MambaConfig", IDS | dict(hidden_size=32, num_hidden_layers=2, state_size=8), PADDED),
+    "distances instead of positions": ("BloomConfig", IDS | dict(hidden_size=32, n_layer=2, n_head=4), PADDED),
+    "attention without options": ("StableLmConfig", SIZES, PADDED),
+}
+
+
+def save(name: str, folder: Path) -> str:
+    """A random model of the family. Weights are livelier than at the start of a training: see `conftest.tiny_model`."""
+    kind, options, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((0.1 if parameter.ndim > 1 else 0.3) * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def load(path: str, ranks: Ranks, **changes: object) -> nn.Module:
+    """As scripts load a policy."""
+    args = dict(model=path, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
+    return models.load_policy(SimpleNamespace(**args | changes), ranks)
+
+
+def plain(path: str) -> nn.Module:
+    """As transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients by name, of what has one."""
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
