@@ -101,18 +101,18 @@ def main(args: Args) -> dict[str, float]:
         metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
 
     if ranks.is_main:
-        files = ", ".join(args.val_files)
-        print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")
-        print(scorer.report)
-        for name, value in metrics.items():
-            print(f"  {name:28} {value:.4f}")
-        if args.output:
+        if args.output:  # before anything is printed: a stdout that takes nothing is an error
             with open(args.output, "w") as f:
                 for s, x in zip(samples, scores, strict=True):
                     truth = rows_by_index[s.row_index]["reward_model"]["ground_truth"]
                     line = {"row_index": s.row_index, "response": x.text, "score": x.value, **x.components}
                     line["ground_truth"] = truth
                     f.write(json.dumps(line, default=str) + "\n")
+        files = ", ".join(args.val_files)
+        print(f"{args.model} on {files}: {len(rows)} prompts x {args.rollout_n}, temperature {args.temperature}")
+        print(scorer.report)
+        for name, value in metrics.items():
+            print(f"  {name:28} {value:.4f}")
     scorer.close()
     engine.close()
     shutdown_ranks()

@@ -19,7 +19,7 @@ import torch
 
 from rl import flags, losses, metrics, models, schedule, sharding
 from rl.batching import collate, plan_updates
-from rl.console import progress
+from rl.console import progress, say
 from rl.data import check_trainable, encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
 from rl.logprobs import fixed_logprobs, token_logprobs
@@ -61,7 +61,7 @@ def encode(tokenizer, rows: list[dict], args: Args) -> list[Sample]:
     if not kept:
         raise ValueError(f"all {len(rows)} rows are longer than --max-length {args.max_length}; raise it")
     if len(kept) < len(samples):
-        print(f"dropped {len(samples) - len(kept)} of {len(rows)} rows longer than --max-length {args.max_length}")
+        say(f"dropped {len(samples) - len(kept)} of {len(rows)} rows longer than --max-length {args.max_length}")
     return kept
 
 

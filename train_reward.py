@@ -19,7 +19,7 @@ import torch
 
 from rl import flags, losses, metrics, models, reward_model, schedule, sharding
 from rl.batching import collate, plan_updates
-from rl.console import progress
+from rl.console import progress, say
 from rl.data import check_trainable, encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
 from rl.run.run import Run
@@ -67,7 +67,7 @@ def encode(tokenizer, rows: list[dict], args: Args) -> list[tuple[Sample, Sample
     if not pairs:
         raise ValueError(f"all {len(rows)} rows are longer than --max-length {args.max_length}; raise it")
     if len(pairs) < len(rows):
-        print(f"dropped {len(rows) - len(pairs)} of {len(rows)} rows longer than --max-length {args.max_length}")
+        say(f"dropped {len(rows) - len(pairs)} of {len(rows)} rows longer than --max-length {args.max_length}")
     return pairs
 
 

@@ -1,7 +1,9 @@
 """What a run prints: messages that cannot fail, progress bars, one line a step, and a sample now and then."""
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Iterable
 from typing import TextIO, TypeVar
 
@@ -35,6 +37,27 @@ def say(text: str, stream: TextIO | None = None) -> None:
             print(text, file=stream, flush=True)
         except UnicodeEncodeError:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
+
+
+def outlive_output() -> None:
+    """From here on, stdout and stderr do not decide how this process ends: a run whose reader has gone (`| head -1`),
+    or whose log is on a full disk, has the exit code of what it did. Else Python ends with 120.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it was closed; without this, the next file that is opened would be taken for it
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+    atexit.register(let_go_of_output)
+
+
+def let_go_of_output() -> None:
+    """Write what is left for stdout and stderr, and throw away what they do not take."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            stream.flush()
 
 
 def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 
 import tyro
 
+from rl.console import outlive_output
 from rl.ranks import die_with_launcher
 
 T = TypeVar("T")
@@ -171,11 +172,14 @@ class RL(LoggingRL, Checkpoints, MemoryRL, Rollouts, Rewards, Data):
 def parse(cls: type[T], description: str | None) -> T:
     """The Args of a script from its command line. Under torchrun, this process dies with it from here on.
 
+    What a script that saves leaves behind is its folder, so a closed or full stdout does not change its exit code.
     --help shows the script's own flags first, then those of this file in groups.
     """
     die_with_launcher()
     if {"-h", "--help"} & set(sys.argv[1:]):
         _show_help(cls, description)
+    if issubclass(cls, Checkpoints):
+        outlive_output()
     return tyro.cli(cls, description=description)
 
 

@@ -109,7 +109,12 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
 
 
 def of_groups(scores: torch.Tensor) -> dict[str, float]:
-    """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing."""
+    """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing.
+
+    Nothing if a group is one response: no group could have a spread, and nothing is compared.
+    """
+    if scores.shape[1] == 1:
+        return {}
     spread = torch.stack(
         [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in scores]
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
+PATIENCE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,11 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def init_ranks(stall_timeout: float | None = None) -> Ranks:
+def init_ranks(*, patient: bool = False) -> Ranks:
     """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
     world of one; under torchrun, this process dies with it from here on.
 
-    Ranks wait for each other a little longer than `stall_timeout` seconds, so that rl/run/watchdog.py comes first and
-    says where they stand; by default as long as torch sees fit.
+    With `patient`, they then wait for each other without end: see `wait_without_end`.
     """
     die_with_launcher()
     if "RANK" not in os.environ:
@@ -134,11 +134,19 @@ def init_ranks(stall_timeout: float | None = None) -> Ranks:
     if use_cuda:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        timeout = None if stall_timeout is None else datetime.timedelta(seconds=1.2 * stall_timeout + 60)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16 if use_cuda else torch.float32
     everyone = dist.group.WORLD
+    if patient:
+        wait_without_end(everyone)
     return Ranks(rank, size, where, dtype, data_rank=rank, data_size=size, group=everyone, data_group=everyone)
+
+
+def wait_without_end(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group wait for each other as long as it takes, for a run that rl/run/watchdog.py ends if it
+    hangs. The limits of torch would end one that goes on after it was suspended, since they count that time.
+    """
+    dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
 
 
 def memory_in_use(ranks: Ranks) -> int:

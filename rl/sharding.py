@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rl.logprobs import add_packed_forward
-from rl.ranks import Ranks
+from rl.ranks import Ranks, wait_without_end
 
 GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
 
@@ -67,6 +67,8 @@ def shard(
     size = fsdp_size or ranks.size
     mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == ranks.size else mesh
+    for group in mesh.get_all_groups():
+        wait_without_end(group)
     units = _outermost(model, model._no_split_modules or ())
     for unit in units:
         if activation_checkpointing == "full":

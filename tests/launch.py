@@ -197,7 +197,11 @@ def _child(env: dict[str, str], log: Path, target: Callable, arguments: tuple) -
     os.environ.update(env)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    target(*arguments)
+    try:
+        target(*arguments)
+    except Exception:  # as the interpreter ends a script; multiprocessing has its own way
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 def _main(script: str, settings: dict, fault: Callable | None) -> None:
@@ -232,6 +236,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def suspend(pids: list[int], seconds: float) -> None:
+    """Stop processes for a while, as a scheduler suspends a job."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(seconds if number == signal.SIGSTOP else 0)
 
 
 def descendants(pid: int) -> list[int]:

@@ -15,7 +15,6 @@ is loaded is tensors and JSON, never code. docs/reliability.md lists what can go
 
 import contextlib
 import copy
-import datetime
 import inspect
 import json
 import math
@@ -41,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import flags, models
 from rl.console import say
-from rl.ranks import Ranks
+from rl.ranks import PATIENCE, Ranks
 from rl.run import checkpoint_files as files
 from rl.run import checkpoint_tensors as tensors
 from rl.run import loop_state, watchdog
@@ -58,7 +57,7 @@ NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must h
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
 MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
-WRITING = datetime.timedelta(days=7)  # that ranks may wait for each other in a save; training goes on meanwhile
+EXPORT_FILE = 5 * 10**9  # bytes of a file in huggingface/, at most
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
 
 
@@ -80,7 +79,7 @@ class Folder:
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
-    record: dict[str, Any] | None = None  # arguments and hashes, on rank 0
+    record: dict[str, Any] | None = None  # arguments and hashes, of rank 0
     tokenizer_files: dict[str, bytes] | None = None  # on rank 0; made once: that holds Python's lock for up to 0.2 s
     lock: IO[str] | None = None  # held open on rank 0
     pending: tuple[int, Future] | None = None  # the save that is being written, and its step
@@ -93,22 +92,30 @@ def open_folder(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int,
     """Take the run folder of a script's arguments and choose the checkpoint to resume from. All ranks must enter.
 
     Raises ValueError, on every rank and before anything is loaded, if the folder cannot be written or belongs to a
-    running process, if `find` refuses, or if the arguments or the data are not those of the checkpoint.
+    running process, if ranks have other data than rank 0, if `find` refuses, or if the arguments or the data are not
+    those of the checkpoint.
     """
     root = pathlib.Path(files.run_dir(args))
     if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
         raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
-    group = dist.new_group(backend="gloo", timeout=WRITING)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
     run = Folder(root, ranks, args.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
         if ranks.is_main:
             run.lock = files.lock(root)
             files.sweep(root)
-            run.record = _describe(args, tokenizer, total_steps)
             run.tokenizer_files = _files_of(tokenizer)
 
     _together(claim)
+    records = _together(lambda: _describe(args, tokenizer, total_steps))  # each rank has read files of its own machine
+    run.record = records[0]
+    for what, flag in (("data_sha256", "--train-files"), ("tokenizer_sha256", "the tokenizer of --model")):
+        if odd := [rank for rank, record in enumerate(records) if record[what] != run.record[what]]:
+            raise ValueError(
+                f"{flag}: rank {odd[0]} has other contents than rank 0 (sha256 {records[odd[0]][what]} and "
+                f"{run.record[what]}); copy the same files to every machine"
+            )
     run.resume_from = find(args.resume_mode, root, ranks)
     if run.resume_from:
         ours = (run.record, _defaults(args), flags.free(type(args)), args.force_resume)
@@ -216,7 +223,7 @@ def _settle(run: Folder) -> None:
         if run.failures == MAX_FAILURES:
             raise RuntimeError(
                 f"{run.failures} checkpoints in a row could not be written to {run.root}; the last reason: {error}"
-            ) from error
+            ) from None
     else:
         run.failures, run.saved = 0, step
 
@@ -230,8 +237,8 @@ def _end(run: Folder, state: str, step: int) -> None:
     run.writer.shutdown()
     if run.failures:
         raise RuntimeError(
-            f"the last checkpoint could not be written to {run.root}; free some space, then run the same command again "
-            "to continue from the newest one"
+            f"the last checkpoint could not be written to {run.root}, for the reason above; mend that, then run the "
+            "same command again to continue from the newest one"
         )
 
 
@@ -250,6 +257,7 @@ def _save(
     sys.setswitchinterval(SAVING_INTERVAL)
     try:
         _together(lambda: _copy(run, own, stream), run.group)  # memory may be too small on one rank
+        _together(lambda: files.check_size_limit(_large_files(run, exports, own.places, state)), run.group)
         _write(run, step, exports, own.places, state)
     except Failed as error:
         if run.ranks.is_main:
@@ -281,6 +289,17 @@ def _copy(run: Folder, own: tensors.Own, stream: torch.cuda.Stream | None) -> No
         own.tensors.clear()  # the main thread may now free what it holds on the device
         own.pieces.clear()
         run.copied.set()
+
+
+def _large_files(run: Folder, exports: Exports, places: dict[str, tensors.Place], state: LoopState) -> dict[str, int]:
+    """Bytes of the largest files that this rank will write, by name."""
+    rank, sizes = f"rank_{run.ranks.rank}.safetensors", {}
+    sizes[f"state/{rank}"] = sum(x.nbytes for x in run.host.tensors.values())
+    sizes[f"loop/{rank}"] = sum(x.nbytes for x in state.arrays.values())
+    for name, (_, keys) in exports.items() if run.ranks.is_main else ():
+        weights = sum(math.prod(places[f"{name}/model/{key}"].shape) for key in keys) * run.ranks.dtype.itemsize
+        sizes[f"a file of the weights of {name}"] = min(weights, EXPORT_FILE)
+    return sizes
 
 
 def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.Place], state: LoopState) -> None:
@@ -349,7 +368,7 @@ def _whole_weights(
     if run.ranks.size == 1:
         torch._foreach_copy_(list(weights.values()), [run.host.tensors[paths[key]] for key in weights])
     else:
-        saved = tensors.read(written, set(paths.values()))
+        saved = tensors.read(written, run.ranks.size, set(paths.values()))
         for key, whole in weights.items():
             tensors.fill(whole, saved[paths[key]])
     return dict(weights)
@@ -360,7 +379,7 @@ def load(path: pathlib.Path, trained: Trained) -> int:
 
     Raises ValueError if it holds anything but the tensors of these modules and optimizers.
     """
-    tensors.load(tensors.read(path / "state"), trained)
+    tensors.load(tensors.read(path / "state", _trainer_state(path)["world_size"]), trained)
     return _step_of(path)
 
 
@@ -369,7 +388,7 @@ def load_states(path: pathlib.Path | None) -> list[dict[str, Any]]:
 
     Arrays are arrays again, tuples are lists, and keys of dicts are strings.
     """
-    return [] if path is None else loop_state.read(path / "loop")
+    return [] if path is None else loop_state.read(path / "loop", _trainer_state(path)["world_size"])
 
 
 def find(resume_mode: str, root: str | pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
@@ -430,7 +449,7 @@ def export_hf(
     config.save_pretrained(path)
     if module.can_generate():
         module.generation_config.to_json_file(path / "generation_config.json")  # save_pretrained refuses many a model's
-    save_torch_state_dict(weights, path, metadata={"format": "pt"})
+    save_torch_state_dict(weights, path, max_shard_size=EXPORT_FILE, metadata={"format": "pt"})
     for name, content in tokenizer_files.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
@@ -490,7 +509,11 @@ def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 
 def _step_of(path: pathlib.Path) -> int:
-    return json.loads((path / "trainer_state.json").read_text())["step"]
+    return _trainer_state(path)["step"]
+
+
+def _trainer_state(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads((path / "trainer_state.json").read_text())
 
 
 def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
@@ -517,7 +540,7 @@ def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], 
 
     Flags that are `free` may have changed, and a flag that the script did not have then may be there at its default.
     """
-    then = json.loads((path / "trainer_state.json").read_text())
+    then = _trainer_state(path)
     new = {flag: defaults[flag] for flag in now["args"].keys() - then["args"].keys() if flag in defaults}
     before = new | then["args"]
     if then["step"] > now["total_steps"]:

@@ -9,9 +9,11 @@ import json
 import os
 import pathlib
 import re
+import resource
 import secrets
 import shutil
 import socket
+import stat
 import time
 from typing import IO, Any
 
@@ -46,7 +48,7 @@ def lock(root: pathlib.Path) -> IO[str]:
     """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        file = open(root / "run.lock", "a+")
+        file = open(root / "run.lock", "a+", opener=_open_no_link)
     except OSError as error:
         raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
     try:
@@ -63,6 +65,15 @@ def lock(root: pathlib.Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """For `open`: raises OSError for a link, whose target is no file of ours, and for a pipe or device."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no ordinary file")
+    return descriptor
 
 
 def list_steps(root: str | pathlib.Path) -> list[int]:
@@ -131,6 +142,17 @@ def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
         if size_and_hash(path / name)["sha256"] != expected["sha256"]:
             return f"{name} is damaged: its sha256 is not that of the manifest"
     return ""
+
+
+def check_size_limit(sizes: dict[str, int]) -> None:
+    """Raise OSError if a file of these sizes, by name, would be larger than this process may make any."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    for name, size in sizes.items() if limit != resource.RLIM_INFINITY else ():
+        if size > limit:
+            raise OSError(
+                f"{name} takes {size / 1e9:.6f} GB, and no file of this process may have more than {limit / 1e9:.6f} "
+                "GB (ulimit -f); raise that limit"
+            )
 
 
 def write_status(root: pathlib.Path, **status: Any) -> None:

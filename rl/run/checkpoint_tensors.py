@@ -107,10 +107,13 @@ def write(folder: pathlib.Path, rank: int, tensors: dict[str, torch.Tensor], pla
         save_file(tensors, folder / f"rank_{rank}.safetensors", metadata={"shards": json.dumps(places)})
 
 
-def read(folder: pathlib.Path, names: set[str] | None = None) -> dict[str, Saved]:
-    """The tensors in a folder's files, all or these. Raises ValueError if a file is damaged or anything is missing."""
+def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dict[str, Saved]:
+    """The tensors in the files that so many ranks have written to a folder, all or these; other files do not count.
+
+    Raises ValueError if a file is damaged or anything is missing.
+    """
     found: dict[str, Saved] = {}
-    for path in sorted(folder.glob("rank_*.safetensors")):
+    for path in filter(pathlib.Path.is_file, (folder / f"rank_{rank}.safetensors" for rank in range(ranks))):
         try:
             with safe_open(path, "pt") as file:
                 for name, (start, shape) in json.loads(file.metadata()["shards"]).items():

@@ -50,21 +50,21 @@ def write(folder: pathlib.Path, rank: int, state: LoopState) -> None:
         save_file(state.arrays, folder / f"rank_{rank}.safetensors")
 
 
-def read(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The states of all ranks, in their order. Raises ValueError if there are none, or if one is damaged."""
+def read(folder: pathlib.Path, ranks: int) -> list[dict[str, Any]]:
+    """The states of so many ranks, in their order. Raises ValueError if one is missing or damaged."""
     states = []
-    while (file := folder / f"rank_{len(states)}.json").is_file():
+    for file in (folder / f"rank_{rank}.json" for rank in range(ranks)):
+        if not file.is_file():
+            raise ValueError(
+                f"{folder.parent} does not hold the state of the loop ({file.name}): an older version has written it; "
+                "continue it with that, or choose another --experiment-name to start anew"
+            )
         try:
             tensors = file.with_suffix(".safetensors")
             arrays = load_file(tensors) if tensors.is_file() else {}
             states.append(json.loads(file.read_text(), object_hook=lambda x, arrays=arrays: _decoded(x, arrays)))
         except (SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is not loaded: {error!r}") from error
-    if not states:
-        raise ValueError(
-            f"{folder.parent} does not hold the state of the loop: an older version has written it; continue it with "
-            "that, or choose another --experiment-name to start anew"
-        )
     return states
 
 

@@ -1,19 +1,21 @@
 """One training run, from its folder to its last save: the object that the scripts hold."""
 
+import difflib
 import gc
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rl.console import progress_line, show_sample
+from rl.console import progress_line, say, show_sample
 from rl.engines.base import Engine
 from rl.flags import parse_alarm
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, loop_state, stop, watchdog
+from rl.run import checkpoint, last_words, loop_state, stop, watchdog
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
@@ -44,13 +46,15 @@ class Run:
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
-        self.ranks = init_ranks(args.stall_timeout)
+        self.ranks = init_ranks(patient=True)
         check_size(args.fsdp_size, self.ranks)
+        last_words.start(self.ranks)
         watchdog.start(args.stall_timeout, self.ranks.rank)
         stop.start(args.max_hours)
         self.folder = checkpoint.open_folder(args, tokenizer, total_steps, self.ranks)
         self.states = checkpoint.load_states(self.folder.resume_from)
         self.start, self.useless_updates = 0, 0
+        self.unheard = [x for x in args.alarms if x not in type(args).alarms]  # whose metrics are not known to exist
 
     @property
     def state(self) -> dict[str, Any]:
@@ -118,6 +122,7 @@ class Run:
         self.tracker.log_generations(step, "val", list(shown))
         parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
         self.tracker.log(step, found, f"step {step} | held out: {', '.join(parts)}")
+        self._raise_alarms(step, found, lambda name: name.startswith("val"))
         return found
 
     def leave_if_asked(self) -> None:
@@ -162,9 +167,30 @@ class Run:
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
         metrics["checkpoint/failed"] = float(self.folder.failures)
         self.tracker.log(step, metrics, progress_line(step, self.total_steps, metrics) if shown else "")
-        for alarm in alarms(metrics, self.args.alarms):
-            self.tracker.print(f"ALARM at step {step}: {alarm}")
+        self._raise_alarms(step, metrics, lambda name: not name.startswith("val"))
         return metrics
+
+    def _raise_alarms(self, step: int, metrics: dict[str, float], belongs: Callable[[str], bool]) -> None:
+        """Print the alarms of these metrics, with every kind of logger; and once, which of --alarms name none of them.
+
+        Args: belongs, whether a metric of this name would be among them: those of evaluations come apart from others.
+        """
+        if not self.ranks.is_main:
+            return
+        stream = sys.stdout if "console" in self.args.logger else sys.stderr
+        for alarm in alarms(metrics, self.args.alarms):
+            say(f"ALARM at step {step}: {alarm}", stream)
+        for condition in set(self.unheard):
+            name = parse_alarm(condition)[0]
+            if belongs(name):
+                self.unheard.remove(condition)
+                if name not in metrics:
+                    near = difflib.get_close_matches(name, metrics, n=1)
+                    say(
+                        f"--alarms {condition}: step {step} has no metric {name!r}, so it raises no alarm"
+                        + (f"; did you mean {near[0]}?" if near else ""),
+                        stream,
+                    )
 
     def show_sample(self, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
         """Print rank 0's first response every --log-samples-freq steps."""
@@ -180,11 +206,12 @@ class Run:
         gc.unfreeze()
         checkpoint.close(self.folder)
         stop.end()
-        watchdog.stop()
         self.tracker.close()
         for other in others:
             other.close()
+        last_words.stop()
         shutdown_ranks()
+        watchdog.stop()
 
 
 def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:

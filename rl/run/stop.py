@@ -14,7 +14,6 @@ before the first `arm`: a start-up loads and compiles for minutes, and has nothi
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from rl.console import let_go_of_output
 from rl.ranks import Ranks
+from rl.run import last_words
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
@@ -86,6 +87,8 @@ def _listen(reading: int) -> None:
             if not _leave:
                 _write(b"asked to stop before the first step: there is nothing to save\n")
                 os._exit(128 + number[0])  # what a shell calls death by this signal
+            if _asked_at is None and last_words.say_who_ended():
+                os._exit(1)  # torchrun has sent it, and nothing can be agreed with a rank that is gone
             if _asked_at is None:
                 _asked_at = time.monotonic()
                 _write(b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
@@ -144,9 +147,9 @@ def check(ranks: Ranks) -> None:
         return
     for call in _leave:
         call()
+    last_words.stop()
     dist.barrier(group=ranks.group)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    let_go_of_output()
     os._exit(0)  # workers and engines end with it; taking them down one by one could hang
 
 

@@ -60,6 +60,9 @@ class Tracker:
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        for file in (self.run_dir / name for name in RECORDS):
+            if file.exists() and not file.is_file():  # a pipe would hold up the run
+                raise OSError(f"{file} is no ordinary file; remove it, or choose another --experiment-name")
         if start == 0:
             _set_aside(self.run_dir)
         evaluates = evaluation_is_due(config, start, total_steps)
@@ -171,8 +174,6 @@ class Tracker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(max(deadline - time.monotonic(), 0))
         self._look_after_workers()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
 
 
 def secrets() -> list[str]:
@@ -241,6 +242,6 @@ def _parsed(line: str) -> dict[str, Any] | None:
     """A line of metrics.jsonl or generations.jsonl; None if it is damaged."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None

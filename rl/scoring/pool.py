@@ -36,6 +36,7 @@ from rl.data import BY_DATA_SOURCE, no_ground_truth
 from rl.models import choose_forward
 from rl.ranks import Ranks
 from rl.run import stop
+from rl.run.awake import Awake
 from rl.scoring.worker import HEADER
 from rl.sharding import offload, shard
 from rl.types import Response, Sample, Score
@@ -362,14 +363,14 @@ class _Worker:
 
     def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
         """Send a message and wait for the reply; a worker that is late or dies is killed, and that is the reply."""
-        deadline = time.monotonic() + seconds
+        waited = Awake(min(seconds / 10, 0.5))  # a suspended job is not late
         outgoing, incoming = memoryview(HEADER.pack(len(message)) + message), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self.results, selectors.EVENT_READ)
             selector.register(self.tasks, selectors.EVENT_WRITE)
             while True:
-                ready = {key.fd for key, _ in selector.select(max(deadline - time.monotonic(), 0))}
-                if not ready:
+                ready = {key.fd for key, _ in selector.select(waited.tick)}
+                if waited.look() > seconds:
                     self.kill()
                     return {"status": "timeout", "problem": f"no score after {seconds:.0f} s; the worker was killed"}
                 if self.tasks in ready:

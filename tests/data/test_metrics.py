@@ -56,6 +56,7 @@ def test_describe_keeps_the_precision_of_many_float32_values():
 def test_groups_without_spread():
     scores = torch.tensor([[1.0, 0.0, NAN, 1.0], [0.5, 0.5, 0.5, NAN], [NAN, NAN, NAN, NAN], [0.0, -2.0, 0.0, 0.0]])
     assert of_groups(scores) == {"reward/zero_std_frac": 2 / 4}  # all scored ones equal; nothing scored
+    assert of_groups(scores[:, :1]) == {}  # a single response is not compared with anything: no reason for an alarm
 
 
 def test_scores_of_a_step_by_hand():

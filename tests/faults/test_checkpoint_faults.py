@@ -7,16 +7,19 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
 import launch
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors import safe_open
@@ -386,6 +389,24 @@ def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch,
     assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
 
 
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+
+def test_a_file_size_limit_below_a_checkpoint_is_named_with_the_file(task, tmp_path):
+    """`ulimit -f` in the shell; as with a full disk, the run goes on to its end without its result."""
+    run = launch.fork("sft", h.sft_settings(task, tmp_path / "run", save_freq=2), tmp_path / "log", fault=limit_files)
+    assert run.ends() == [1]
+    printed = run.log.read_text()
+    found = re.findall(r"CHECKPOINT OF STEP (\d) NOT WRITTEN \((\d) in a row\): rank 0: OSError: (.*)", printed)
+    assert [x[:2] for x in found] == [("2", "1"), ("4", "2")]
+    state = r"state/rank_0.safetensors takes 0\.00\d{4} GB, and no file of this process may have more than 0\.001000 GB"
+    assert all(re.fullmatch(rf"{state} \(ulimit -f\); raise that limit", x[2]) for x in found)
+    assert printed.count("Traceback") == 1 and "RuntimeError: the last checkpoint could not be written" in printed
+    assert [x["step"] for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
+
+
 RANK_1_FULL = f"""
 import sys
 sys.path[:0] = [{str(launch.TESTS)!r}, {str(HERE)!r}]
@@ -471,6 +492,31 @@ def test_a_folder_that_cannot_be_written_is_refused(task, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--default-local-dir: .*/file/run cannot be written"):
         sft.main(sft.Args(**h.sft_settings(task, tmp_path / "file" / "run")))
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_its_target_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("my thesis")
+    for name, make in (("link", lambda p: p.symlink_to(tmp_path / "mine")), ("pipe", os.mkfifo)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "run.lock")
+        with pytest.raises(ValueError, match=f"--default-local-dir: .*/{name} cannot be written"):
+            checkpoint_files.lock(tmp_path / name)
+    assert (tmp_path / "mine").read_text() == "my thesis"
+
+
+def folder_of_own(base):
+    os.chdir(base / os.environ["RANK"])
+
+
+def test_ranks_with_other_training_files_are_refused(task, tmp_path):
+    lines = pq.read_table(task.sft).to_pylist()
+    for rank in (0, 1):  # the second machine has an older file: one row less
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "train.jsonl").write_text("\n".join(map(json.dumps, lines[: len(lines) - rank])))
+    settings = h.sft_settings(task, tmp_path / "run", train_files=("train.jsonl",))
+    run = launch.fork("sft", settings, tmp_path / "log", fault=partial(folder_of_own, tmp_path), ranks=2)
+    assert run.ends() == [1, 1]
+    assert "ValueError: --train-files: rank 1 has other contents than rank 0 (sha256 " in run.log.read_text()
 
 
 def test_only_own_checkpoints_are_deleted_across_restarts(task, tmp_path):

@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math
 import os
+import signal
 import socket
 import time
 from functools import partial
@@ -24,7 +25,7 @@ from rl.data import encode_prompts, prompts_for_step, read_rows
 from rl.engines import hf
 from rl.ranks import init_ranks
 from rl.rollout import sample_groups, verify_engine
-from rl.run import checkpoint
+from rl.run import checkpoint, last_words
 from rl.scoring.pool import Scorer
 from rl.types import Sampling
 
@@ -330,25 +331,38 @@ def test_responses_that_were_all_cut_are_reported(train, script):
 # Ranks and networks
 
 
-def rank_1_raises(lag):
-    """In the second step, while the other one waits in a collective or, `lag` seconds later, is about to."""
+def rank_1_ends(how, lag):
+    """In the second step, while the others wait in a collective or, `lag` seconds later, are about to."""
 
     def act():
         if os.environ["RANK"] == "1":
-            raise RuntimeError("rank 1 cannot submit")
+            if how == "raises":
+                raise RuntimeError("rank 1 cannot submit")
+            os.kill(os.getpid(), signal.SIGKILL) if how == "is killed" else os._exit(7)
         time.sleep(lag)
 
     h.at_call(Scorer, "submit", 4, act)  # one was a try before training, two were of the first step
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_rank_that_raises_ends_the_others_and_its_traceback_is_shown_first(task, tmp_path, lag):
-    settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=3, save_freq=1)
-    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=partial(rank_1_raises, lag), ranks=2)
-    assert run.ends(30) == [1, 1]  # nobody had to end them
-    own, _, other = run.log.read_text().partition("RuntimeError: rank 1 cannot submit\n")
-    assert own.count("Traceback") == 1 and other.count("Traceback") == 1  # in words that depend on where it waits
-    assert checkpoint.list_steps(tmp_path / "run") == [1]
+@pytest.mark.parametrize(
+    ("how", "lag", "ranks"), [("raises", 0, 2), ("raises", 2, 2), ("is killed", 0, 3), ("exits", 0, 2)]
+)
+def test_a_rank_that_ends_is_named_last_with_its_phase(task, tmp_path, how, lag, ranks):
+    settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=3, save_freq=1, train_batch_size=2 * ranks)
+    run = launch.fork("train_grpo", settings, tmp_path / "log", fault=partial(rank_1_ends, how, lag), ranks=ranks)
+    codes = {"raises": 1, "is killed": -signal.SIGKILL, "exits": 7}
+    assert run.ends(30) == [1, codes[how], *[1] * (ranks - 2)]  # nobody had to end them
+    printed = run.log.read_text()
+    if how == "raises":  # and has finished what it was writing
+        assert checkpoint.list_steps(tmp_path / "run") == [1]
+        own, _, other = printed.partition("RuntimeError: rank 1 cannot submit\n")
+        assert own.count("Traceback") == 1 and other.count("Traceback") == 1  # in words that depend on where it waits
+    words = "has ended with RuntimeError: rank 1 cannot submit" if how == "raises" else "was killed or has exited"
+    process = run.processes[1].pid
+    assert printed.count("RANK ") == 1 and printed.splitlines()[-2:] == [
+        f"RANK 1 (process {process}) {words}; the last phase that it had ended was 'update_weights'.",
+        last_words.AFTER,
+    ]
 
 
 def in_double():

@@ -469,7 +469,8 @@ def test_arrays_come_back_as_they_were(tmp_path, dtype):
     state = {"a": kept[0], "deep": [{"a": kept[1]}, [kept[2], {"a": kept[3]}]], "number": kept[4], "word": "__array__"}
     loop_state.write(tmp_path, 0, loop_state.encode(state))
     loop_state.write(tmp_path, 1, loop_state.encode({}))
-    [read, nothing] = loop_state.read(tmp_path)
+    loop_state.write(tmp_path, 2, loop_state.encode({"of": "nobody"}))
+    [read, nothing] = loop_state.read(tmp_path, 2)
     assert nothing == {} and read.keys() == state.keys() and read["word"] == "__array__"
     found = [read["a"], read["deep"][0]["a"], read["deep"][1][0], read["deep"][1][1]["a"], read["number"]]
     for before, after in zip(kept, found, strict=True):
@@ -517,7 +518,7 @@ def test_a_state_that_does_not_fit_together_is_refused_by_file(tmp_path, change)
         (tmp_path / "rank_0.json").unlink()
     words = "an older version has written it" if change == "nothing" else r"rank_0\.json is not loaded: \w+Error\("
     with pytest.raises(ValueError, match=words):
-        loop_state.read(tmp_path)
+        loop_state.read(tmp_path, 1)
 
 
 def test_loading_brings_back_weights_moments_and_step(task, policy_of, tmp_path):
@@ -555,12 +556,14 @@ def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
     for rank in range(3):
         metadata = {"shards": json.dumps(shards[rank])}
         save_file(parts[rank], saved / "state" / f"rank_{rank}.safetensors", metadata=metadata)
-    h.assert_same(h.saved_state(saved), expected)
+    written = json.loads((saved / "trainer_state.json").read_text())
+    (saved / "trainer_state.json").write_text(json.dumps(written | {"world_size": 3}))
+    shutil.copy(saved / "state" / "rank_0.safetensors", saved / "state" / "rank_3.safetensors")  # of nobody
     fresh, fresh_optimizer, _ = policy_of(task.model)
     assert checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)}) == 1
     h.assert_same(state_of({"actor": (fresh, fresh_optimizer)}), expected)
     with pytest.raises(ValueError, match="state: actor/model/else is not there"):
-        checkpoint_tensors.read(saved / "state", {"actor/model/model.norm.weight", "actor/model/else"})
+        checkpoint_tensors.read(saved / "state", 3, {"actor/model/model.norm.weight", "actor/model/else"})
     (saved / "state" / "rank_1.safetensors").unlink()
     with pytest.raises(ValueError, match="is not there as a whole, which has the shape"):
         checkpoint.load(saved, {"actor": (fresh, fresh_optimizer)})

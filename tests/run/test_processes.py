@@ -2,10 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import launch
 import pytest
+import torch
+import torch.distributed as dist
+
+from rl import models
+from rl.ranks import PATIENCE, init_ranks
+from rl.sharding import shard
 
 RANK = """
 import os, sys, time
@@ -42,7 +50,7 @@ def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
 # --- a run that does not move ---
 
 STALL = """
-import os, sys, time
+import ctypes, os, sys, time
 import torch
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import watchdog
@@ -61,10 +69,16 @@ def forget_the_collective():
     time.sleep(600)
 
 
+def hold_the_interpreter():
+    ctypes.PyDLL(None).sleep(600)  # no other thread can run
+
+
 if sys.argv[1] == "no":
     watchdog.stop()
     time.sleep(3)
     shutdown_ranks()
+elif sys.argv[1] == "held":
+    hold_the_interpreter()
 elif ranks.rank == 0:
     ranks.all_reduce_sum(torch.ones(1))
 else:
@@ -86,6 +100,76 @@ def test_a_stalled_run_says_where_it_stands_and_ends(tmp_path):
     assert "all_reduce" in errors or "forget_the_collective" in errors  # the stacks lead to the place
 
 
+def test_a_rank_whose_interpreter_is_held_says_where_it_stands_and_ends(tmp_path):
+    (tmp_path / "stall.py").write_text(STALL)
+    codes, errors = run_ranks(tmp_path / "stall.py", "held")
+    assert codes == [-signal.SIGABRT] * 2
+    assert errors.count("something holds its interpreter for 2 s (--stall-timeout 2)") == 2
+    assert "hold_the_interpreter" in errors
+
+
 def test_a_run_that_moves_or_has_ended_is_left_alone(tmp_path):
     (tmp_path / "stall.py").write_text(STALL)
     assert run_ranks(tmp_path / "stall.py", "no")[0] == [0, 0]
+
+
+# --- a job that is suspended ---
+
+SLEEPER = """
+import sys, time
+from pathlib import Path
+import torch
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.run import watchdog
+
+ranks = init_ranks(patient=True)
+watchdog.start(1.0, ranks.rank)
+Path(sys.argv[1], f"rank{ranks.rank}").touch()
+time.sleep(0.3 * ranks.rank)  # rank 0 is stopped in the collective
+assert ranks.all_reduce_sum(torch.ones(1)) == 2
+time.sleep(0.3)  # the watchdogs look around
+shutdown_ranks()
+watchdog.stop()
+"""
+
+
+def test_the_time_in_which_a_job_is_suspended_is_no_stall(tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    run = launch.fork_file(tmp_path / "sleeper.py", tmp_path, log=tmp_path / "log", nproc=2)
+    launch.until(lambda: (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists())
+    everybody = [pid for process in run.processes for pid in (process.pid, *launch.descendants(process.pid))]
+    launch.suspend(everybody, 2.5)
+    assert run.ends() == [0, 0], run.log.read_text()
+
+
+def test_ranks_of_a_run_wait_for_each_other_without_end(tiny_model):
+    """The limits of torch count the time in which a job is suspended."""
+    ranks = init_ranks(patient=True)
+    mesh = next(shard(models.load_causal_lm(tiny_model, ranks), ranks).parameters()).device_mesh
+    for group in (ranks.group, *mesh.get_all_groups()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
+    dist.destroy_process_group()
+    launch.forget_rank()
+
+
+# --- a stdout that takes nothing ---
+
+SPEAKER = """
+import os, sys
+from rl.console import outlive_output, say
+outlive_output()
+say("a line")
+open(sys.argv[1], "w").write("saved")
+say("another line")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("output", ["> /dev/full", ">&-", "2>&-", "| true"])
+def test_what_becomes_of_stdout_does_not_change_the_exit_code(tmp_path, output, code):
+    (tmp_path / "speaker.py").write_text(SPEAKER)
+    command = f"set -o pipefail; {sys.executable} {tmp_path}/speaker.py {tmp_path}/saved {code} {output}"
+    ended = subprocess.run(["bash", "-c", command], env=launch.environment(), capture_output=True, timeout=60)
+    assert ended.returncode == code and not ended.stderr
+    assert (tmp_path / "saved").read_text() == "saved"

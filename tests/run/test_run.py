@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import sft
 from rl import models
-from rl.run import checkpoint, stop, watchdog
+from rl.run import checkpoint, last_words, stop, watchdog
 from rl.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -54,6 +54,7 @@ def start(task, tmp_path, monkeypatch):
 
     yield make
     stop.end()
+    last_words.stop()
     watchdog.stop()
     for run in runs:
         run.folder.lock.close()
@@ -209,3 +210,25 @@ def test_max_hours_hold_too(start):
     with pytest.raises(Left):
         clock("gen")
     assert checkpoint.list_steps(run.folder.root) == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Alarms
+
+
+def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_once(start, capsys):
+    alarms = ("train/loss>1", "train/los>1", "val/loss>2", "val/accuracy<0")
+    run, _, update = start(alarms=alarms, logger=(), save_freq=0)
+    for step in (0, 1):
+        run.begin(step, state={})
+        update()
+        run.log_step(step + 1, {"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
+        run.log_evaluation(step + 1, {"val/loss": 3.0})
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("ALARM", "--alarms"))]
+    assert lines == [
+        "--alarms train/los>1: step 1 has no metric 'train/los', so it raises no alarm; did you mean train/loss?",
+        "ALARM at step 1: val/loss is 3, beyond the limit of --alarms val/loss>2",
+        "--alarms val/accuracy<0: step 1 has no metric 'val/accuracy', so it raises no alarm",
+        "ALARM at step 2: train/loss is 1.5, beyond the limit of --alarms train/loss>1",
+        "ALARM at step 2: val/loss is 3, beyond the limit of --alarms val/loss>2",
+    ]

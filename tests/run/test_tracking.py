@@ -163,12 +163,19 @@ def test_damaged_lines_do_not_keep_a_run_from_going_on(tmp_path, capsys):
         t.log(step, {"actor/loss": 0.1 * step})
     file = tmp_path / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + b"\xff" + lines[1][1:] + b"null\n" + b"{}\n" + lines[2] + lines[3][:9])
+    deep = b"[" * 100_000 + b"]" * 100_000 + b"\n"  # too deep for Python's parser
+    file.write_bytes(lines[0] + b"\xff" + lines[1][1:] + b"null\n" + b"{}\n" + deep + lines[2] + lines[3][:9])
     damaged = file.read_bytes()
     tracker(tmp_path, start=4)
     assert file.read_bytes() == lines[0] + lines[2]
     assert (tmp_path / "metrics.damaged").read_bytes() == damaged
-    assert "3 line(s) of" in capsys.readouterr().out
+    assert "4 line(s) of" in capsys.readouterr().out
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")  # to open one is to wait for somebody at its other end
+    with pytest.raises(OSError, match="metrics.jsonl is no ordinary file; remove it"):
+        tracker(tmp_path, start=4)
 
 
 def test_a_message_that_nobody_can_read_costs_nothing():
