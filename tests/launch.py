@@ -238,14 +238,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def suspend(pids: list[int], seconds: float) -> None:
-    """Stop processes for a while, as a scheduler suspends a job."""
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            os.kill(pid, number)
-        time.sleep(seconds if number == signal.SIGSTOP else 0)
-
-
 def descendants(pid: int) -> list[int]:
     """Ids of all processes below one, however deep."""
     try:

@@ -26,6 +26,8 @@ WHO, FOLLOWED = "which rank has ended the run", "because another one has"  # in 
 
 AFTER = "What others say of closed connections follows from that. The same command continues the run."
 
+PF_EXITING = 4  # of a process that is on its way out, which takes long if a GPU's memory is to be given back
+
 _own = 0  # this rank
 _peers: dict[int, int] = {}  # rank -> process, of this machine
 _lock = threading.Lock()
@@ -103,7 +105,8 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
 
 def _has_ended(rank: int) -> bool:
     try:
-        return Path(f"/proc/{_peers[rank]}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        state, _, _, _, _, _, flags, *_ = Path(f"/proc/{_peers[rank]}/stat").read_text().rpartition(")")[2].split()
+        return state in "ZX" or bool(int(flags) & PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
 

@@ -36,6 +36,7 @@ def start(limit_s: float, rank: int) -> None:
     guard = subprocess.Popen(
         [sys.executable, "-S", str(GUARD), str(os.getpid()), str(limit_s), str(rank)],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         bufsize=0,
         start_new_session=True,  # Ctrl-C is for the run
     )

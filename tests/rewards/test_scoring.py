@@ -17,7 +17,7 @@ from pathlib import Path
 import helpers_scripts as h
 import launch
 import pytest
-from launch import alive, descendants, fork_file, suspend, until
+from launch import alive, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -550,34 +550,19 @@ def test_every_way_out_is_one_response_without_a_score(pool, write, capfd, body,
     assert word in err and "row 7: " in err and "response: 'bad'" in err
 
 
-SUSPENDED = """
-import sys
-from transformers import AutoTokenizer
-from rl.scoring.pool import Scorer
-from rl.types import Sample
-
-scorer = Scorer((sys.argv[1],), AutoTokenizer.from_pretrained(sys.argv[2]), workers=1, timeout_s=0.3)
-row = {"row_index": 7, "data_source": "", "reward_model": {"ground_truth": ""}, "extra_info": {}}
-scorer.total = 1  # the first task would be scored twice
-(score,) = scorer.collect([scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 7)])])
-assert (score.value, score.status) == (1.0, "ok"), score
-scorer.close()
-"""
-
-
-def test_the_time_in_which_a_job_is_suspended_does_not_count(write, tmp_path, tiny_model):
+def test_the_time_in_which_a_job_is_suspended_does_not_count(pool, write, tokenizer, tmp_path):
     path = write("""
         import pathlib, time
         pathlib.Path(__file__).with_name("begun").touch()
         time.sleep(0.2)
         return 1.0
     """)
-    (tmp_path / "suspended.py").write_text(SUSPENDED)
-    run = fork_file(tmp_path / "suspended.py", path, tiny_model, log=tmp_path / "log")
+    scorer = pool(path, timeout_s=0.3)
+    ticket = scorer.submit(row(7), [sample(tokenizer, 7, "a")])
     until((tmp_path / "begun").exists)
-    pid = run.processes[0].pid
-    suspend([pid, *descendants(pid)], 2.0)  # of 1.2 s that it may take
-    assert run.ends() == [0], run.log.read_text()
+    job = " ".join(map(str, [os.getpid(), *descendants(os.getpid())]))
+    subprocess.run(f"kill -STOP {job}; sleep 2; kill -CONT {job}", shell=True)  # of 1.2 s that it may take
+    assert [(x.value, x.status) for x in scorer.collect([ticket])] == [(1.0, "ok")]
 
 
 def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, tokenizer, tmp_path, capfd):

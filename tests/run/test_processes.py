@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rl import models
 from rl.ranks import PATIENCE, init_ranks
+from rl.run import last_words
 from rl.sharding import shard
 
 RANK = """
@@ -59,7 +60,7 @@ from rl.run.clock import Clock
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is said counts only on stderr
 ranks = init_ranks()
 watchdog.start(2.0, ranks.rank)
-for step in range(3):  # 4.5 s in all: slow is not stalled
+for step in range(3 * (sys.argv[1] != "held")):  # 4.5 s in all: slow is not stalled
     clock = Clock(ranks)
     time.sleep(1.5)
     clock("gen")
@@ -123,10 +124,11 @@ from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import watchdog
 
 ranks = init_ranks(patient=True)
-watchdog.start(1.0, ranks.rank)
+watchdog.start(2.0, ranks.rank)
 Path(sys.argv[1], f"rank{ranks.rank}").touch()
-time.sleep(0.3 * ranks.rank)  # rank 0 is stopped in the collective
+time.sleep(0.6 * ranks.rank)  # rank 0 is stopped in the collective
 assert ranks.all_reduce_sum(torch.ones(1)) == 2
+watchdog.beat()
 time.sleep(0.3)  # the watchdogs look around
 shutdown_ranks()
 watchdog.stop()
@@ -138,7 +140,8 @@ def test_the_time_in_which_a_job_is_suspended_is_no_stall(tmp_path):
     run = launch.fork_file(tmp_path / "sleeper.py", tmp_path, log=tmp_path / "log", nproc=2)
     launch.until(lambda: (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists())
     everybody = [pid for process in run.processes for pid in (process.pid, *launch.descendants(process.pid))]
-    launch.suspend(everybody, 2.5)
+    job = " ".join(map(str, everybody))
+    subprocess.run(f"kill -STOP {job}; sleep 3; kill -CONT {job}", shell=True, check=True)
     assert run.ends() == [0, 0], run.log.read_text()
 
 
@@ -150,6 +153,35 @@ def test_ranks_of_a_run_wait_for_each_other_without_end(tiny_model):
         assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
     dist.destroy_process_group()
     launch.forget_rank()
+
+
+# --- a rank that hangs while another has ended, as NCCL lets it ---
+
+HANGING = """
+import os, time
+from rl.ranks import init_ranks
+from rl.run import last_words, stop
+
+ranks = init_ranks()
+last_words.start(ranks)
+stop.start()
+stop.arm(lambda: None)
+last_words.note("gen")
+if ranks.rank == 1:
+    os._exit(7)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_torchrun_asks_to_stop_says_which_other_has_ended(tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    run = launch.fork_file(tmp_path / "hanging.py", log=tmp_path / "log", nproc=2)
+    run.processes[1].join()
+    run.ask(signal.SIGTERM, 0)
+    assert run.ends() == [1, 7]
+    who = f"RANK 1 (process {run.processes[1].pid}) was killed or has exited"
+    words = [f"{who}; the last phase that it had ended was 'gen'.", last_words.AFTER]
+    assert run.log.read_text().splitlines()[-2:] == words
 
 
 # --- a stdout that takes nothing ---
