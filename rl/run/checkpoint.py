@@ -221,9 +221,10 @@ def _settle(run: Folder) -> None:
     except Failed as error:
         run.failures += 1
         if run.failures == MAX_FAILURES:
+            expected = isinstance(error.__cause__, (OSError, SafetensorError))  # where it was raised tells nothing
             raise RuntimeError(
                 f"{run.failures} checkpoints in a row could not be written to {run.root}; the last reason: {error}"
-            ) from None
+            ) from (None if expected else error)
     else:
         run.failures, run.saved = 0, step
 
@@ -296,7 +297,7 @@ def _large_files(run: Folder, exports: Exports, places: dict[str, tensors.Place]
     rank, sizes = f"rank_{run.ranks.rank}.safetensors", {}
     sizes[f"state/{rank}"] = sum(x.nbytes for x in run.host.tensors.values())
     sizes[f"loop/{rank}"] = sum(x.nbytes for x in state.arrays.values())
-    for name, (_, keys) in exports.items() if run.ranks.is_main else ():
+    for name, (_, keys, _) in exports.items() if run.ranks.is_main else ():
         weights = sum(math.prod(places[f"{name}/model/{key}"].shape) for key in keys) * run.ranks.dtype.itemsize
         sizes[f"a file of the weights of {name}"] = min(weights, EXPORT_FILE)
     return sizes

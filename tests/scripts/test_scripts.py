@@ -595,7 +595,7 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
     assert lenient["accuracy"] == metrics["accuracy"]
 
 
-def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(task, tmp_path):
+def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(task, tmp_path, monkeypatch):
     (tmp_path / "failing.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'score': 1 // (extra_info['index'] != 1), 'length': extra_info['response_length']}\n"
@@ -611,6 +611,11 @@ def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(
     lengths = [line["length"] for line in lines if line["score"] is not None]  # a component is written by its name
     assert metrics["reward/arithmetic/length"] == pytest.approx(statistics.mean(lengths)) and min(lengths) > 0
     assert metrics["response_length/clip_ratio"] <= 1 and metrics["response_length/mean"] <= 40
+    # What is printed is the result: a stdout that is full is an error, after the file is written.
+    with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(sys, "stdout", full)
+        evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(tmp_path / "again.jsonl")))
+    assert h.read_jsonl(tmp_path / "again.jsonl") == lines
 
 
 @pytest.mark.parametrize(
