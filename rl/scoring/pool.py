@@ -31,12 +31,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl import reward_model
+from rl.awake import Awake
 from rl.console import say
 from rl.data import BY_DATA_SOURCE, no_ground_truth
 from rl.models import choose_forward
 from rl.ranks import Ranks
 from rl.run import stop
-from rl.run.awake import Awake
 from rl.scoring.worker import HEADER
 from rl.sharding import offload, shard
 from rl.types import Response, Sample, Score
