@@ -197,8 +197,9 @@ sys.exit(int(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("output", ["> /dev/full", ">&-", "2>&-", "| true"])
+@pytest.mark.parametrize(
+    ("output", "code"), [("> /dev/full", 0), ("> /dev/full", 3), (">&-", 0), ("2>&-", 0), ("| true", 0)]
+)
 def test_what_becomes_of_stdout_does_not_change_the_exit_code(tmp_path, output, code):
     (tmp_path / "speaker.py").write_text(SPEAKER)
     command = f"set -o pipefail; {sys.executable} {tmp_path}/speaker.py {tmp_path}/saved {code} {output}"
