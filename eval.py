@@ -1,23 +1,23 @@
-"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
+r"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine, on any parquet that has a reward.
 
     torchrun eval.py --model runs/glassrl/grpo/global_step_58/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
 
 With --rollout-n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021
 (arXiv 2107.03374, eq. 1), a response counting as right from a score of --correct-at; the majority vote scores the first
-response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171), an answer being the last number.
+response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171): what its last \boxed{} holds, or else
+its last number.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rl import engines, flags
 from rl.data import check_context, encode_prompts, load_tokenizer, read_prompts, sampling_of
-from rl.flags import AtLeast1, NotNegative, PositiveShare
-from rl.metrics import accuracy, majority_vote, of_scoring, pass_at_k
+from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK
+from rl.metrics import accuracy, final_answer, majority_vote, of_scoring, pass_at_k
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.rollout import fold, sample_groups
 from rl.scoring.pool import make_scorer
@@ -41,19 +41,14 @@ class Args(flags.Scoring, flags.Engine):
     rollout_n: AtLeast1 = 1  # responses per prompt
     temperature: NotNegative = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
     top_p: PositiveShare = 1.0  # nucleus sampling
-    top_k: int = -1  # sample among the k likeliest tokens; -1 all
+    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
     k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
     seed: int = 0  # decides the samples
 
     # --- output
     output: str | None = None  # write every response with its score to this jsonl file
-
-
-def last_number(text: str) -> str | None:
-    """The last number in a text, without commas: the answer that a response votes for."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "") if numbers else None
 
 
 def main(args: Args) -> dict[str, float]:
@@ -74,7 +69,7 @@ def main(args: Args) -> dict[str, float]:
     scorer = make_scorer(args, tokenizer, rows)
     ranks = init_ranks()
     engine = engines.make(args, ranks, load_weights=True)
-    sampling = sampling_of(args, tokenizer, top_p=args.top_p, top_k=args.top_k)
+    sampling = sampling_of(args, tokenizer)
     seed = fold(args.seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, seed=seed, on_group=scorer.submit)
     own_scores = scorer.collect(tickets)
@@ -96,7 +91,7 @@ def main(args: Args) -> dict[str, float]:
         powers = [2**i for i in range(args.rollout_n.bit_length()) if 2**i <= args.rollout_n]
         for k in args.k or powers:
             metrics[f"pass@{k}"] = sum(pass_at_k(args.rollout_n, c, k) for c in correct) / len(groups)
-        votes = [majority_vote([last_number(scores[i].text) for i in group]) for group in groups]
+        votes = [majority_vote([final_answer(scores[i].text) for i in group]) for group in groups]
         elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
         metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
 

@@ -98,7 +98,7 @@ def main(args: Args) -> dict[str, float]:
         if val and run.evaluation_is_due(step):
             held_out = collate(val, pad_id=pad_id)
             updates = plan(held_out.lengths.tolist(), mini_batch_size=len(val))
-            logp = fixed_logprobs(policy, held_out, updates, temperature=1.0)  # (B, T), zero in rows of other ranks
+            logp = fixed_logprobs(policy, held_out, updates)  # (B, T), zero in rows of other ranks
             total = ranks.all_reduce_sum(logp.sum().to(ranks.device)).item()
             num_tokens = held_out.response_mask[:, 1:].sum().item()
             val_metrics = run.log_evaluation(step, {"val/loss": -total / num_tokens})

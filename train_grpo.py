@@ -29,7 +29,7 @@ from rl import advantages, engines, flags, losses, metrics, models, schedule, sh
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.rollout import fold, lengths_of, sample_groups, scores_of, share, verify_engine
 from rl.run.run import Run
@@ -86,6 +86,9 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: AtLeast1 = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
+    top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
+    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
 
     # --- algorithm
 
@@ -182,7 +185,7 @@ def main(args: Args) -> dict[str, float]:
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
-        verify_engine(policy, own_samples, temperature=args.temperature, limit=args.max_logprob_gap, ranks=ranks)
+        verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
@@ -208,10 +211,10 @@ def main(args: Args) -> dict[str, float]:
         # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
         # the reference, for the KL terms: they measure how far the policy has moved away from it.
         if not on_policy or args.use_kl_in_reward:
-            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, temperature=args.temperature))
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
-            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, temperature=args.temperature))
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
 
         # === algorithm ================================================================================================
@@ -251,9 +254,7 @@ def main(args: Args) -> dict[str, float]:
                 run.leave_if_asked()
                 micro = select(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
-                logp, entropy = token_logprobs(
-                    policy, micro, temperature=args.temperature, entropy_grad=args.entropy_coeff != 0
-                )
+                logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **clips)
                 if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
@@ -270,8 +271,7 @@ def main(args: Args) -> dict[str, float]:
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
-                means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
-                means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
             if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()

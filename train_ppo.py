@@ -28,7 +28,7 @@ from rl.batching import make_batch
 from rl.critic import check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
 from rl.logprobs import fixed_logprobs, token_logprobs
 from rl.rollout import fold, sample_groups, scores_of, share, verify_engine
 from rl.run.run import Run
@@ -68,6 +68,9 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: AtLeast1 = 1  # responses per prompt (G); the critic is the baseline, so one is enough
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
+    top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
+    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
 
     # --- critic
     critic_model: str | None = None  # a reward model or a language model, by id or folder; default --model, a new head
@@ -119,10 +122,7 @@ def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     flags.check(args)
     if args.share_backbone and (args.critic_model or args.critic_warmup or args.critic_offload):
-        raise ValueError(
-            "--share-backbone has no critic of its own, so it goes with none of --critic-model, --critic-warmup and "
-            "--critic-offload"
-        )
+        raise ValueError("--share-backbone has no critic for --critic-model, --critic-warmup or --critic-offload")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -183,7 +183,7 @@ def main(args: Args) -> dict[str, float]:
         clock("gen")
         engine.sleep()
         run.onload()
-        verify_engine(policy, own_samples, temperature=args.temperature, limit=args.max_logprob_gap, ranks=ranks)
+        verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
@@ -210,10 +210,10 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, values=fixed_values(critic, batch, updates))
         clock("values")
         if not on_policy or args.use_kl_in_reward:
-            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, temperature=args.temperature))
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
-            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, temperature=args.temperature))
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
 
         # === algorithm ================================================================================================
@@ -250,7 +250,7 @@ def main(args: Args) -> dict[str, float]:
         clips = dict(
             clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
         )
-        heads = dict(temperature=args.temperature, entropy_grad=args.entropy_coeff != 0)
+        heads = dict(sampling=sampling, entropy_grad=args.entropy_coeff != 0)
         scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
@@ -295,8 +295,7 @@ def main(args: Args) -> dict[str, float]:
                 loss.backward()
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
-                means.over_tokens(mask, metrics.gaps(logp, old_logp, micro.rollout_logp))
-                means.largest(mask, {"rollout/logprob_gap_max": (micro.rollout_logp - old_logp).abs()})
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
             norms.append({x: sharding.clip_grad_norm(model, args.grad_clip) for x, (model, _) in learners.items()})
             usable = run.is_usable(norms[-1], update.num_tokens, batch)  # raises at the third in a row that is not
             for _, optimizer in learners.values():

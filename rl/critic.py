@@ -18,7 +18,7 @@ from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
 from rl.models import shard_as
 from rl.ranks import Ranks
 from rl.reward_model import check_reward_model, load_reward_model
-from rl.types import Batch
+from rl.types import Batch, Sampling
 
 
 def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -66,10 +66,10 @@ def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def token_logprobs_and_values(
-    policy: nn.Module, batch: Batch, *, temperature: float, entropy_grad: bool = False
+    policy: nn.Module, batch: Batch, *, sampling: Sampling, entropy_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`token_logprobs` and `token_values` of a policy with a value head, from one pass: logp, entropy, values."""
-    return run_on_responses(policy, batch, _response_logprobs_and_values, temperature, entropy_grad)
+    return run_on_responses(policy, batch, _response_logprobs_and_values, sampling, entropy_grad)
 
 
 def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> torch.Tensor:
@@ -84,9 +84,9 @@ def _response_values(model, hidden, targets):
     return (hidden.to(dtype) @ weight[0].to(dtype),)
 
 
-def _response_logprobs_and_values(model, hidden, targets, temperature, entropy_grad):
+def _response_logprobs_and_values(model, hidden, targets, sampling, entropy_grad):
     """hidden (R, H), targets (R,) -> log-probs, entropies and values (R,)."""
     return (
-        *response_logprobs(model, hidden, targets, temperature, entropy_grad),
+        *response_logprobs(model, hidden, targets, sampling, entropy_grad),
         *_response_values(model, hidden, targets),
     )

@@ -144,11 +144,11 @@ def no_ground_truth(row: Row) -> bool:
     return truth in ([], {}) or isinstance(truth, str) and not truth.strip()
 
 
-def sampling_of(args: Any, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Sampling:
+def sampling_of(args: Any, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How a script samples: --rollout-n responses to a prompt at --temperature, up to --max-response-length tokens."""
     stops = stop_token_ids(args.model, tokenizer)
     return Sampling(
-        args.rollout_n, args.temperature, max_tokens=args.max_response_length, stop_token_ids=stops, **changes
+        args.rollout_n, args.temperature, args.top_p, args.top_k, args.min_p, args.max_response_length, stops
     )
 
 

@@ -42,6 +42,7 @@ NotNegative = Annotated[float, Limit("at least 0", lambda x: x >= 0)]
 Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
+TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
 
 
@@ -124,7 +125,7 @@ class Rollouts(Engine):
     """rollout engine"""
 
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
-    # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.1)
+    # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.06)
     max_logprob_gap: Positive | None = None
 
 
@@ -148,7 +149,12 @@ class LoggingRL(Logging):
     """evaluation and logging"""
 
     val_before_train: bool = True  # evaluate the untrained policy first (step 0)
-    log_val_generations: Count = 8  # held-out completions to record at each evaluation
+    val_n: AtLeast1 = 1  # responses to each held-out prompt; more than one need --val-temperature
+    val_temperature: NotNegative = 0.0  # of these responses; 0 is greedy
+    val_top_p: PositiveShare = 1.0  # of these responses, like --top-p
+    val_top_k: TopK = -1  # of these responses, like --top-k
+    val_min_p: Share = 0.0  # of these responses, like --min-p
+    log_val_generations: Count = 8  # held-out prompts whose responses are recorded at each evaluation
     log_samples_freq: Count = 10  # print one prompt and response every this many steps; 0 never
 
 
@@ -239,6 +245,8 @@ def _check_rl(args: Any) -> None:
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
         )
+    if args.val_n > 1 and args.val_temperature == 0:
+        raise ValueError(f"--val-n {args.val_n} repeats one greedy response; add a positive --val-temperature")
     if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):
         raise ValueError(
             f"--ppo-max-token-len-per-gpu {args.ppo_max_token_len_per_gpu} cannot hold one sequence of "

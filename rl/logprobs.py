@@ -27,8 +27,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from rl.attention import Packing, use_attention
 from rl.batching import Update, shared_prefix
-from rl.types import Batch, places, select
+from rl.types import Batch, Sampling, places, select
 
+FULL = Sampling()  # temperature 1, from the whole vocabulary
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
 
 
@@ -49,25 +50,30 @@ class Packed:
 
 
 def token_logprobs(
-    model: nn.Module, batch: Batch, *, temperature: float = 1.0, entropy_grad: bool = False
+    model: nn.Module, batch: Batch, *, sampling: Sampling = FULL, entropy_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log pi(token t | tokens before t) and the entropy of that distribution, for every token with response_mask 1.
 
-        logp[i, t]    = z[y_t] - logsumexp(z),   z = logits at t-1 / temperature
-        entropy[i, t] = logsumexp(z) - sum_v softmax(z)_v z_v
+        logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
+        entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
 
-    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); temperature > 0, the one the rollout
-    used; entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and
-    entropy (b, T), float32 (float64 for a float64 model), zero where response_mask is zero.
+    S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token: the whole vocabulary
+    unless it has top_k, top_p or min_p. So the policy is the truncated distribution that the engine has sampled from,
+    and its ratio to itself is 1. From the whole vocabulary the trainer would find every token less likely than it was.
+
+    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled, of
+    which temperature > 0, top_k, top_p and min_p count; entropy_grad, whether gradients flow through the entropy (for
+    an entropy bonus). Returns: logp (b, T) and entropy (b, T), float32 (float64 for a float64 model), zero where
+    response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask".
     """
-    return run_on_responses(model, batch, response_logprobs, temperature, entropy_grad)
+    return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
 
-def fixed_logprobs(model: nn.Module, batch: Batch, updates: Sequence[Update], *, temperature: float) -> torch.Tensor:
+def fixed_logprobs(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
     """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
-    return over_micro_batches(
-        model, batch, updates, lambda micro: token_logprobs(model, micro, temperature=temperature)[0]
-    )
+    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[0])
 
 
 @torch.no_grad()
@@ -224,32 +230,61 @@ def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def response_logprobs(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_grad: bool
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     if model.packed.own_head:
         source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
+    kept = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None
     logps, entropies = [], []
     chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
     for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-        logp, entropy = head_chunk(source, h, y, temperature, entropy_grad)  # one chunk of logits at a time
+        logp, entropy = head_chunk(source, h, y, sampling.temperature, kept, entropy_grad)  # one chunk at a time
         logps.append(logp)
         entropies.append(entropy)
     return torch.cat(logps), torch.cat(entropies)
 
 
-def _head_chunk(source, hidden, targets, temperature, entropy_grad):
+def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
     """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32. Logits come from `source`,
     the weight (V, H) of a plain head, or else the model.
     """
     is_weight = isinstance(source, torch.Tensor)
     logits = nn.functional.linear(hidden, source) if is_weight else _own_logits(source, hidden)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (C, V)
+    sampled = logits.gather(-1, targets[:, None])[:, 0]
+    if kept is not None:
+        left_out = logits.detach() < truncation(logits.detach(), *kept)[:, None]
+        left_out = left_out.scatter(-1, targets[:, None], False)  # a sampled token is in S, whatever rounding says
+        logits = logits.masked_fill(left_out, -1e30)  # exp of it is 0; with -inf, 0 x inf would be NaN
     log_z = logits.logsumexp(-1)
-    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    logp = sampled - log_z
     if not entropy_grad:
         logits, log_z = logits.detach(), log_z.detach()
     entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
     return logp, entropy
+
+
+def truncation(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
+
+    S = {v: z_v >= limit}, one after the other: tokens at least `min_p` times as likely as the likeliest; of these the
+    `top_k` likeliest; of these the fewest likeliest ones whose share is at least `top_p`. Ties at the limit are in S.
+    The last limit is found by halving an interval until its ends are neighbours in float32.
+    """
+    largest = logits.amax(-1)
+    limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
+    if 0 < top_k < logits.shape[-1]:
+        limit = torch.maximum(limit, logits.topk(top_k, sorted=False).values.amin(-1))
+    if top_p < 1:
+        weight = (logits - largest[:, None]).exp().masked_fill(logits < limit[:, None], 0.0)
+        wanted = top_p * weight.sum(-1)
+        low, high = limit, torch.nextafter(largest, largest + 1)  # enough weight from `low` up, too little from `high`
+        for _ in range(40):
+            middle = (low + high) / 2
+            enough = (weight * (logits >= middle[:, None])).sum(-1) >= wanted
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        limit = low
+    return limit

@@ -4,6 +4,7 @@ Each function turns data of a step into {name: float}; docs/metrics.md says what
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ class Means:
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor | float] = {}
         self.maxima: dict[str, torch.Tensor] = {}
+        self.minima: dict[str, torch.Tensor] = {}
 
     def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Values (b, T), of which those with mask 1 count, each alike."""
@@ -49,6 +51,53 @@ class Means:
             value = (value * mask).max().detach().double()
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
+    def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """The smallest of the values (b, T) with mask 1; infinite if there are none."""
+        for name, value in values.items():
+            value = value.masked_fill(mask == 0, math.inf).min().detach().double()
+            self.minima[name] = torch.minimum(self.minima[name], value) if name in self.minima else value
+
+    def between_policies(
+        self, mask: torch.Tensor, logp: torch.Tensor, old_logp: torch.Tensor, rollout_logp: torch.Tensor
+    ) -> None:
+        """How far apart the policies are that sampled, that began the step and that learn; log-probs (b, T).
+
+        With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
+        and means over all tokens where nothing else is said:
+
+            actor/ppo_kl                        mean of old - logp: KL(old, policy) by k1
+            rollout/logprob_gap_mean, _max      |rollout - old|
+            training/rollout_probs_diff_mean    mean of |exp(rollout) - exp(old)|
+            rollout_corr/kl, k3_kl              means of -log r and of r - log r - 1: KL(engine, trainer) by k1 and k3
+            rollout_corr/rollout_is_mean, _min, _max          r itself, before any cap
+            rollout_corr/chi2_token, chi2_seq   mean of r^2 - 1; mean over i of (prod_t r_t)^2 - 1
+            rollout_corr/rollout_is_eff_sample_size           (mean of r)^2 / mean of r^2: 1 if all are alike
+            rollout_corr/ppl_ratio              mean over i of exp(mean_t of -log r): perplexity, trainer's by engine's
+
+        As verl has them (rollout_corr_helper.py), logarithms cut at +-20 before they are raised. One thing differs: the
+        ratio is that of tokens, without a cap, whatever --rollout-is says.
+        """
+        gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
+        ratio, count = (-gap).clamp(-20, 20).exp(), mask.sum(1)
+        whole = (-2 * gap.sum(1)).clamp(-20, 20).exp() - 1
+        self.over_tokens(
+            mask,
+            {
+                "actor/ppo_kl": old_logp - logp,
+                "rollout/logprob_gap_mean": gap.abs(),
+                "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
+                "rollout_corr/kl": gap,
+                "rollout_corr/k3_kl": ratio + gap - 1,
+                "rollout_corr/rollout_is_mean": ratio,
+                "rollout_corr/chi2_token": ratio.square() - 1,
+            },
+        )
+        perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()
+        of_rows = {"rollout_corr/chi2_seq": whole, "rollout_corr/ppl_ratio": perplexities}
+        self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})
+        self.largest(mask, {"rollout/logprob_gap_max": gap.abs(), "rollout_corr/rollout_is_max": ratio})
+        self.smallest(mask, {"rollout_corr/rollout_is_min": ratio})
+
     def _add(self, name: str, value: torch.Tensor, count: torch.Tensor | None) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
         if count is not None:
@@ -62,25 +111,14 @@ class Means:
             counts = dict(zip(self.counts, sums[len(self.sums) :], strict=True))
             for name, total in zip(self.sums, sums, strict=False):
                 result[name] = total / max(counts[name], 1.0) if name in counts else total / self.num_updates
-        if self.maxima:
-            largest = self.ranks.all_reduce_max(torch.stack([*self.maxima.values()])).tolist()
-            result |= dict(zip(self.maxima, largest, strict=True))
+        if self.maxima or self.minima:
+            ends = torch.stack([*self.maxima.values(), *(-x for x in self.minima.values())])
+            ends = dict(zip([*self.maxima, *self.minima], self.ranks.all_reduce_max(ends).tolist(), strict=True))
+            result |= {name: -x if name in self.minima else x for name, x in ends.items()}
+        if (squares := result.get("rollout_corr/chi2_token")) is not None:
+            mean = result["rollout_corr/rollout_is_mean"]
+            result["rollout_corr/rollout_is_eff_sample_size"] = mean**2 / (1 + squares)
         return result
-
-
-def gaps(logp: torch.Tensor, old_logp: torch.Tensor, rollout_logp: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far apart the policies are that sampled, began the step, and learn: log-probs and results all (b, T).
-
-    actor/ppo_kl: old - logp, which estimates KL(old, policy) (k1). Of the engine against the trainer:
-    rollout/logprob_gap_mean: |rollout - old|;  training/rollout_probs_diff_mean: |exp(rollout) - exp(old)|;
-    rollout_corr/kl: rollout - old (k1 of KL(engine, trainer)).
-    """
-    return {
-        "actor/ppo_kl": old_logp - logp,
-        "rollout/logprob_gap_mean": (rollout_logp - old_logp).abs(),
-        "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
-        "rollout_corr/kl": rollout_logp - old_logp,
-    }
 
 
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
@@ -189,20 +227,41 @@ def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, flo
     }
 
 
-def of_evaluation(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
-    """One response per held-out prompt -> val-core/<source>/reward/mean@1, components, and val/accuracy over all of
-    them.
+def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:
+    """What n responses to one held-out prompt are worth, with their lengths in tokens.
 
-    A response without a score counts as 0. The accuracy is the mean of the component `acc` (verl's name for right or
-    wrong) where a reward has it, with or without a score, and of the score elsewhere.
+        val-core/<source>/reward/mean@n             mean score; a response without one counts as 0
+        val-core/<source>/reward/best@n/mean        their best score, if n > 1
+        val-core/<source>/reward/maj@n/mean         the score of the first that gives the most frequent `final_answer`
+        val-aux/<source>/<component>/mean@n, best@n/mean
+        val/accuracy, val/response_length           means
+
+    The accuracy is the mean of the component `acc` (verl's name for right or wrong) where a reward has it, with or
+    without a score, and of the score elsewhere. verl draws n of the n responses with replacement, 1,000 times, so that
+    its best@n is lower.
     """
+    n, reward = len(scores), [score.value or 0.0 for score in scores]
+    found = {"val/accuracy": sum(map(accuracy, scores)) / n, "val/response_length": sum(lengths) / n}
+    values = {f"val-core/{source}/reward": reward}
+    for name in dict.fromkeys(name for score in scores for name in score.components):
+        values[f"val-aux/{source}/{name}"] = [x.components[name] for x in scores if name in x.components]
+    for name, x in values.items():
+        found[f"{name}/mean@{n}"] = sum(x) / len(x)
+        if n > 1:
+            found[f"{name}/best@{n}/mean"] = max(x)
+    if n > 1:
+        elected = majority_vote([final_answer(score.text) for score in scores])
+        found[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if elected is None else reward[elected]
+    return found
+
+
+def mean_by_name(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each name over the dicts that have it."""
     values: dict[str, list[float]] = {}
-    for r, source in zip(responses, _sources(responses, rows), strict=True):
-        values.setdefault(f"val-core/{source}/reward/mean@1", []).append(r.score.value or 0.0)
-        for name, value in r.score.components.items():
-            values.setdefault(f"val-aux/{source}/{name}/mean@1", []).append(value)
-    means = {name: sum(v) / len(v) for name, v in values.items()}
-    return means | {"val/accuracy": sum(accuracy(r.score) for r in responses) / len(responses)}
+    for part in found:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(x) / len(x) for name, x in values.items()}
 
 
 def accuracy(score: Score) -> float:
@@ -221,6 +280,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     for i in range(num_correct):
         miss *= max(num_samples - k - i, 0) / (num_samples - i)
     return 1.0 - miss
+
+
+def final_answer(text: str) -> str | None:
+    """The answer that a response votes for: what its last \\boxed{} holds, or else its last number, without commas."""
+    before, found, after = text.rpartition("\\boxed{")
+    depth = 1
+    for i, letter in enumerate(after if found else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return after[:i].strip()
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def majority_vote(answers: Sequence[str | None]) -> int | None:

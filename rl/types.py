@@ -14,15 +14,21 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine samples. `temperature=0` is greedy; `top_k=-1` and `top_p=1` switch truncation off."""
+    """How an engine samples. `temperature=0` is greedy; `top_k=-1`, `top_p=1` and `min_p=0` switch truncation off."""
 
     n: int = 1  # responses to each prompt
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0  # tokens less than this times as likely as the likeliest are not sampled
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these ids, beside the model's own
     stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class Request(NamedTuple):

@@ -36,9 +36,11 @@ def sample(
     return Sample(prompt_ids, response_ids, mask, logprobs, finish_reason, row_index)
 
 
-def scored(value: float | None, components: dict | None = None, status: str = "ok", seconds: float = 0.0) -> Score:
-    """A score of a response that says "text"."""
-    return Score("text", value, components or {}, status, seconds)
+def scored(
+    value: float | None, components: dict | None = None, status: str = "ok", seconds: float = 0.0, text: str = "text"
+) -> Score:
+    """A score of a response that says `text`."""
+    return Score(text, value, components or {}, status, seconds)
 
 
 def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:

@@ -11,7 +11,7 @@ from rl.batching import collate
 from rl.engines import vllm, vllm_scheduler
 from rl.logprobs import token_logprobs
 from rl.sharding import full_tensors
-from rl.types import Sample
+from rl.types import Sample, Sampling
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
@@ -53,13 +53,22 @@ def logits_of(model, prompt_ids, response_ids):
 def trainer_gap(policy, samples):
     """Largest difference between the engine's log-probs and the trainer's."""
     batch = collate(samples, pad_id=0)
-    logp, _ = token_logprobs(policy, batch, temperature=TEMPERATURE)
+    logp, _ = token_logprobs(policy, batch, sampling=Sampling(temperature=TEMPERATURE))
     return float((logp - batch.rollout_logp).abs().max())
 
 
-def truncated(logits, *, temperature, top_k, top_p):
-    """token -> probability, by the definition: the k likeliest, then the fewest of those whose share reaches p."""
+def softmax(logits, temperature):
+    """Probabilities, by the definition."""
+    weights = [math.exp(logit / temperature) for logit in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def truncated(logits, *, temperature, top_k, top_p, min_p=0.0):
+    """token -> probability, by the definition: those at least min_p times as likely as the likeliest, then the k
+    likeliest, then the fewest of those whose share reaches p.
+    """
     weight = {token: math.exp(logit / temperature) for token, logit in enumerate(logits)}
+    weight = {token: w for token, w in weight.items() if w >= min_p * max(weight.values())}
     for limit in ("k", "p"):
         ranked = sorted(weight, key=weight.get, reverse=True)
         if limit == "k":
@@ -81,7 +90,7 @@ def logp_of(policy, prompt_ids, response_ids, temperature=TEMPERATURE):
     """The trainer's log-probs of a response, (L,)."""
     size = len(response_ids)
     batch = collate([Sample(prompt_ids, response_ids, [1] * size, [0.0] * size, "stop", 0)], pad_id=0)
-    return token_logprobs(policy, batch, temperature=temperature)[0][0, len(prompt_ids) :]
+    return token_logprobs(policy, batch, sampling=Sampling(temperature=temperature))[0][0, len(prompt_ids) :]
 
 
 @contextmanager

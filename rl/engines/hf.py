@@ -5,6 +5,7 @@ the end of the batch.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -158,11 +159,14 @@ class Engine:
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """log-probs (B, V) of the distribution sampled from: temperature, then top-k, then top-p, renormalised.
+    """log-probs (B, V) of the distribution sampled from: temperature, then min-p, top-k, top-p, renormalised.
 
     Temperature 0 counts as 1.
     """
     logits = logits / (sampling.temperature or 1.0)
+    if sampling.min_p > 0:
+        likeliest = logits.max(-1, keepdim=True).values
+        logits = logits.masked_fill(logits < likeliest + math.log(sampling.min_p), -torch.inf)
     if sampling.top_k > 0:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

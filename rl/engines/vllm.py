@@ -254,6 +254,7 @@ def _params(sampling: Sampling) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,  # the sampled token's only

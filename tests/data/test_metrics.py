@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from helpers_data import response, scored
@@ -13,12 +12,13 @@ from rl.metrics import (
     accuracy,
     count,
     describe,
-    gaps,
+    final_answer,
     majority_vote,
-    of_evaluation,
+    mean_by_name,
     of_groups,
     of_lengths,
     of_norms,
+    of_prompt,
     of_scores,
     of_scoring,
     pass_at_k,
@@ -113,25 +113,40 @@ def test_scoring_metrics_by_hand():
     assert same(of_scoring(scores, ["math", "math", "code", "code", "math", "code", "code", "math"]), expected)
 
 
-def test_evaluation_metrics_by_hand():
+def test_a_held_out_prompt_by_hand():
     scores = [
-        scored(1.5, {"acc": 1.0, "style": 0.5}),
-        scored(-0.5, {"acc": 0.0, "style": 1.0}),
-        scored(None, {"acc": 1.0}, "none"),
-        scored(0.25),
-        scored(None, status="timeout"),
+        scored(1.5, {"acc": 1.0, "style": 0.5}, text="so 7"),
+        scored(-0.5, {"acc": 0.0, "style": 1.0}, text="so 1,008"),
+        scored(None, {"acc": 1.0}, "none", text="1008 it is"),
+        scored(0.25, text="no idea"),
     ]
-    expected = {
-        "val-core/math/reward/mean@1": (1.5 - 0.5 + 0.0) / 3,  # no score counts as 0
-        "val-core/code/reward/mean@1": 0.25 / 2,
-        "val-aux/math/acc/mean@1": 2 / 3,
-        "val-aux/math/style/mean@1": 0.75,
-        "val/accuracy": (1.0 + 0.0 + 1.0 + 0.25 + 0.0) / 5,  # acc where there is one, else the score
+    assert same(
+        of_prompt("math", scores, [3, 4, 5, 8]),
+        {
+            "val-core/math/reward/mean@4": (1.5 - 0.5 + 0.0 + 0.25) / 4,  # no score counts as 0
+            "val-core/math/reward/best@4/mean": 1.5,
+            "val-core/math/reward/maj@4/mean": -0.5,  # of the first that says 1008
+            "val-aux/math/acc/mean@4": 2 / 3,
+            "val-aux/math/acc/best@4/mean": 1.0,
+            "val-aux/math/style/mean@4": 0.75,
+            "val-aux/math/style/best@4/mean": 1.0,
+            "val/accuracy": (1.0 + 0.0 + 1.0 + 0.25) / 4,  # acc where there is one, else the score
+            "val/response_length": 5.0,
+        },
+    )
+    alone = of_prompt("math", scores[2:3], [5])
+    assert alone == {
+        "val-core/math/reward/mean@1": 0.0,
+        "val-aux/math/acc/mean@1": 1.0,
+        "val/accuracy": 1.0,
+        "val/response_length": 5.0,
     }
-    rows = [{"row_index": i, "data_source": source} for i, source in [(3, "math"), (4, "code")]]
-    indices = [3, 3, 3, 4, 4]
-    responses = [response(row_index=i, score=score) for i, score in zip(indices, scores, strict=True)]
-    assert same(of_evaluation(responses, rows), expected)
+    nobody = of_prompt("math", [scored(1.0, text="none"), scored(1.0, text="")], [1, 1])
+    assert nobody["val-core/math/reward/maj@2/mean"] == 0.0  # without an answer nothing is elected
+
+
+def test_means_by_name():
+    assert mean_by_name([{"a": 1.0, "b": 5.0}, {"a": 2.0}, {"a": 6.0, "c": 0.0}]) == {"a": 3.0, "b": 5.0, "c": 0.0}
 
 
 def test_accuracy_prefers_acc_to_the_score():
@@ -199,20 +214,66 @@ def test_majority_vote(answers, winner):
     assert majority_vote(answers) == winner
 
 
-def test_gaps_by_hand():
-    rollout = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
-    old = torch.tensor([[-1.5, -1.0], [-0.5, -9.0]])
-    logp = torch.tensor([[-1.0, -1.25], [-0.5, 0.0]])
-    result = {name: value.tolist() for name, value in gaps(logp, old, rollout).items()}
-    assert result.keys() == {
-        "actor/ppo_kl", "rollout/logprob_gap_mean", "training/rollout_probs_diff_mean", "rollout_corr/kl"
-    }  # fmt: skip
-    assert result["actor/ppo_kl"] == [[-0.5, 0.25], [0.0, -9.0]]
-    assert result["rollout/logprob_gap_mean"] == [[0.5, 1.0], [0.0, 9.0]]
-    assert result["rollout_corr/kl"] == [[0.5, -1.0], [0.0, 9.0]]
-    first, second = math.exp(-1) - math.exp(-1.5), math.exp(-1) - math.exp(-2)
-    expected = np.array([[first, second], [0.0, 1 - math.exp(-9)]])
-    np.testing.assert_allclose(result["training/rollout_probs_diff_mean"], expected, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1+1=2\n#### 17", "17"),
+        ("-3.5 apples", "-3.5"),
+        ("1,234,567 is it.", "1234567"),
+        ("none", None),
+        (r"\boxed{1}, no: \boxed{\frac{1}{2}} of 6", r"\frac{1}{2}"),  # the last box, with the braces inside it
+        (r"\boxed{ A }", "A"),
+        (r"3 and \boxed{4", "4"),  # a box without an end holds nothing
+        ("", None),
+    ],
+)
+def test_final_answer(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_the_distance_of_policies_by_hand(world):
+    """Two sequences with three and one tokens; what the mask leaves out is nonsense. In two parts, as micro-batches."""
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    rollout = torch.tensor([[-1.0, -2.0, -0.25, NAN], [9.0, 0.0, INF, 0.0]])
+    old = torch.tensor([[-1.5, -1.0, -0.25, 7.0], [2.0, -3.0, 1.0, NAN]])
+    logp = torch.tensor([[-1.0, -1.25, 0.0, 7.0], [2.0, -3.0, 1.0, NAN]])
+    means = Means(world)
+    for part in (slice(0, 1), slice(1, 2)):
+        means.between_policies(mask[part], logp[part], old[part], rollout[part])
+    empty = torch.zeros(1, 2)
+    means.between_policies(empty, empty, empty, empty)  # a rank without work left
+    ratios = [math.exp(x) for x in (-0.5, 1.0, 0.0, -3.0)]  # old - rollout
+    squares = sum(r**2 for r in ratios) / 4
+    mean = sum(ratios) / 4
+    probs = [math.exp(-1) - math.exp(-1.5), math.exp(-1) - math.exp(-2), 0.0, 1 - math.exp(-3)]
+    expected = {
+        "actor/ppo_kl": (-0.5 + 0.25 - 0.25 + 0.0) / 4,
+        "rollout/logprob_gap_mean": (0.5 + 1.0 + 0.0 + 3.0) / 4,
+        "rollout/logprob_gap_max": 3.0,
+        "training/rollout_probs_diff_mean": sum(probs) / 4,
+        "rollout_corr/kl": (0.5 - 1.0 + 0.0 + 3.0) / 4,
+        "rollout_corr/k3_kl": sum(r - 1 - math.log(r) for r in ratios) / 4,
+        "rollout_corr/rollout_is_mean": mean,
+        "rollout_corr/rollout_is_min": math.exp(-3),
+        "rollout_corr/rollout_is_max": math.e,
+        "rollout_corr/chi2_token": squares - 1,
+        "rollout_corr/chi2_seq": ((ratios[0] * ratios[1] * ratios[2]) ** 2 + ratios[3] ** 2) / 2 - 1,
+        "rollout_corr/rollout_is_eff_sample_size": mean**2 / squares,
+        "rollout_corr/ppl_ratio": (math.exp((0.5 - 1.0 + 0.0) / 3) + math.exp(3.0)) / 2,
+    }
+    result = means.reduce()
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_the_distance_of_equal_policies_is_none(world):
+    logp = torch.tensor([[-1.0, -2.0, -3.0]])
+    means = Means(world)
+    means.between_policies(torch.ones(1, 3), logp, logp, logp)
+    ones = {"rollout_corr/rollout_is_eff_sample_size", "rollout_corr/ppl_ratio"}
+    ones |= {f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max")}
+    assert means.reduce() == {name: float(name in ones) for name in means.reduce()}
 
 
 def test_means_by_hand(world):
@@ -234,12 +295,15 @@ def test_means_by_hand(world):
     means.largest(
         torch.tensor([[1.0, 1.0]]), {"largest": torch.tensor([[1.0, 2.0]]), "below": torch.tensor([[-3.0, -2]])}
     )
+    means.smallest(torch.tensor([[1.0, 0.0]]), {"smallest": torch.tensor([[3.0, -8.0]])})
+    means.smallest(torch.tensor([[1.0, 1.0]]), {"smallest": torch.tensor([[4.0, 2.0]])})
     assert means.reduce() == {
         "tokens": (2.0 + 4.0 + 8.0 + 6.0) / 4,  # each token alike, however many a micro-batch has
         "sequences": 5.0 / 4,
         "loss": 2.25 / 2,  # of two updates
         "largest": 3.0,
         "below": 0.0,
+        "smallest": 2.0,
     }
     assert not any(x.requires_grad for x in means.sums.values())  # or every micro-batch's graph would stay alive
 

@@ -3,13 +3,25 @@
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from helpers_engines import PROMPTS, TEMPERATURE, change, logits_of, plain, push, trainer_gap, truncated, weights
+from helpers_engines import (
+    PROMPTS,
+    TEMPERATURE,
+    change,
+    logits_of,
+    plain,
+    push,
+    softmax,
+    trainer_gap,
+    truncated,
+    weights,
+)
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
@@ -49,7 +61,7 @@ def tokens(groups):
 def train(policy, samples):
     """One AdamW update with a large step, through the trainer's own log-probs."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    logp, _ = token_logprobs(policy, collate(samples, pad_id=0), temperature=TEMPERATURE)
+    logp, _ = token_logprobs(policy, collate(samples, pad_id=0), sampling=Sampling(temperature=TEMPERATURE))
     signs = torch.tensor([1.0, -1.0]).repeat(len(samples) // 2)[:, None]
     (logp * signs).sum().backward()
     optimizer.step()
@@ -147,7 +159,9 @@ def test_the_engine_keeps_its_weights_while_the_policy_moves_on(engine, policy):
 
 
 def verify(engine, policy, world, *, temperature=TEMPERATURE, limit=1e-4):
-    return verify_engine(policy, samples_from(engine), temperature=temperature, limit=limit, ranks=world, num_probe=10)
+    return verify_engine(
+        policy, samples_from(engine), sampling=Sampling(temperature=temperature), limit=limit, ranks=world, num_probe=10
+    )
 
 
 def test_verify_engine_accepts_the_right_weights(engine, policy, world):
@@ -196,7 +210,7 @@ def test_verify_engine_notices_logprobs_that_are_not_finite(engine, policy, worl
     samples = samples_from(engine)
     samples[0].rollout_logprobs[-1] = math.nan
     with pytest.raises(RuntimeError, match="differ by nan"):
-        verify_engine(policy, samples, temperature=TEMPERATURE, limit=1e-4, ranks=world)
+        verify_engine(policy, samples, sampling=Sampling(temperature=TEMPERATURE), limit=1e-4, ranks=world)
 
 
 # --- sampling ---
@@ -360,17 +374,57 @@ def test_sampling_at_temperature_zero_is_greedy(engine, policy):
         torch.testing.assert_close(torch.from_numpy(s.rollout_logprobs), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.6), (6, 0.8)])
-def test_logprobs_are_those_of_the_truncated_distribution(engine, policy, top_k, top_p):
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"top_k": 6, "top_p": 0.8},
+        {"top_k": 50, "top_p": 0.95},
+        {"top_k": 6, "top_p": 0.8, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_engine_and_trainer_have_the_log_probs_of_the_truncated_distribution(engine, policy, world, way):
     push(engine, policy)
-    model, seen = plain(policy), 0
-    for s in samples_from(engine, n=3, top_k=top_k, top_p=top_p):
+    model, samples, lost = plain(policy), samples_from(engine, n=3, **way), []
+    for s in samples:
         ids, logprobs = s.response_ids.tolist(), s.rollout_logprobs.tolist()
         for row, token, logprob in zip(logits_of(model, s.prompt_ids, ids).tolist(), ids, logprobs, strict=True):
-            allowed = truncated(row, temperature=TEMPERATURE, top_k=top_k, top_p=top_p)
+            allowed = truncated(row, **{"temperature": TEMPERATURE, "top_k": -1, "top_p": 1.0} | way)
             assert logprob == pytest.approx(math.log(allowed[token]), abs=1e-4)
-            seen += 1
-    assert seen > 100
+            lost.append(math.log(allowed[token]) - math.log(softmax(row, TEMPERATURE)[token]))
+    assert len(lost) > 100 and sum(lost) / len(lost) > 0.02
+    same = Sampling(temperature=TEMPERATURE, **way)
+    assert verify_engine(policy, samples, sampling=same, limit=1e-4, ranks=world, num_probe=15) < 1e-5
+    whole = Sampling(temperature=TEMPERATURE)
+    with pytest.raises(RuntimeError, match="likelier to the engine.* .--top-p, --top-k, --min-p"):
+        verify_engine(policy, samples, sampling=whole, limit=1e-4, ranks=world, num_probe=15)
+
+
+def test_verify_engine_names_tokens_that_were_not_sampled(engine, policy, world):
+    """A tool's output that the response mask counts as sampled: its log-probs are 0."""
+    push(engine, policy)
+    samples = samples_from(engine, n=4)
+    for s in samples:
+        s.rollout_logprobs[3:6] = 0.0
+    way = Sampling(temperature=TEMPERATURE)
+    with pytest.raises(RuntimeError, match="the response mask has tokens that it did not sample"):
+        verify_engine(policy, samples, sampling=way, limit=0.06, ranks=world, num_probe=20)
+
+
+def test_verify_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_ways(engine, policy, world):
+    """bfloat16: rounding of 0.02 both ways is normal, and 0.02 in one direction is not."""
+    push(engine, policy)
+    samples, way = samples_from(engine, n=4), Sampling(temperature=TEMPERATURE)
+    options = dict(sampling=way, limit=0.06, ranks=world, num_probe=20)
+    noise = [np.resize([0.02, -0.02], len(s.rollout_logprobs)) for s in samples]
+    noisy = [replace(s, rollout_logprobs=s.rollout_logprobs + x) for s, x in zip(samples, noise, strict=True)]
+    assert verify_engine(policy, noisy, **options) == pytest.approx(0.02, abs=1e-4)
+    shifted = [replace(s, rollout_logprobs=s.rollout_logprobs + abs(x)) for s, x in zip(samples, noise, strict=True)]
+    with pytest.raises(RuntimeError, match="a sixth of it in one direction \\(2.00e-02\\)"):
+        verify_engine(policy, shifted, **options)
 
 
 # --- the sampling loop of the plain engine ---
@@ -389,6 +443,8 @@ def probabilities(values, **sampling):
         ({"temperature": 0.0}, [0.15, 0.5, 0.1, 0.25]),
         ({"top_k": 2}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_k": 1}, [0, 1, 0, 0]),
+        ({"min_p": 0.25}, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
+        ({"min_p": 0.25, "top_p": 0.8}, [0, 2 / 3, 0, 1 / 3]),  # 0.75 / 0.9 of the three
         ({"top_k": 99}, [0.15, 0.5, 0.1, 0.25]),
         ({"top_p": 0.7}, [0, 2 / 3, 0, 1 / 3]),
         ({"top_p": 0.76}, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),

@@ -201,9 +201,9 @@ def test_an_engine_that_swaps_prompts_is_found_out_by_their_log_probs(sample, sw
     policy, samples, ranks = sample(lambda c: [x._replace(key=(other[x.key[0]], x.key[1])) for x in c])
     if swap:
         with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
-            verify_engine(policy, samples, temperature=1.0, limit=1e-4, ranks=ranks)
+            verify_engine(policy, samples, sampling=Sampling(temperature=1.0), limit=1e-4, ranks=ranks)
     else:
-        assert verify_engine(policy, samples, temperature=1.0, limit=1e-4, ranks=ranks) < 1e-5
+        assert verify_engine(policy, samples, sampling=Sampling(temperature=1.0), limit=1e-4, ranks=ranks) < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from workers.objectives import largest_error, make_batch, plain_model
 from rl import critic, logprobs, models, reward_model, sharding
 from rl.engines import hf
 from rl.ranks import init_ranks
-from rl.types import select
+from rl.types import Sampling, select
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,7 +152,7 @@ def test_values_ignore_padding_neighbours_and_the_token_they_precede(judge, batc
 def test_the_head_runs_in_float32_on_bfloat16_states(judge, tiny_model, batch):
     expected = prefix_values(plain_critic(judge), batch)
     shared = shared_policy(tiny_model, torch.bfloat16)
-    *_, joint = critic.token_logprobs_and_values(shared, batch, temperature=TEMPERATURE)
+    *_, joint = critic.token_logprobs_and_values(shared, batch, sampling=Sampling(temperature=TEMPERATURE))
     for values in (critic.token_values(packed_critic(judge, torch.bfloat16), batch), joint):
         assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
         counts = batch.response_mask > 0
@@ -162,9 +162,9 @@ def test_the_head_runs_in_float32_on_bfloat16_states(judge, tiny_model, batch):
 @torch.no_grad()
 def test_one_pass_over_a_shared_backbone_equals_two(judge, tiny_model, batch):
     policy = shared_policy(tiny_model)
-    logp, entropy, values = critic.token_logprobs_and_values(policy, batch, temperature=TEMPERATURE)
+    logp, entropy, values = critic.token_logprobs_and_values(policy, batch, sampling=Sampling(temperature=TEMPERATURE))
     assert torch.equal(values, critic.token_values(policy, batch))
-    expected = logprobs.token_logprobs(policy, batch, temperature=TEMPERATURE)
+    expected = logprobs.token_logprobs(policy, batch, sampling=Sampling(temperature=TEMPERATURE))
     assert torch.equal(logp, expected[0]) and torch.equal(entropy, expected[1]) and logp.min() < -8
     close(values, critic.token_values(packed_critic(judge), batch), 1e-12)  # the same backbone, the same head
 
@@ -245,7 +245,9 @@ def test_empty_rows_give_zeros_and_zero_gradients(judge, tiny_model, batch, kind
         values = critic.token_values(model, micro)
         assert values.shape == micro.input_ids.shape and not values.any()
         if kind == "shared":
-            *others, values = critic.token_logprobs_and_values(model, micro, temperature=1.0, entropy_grad=True)
+            *others, values = critic.token_logprobs_and_values(
+                model, micro, sampling=Sampling(temperature=1.0), entropy_grad=True
+            )
             assert not values.any() and not any(x.any() for x in others)
             values = values + sum(others)
         values.sum().backward()

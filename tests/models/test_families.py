@@ -27,6 +27,7 @@ from rl.data import check_trainable
 from rl.engines import hf
 from rl.logprobs import token_logprobs
 from rl.sharding import shard
+from rl.types import Sampling
 
 CASE = ("all terms", "token-mean")
 TEMPERATURE = 0.7
@@ -61,10 +62,10 @@ def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, 
     assert line.startswith(f"--model: {model.config.model_type} runs padded") if way == PADDED else line == ""
     rows = [plain_logprobs(plain, ids[:n].tolist()) for ids, n in zip(batch.input_ids, batch.lengths, strict=True)]
     expected = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in zip(*rows, strict=True)]
-    results = token_logprobs(model, batch, temperature=TEMPERATURE)
+    results = token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE))
     for x, y in zip(results, expected, strict=True):
         close(x, y * batch.response_mask)
-    for x, y in zip(token_logprobs(model, batch, temperature=TEMPERATURE), results, strict=True):
+    for x, y in zip(token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE)), results, strict=True):
         assert torch.equal(x, y)  # nothing is drawn
     single = {key: x.float() for key, x in vars(batch).items() if x is not None and x.is_floating_point()}
     single = type(batch)(**{key: x for key, x in vars(batch).items()} | single)

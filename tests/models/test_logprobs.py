@@ -6,6 +6,7 @@ import launch
 import pytest
 import torch
 from helpers_data import ranks_without_group, update
+from helpers_engines import truncated
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +34,7 @@ from rl.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.batching import collate
 from rl.logprobs import add_packed_forward, fixed_logprobs, token_logprobs
 from rl.models import load_causal_lm
-from rl.types import Sample, select
+from rl.types import Sample, Sampling, select
 
 SIZES = dict(vocab_size=80, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def close(actual, expected, tolerance):
 def test_token_logprobs_equals_plain_forward(tiny_model, batch, dtype, tolerance):
     plain = plain_model(tiny_model, dtype)
     expected_logp, expected_entropy = one_by_one(plain, batch)
-    logp, entropy = token_logprobs(packed_model(tiny_model, dtype), batch, temperature=TEMPERATURE)
+    logp, entropy = token_logprobs(packed_model(tiny_model, dtype), batch, sampling=Sampling(temperature=TEMPERATURE))
     assert logp.dtype == entropy.dtype == dtype and logp.shape == batch.input_ids.shape
     assert expected_logp.min() < -8 and expected_entropy.max() > 3  # neither flat nor trivial
     close(logp, expected_logp, tolerance)
@@ -111,26 +112,66 @@ def test_token_logprobs_divides_logits_by_the_temperature(packed, plain, batch):
     logits = plain(input_ids=ids[None]).logits[0]
     for temperature in (0.3, 1.0, 2.0):
         expected = (logits / temperature).log_softmax(-1)[7, ids[8]]
-        close(token_logprobs(packed, batch, temperature=temperature)[0][0, 8], expected, 1e-10)
+        close(token_logprobs(packed, batch, sampling=Sampling(temperature=temperature))[0][0, 8], expected, 1e-10)
+
+
+WAYS = [
+    dict(top_k=5),
+    dict(top_p=0.7),
+    dict(min_p=0.2),
+    dict(temperature=0.7, top_p=0.95, top_k=50),
+    dict(temperature=1.3, top_k=7, top_p=0.8, min_p=0.05),
+    dict(top_k=1),
+    dict(top_p=1e-6),
+    dict(top_k=1000, top_p=1 - 1e-12),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_token_logprobs_are_those_of_the_truncated_distribution(packed, plain, batch, way):
+    """Against sets of tokens counted one by one. A token outside of its set counts as one of it."""
+    sampling = Sampling(**way)
+    logp, entropy = token_logprobs(packed, batch, sampling=sampling, entropy_grad=True)
+    (logp.sum() + 0.3 * entropy.sum()).backward()
+    inside = outside = 0
+    expected_logp, expected_entropy = torch.zeros_like(logp), torch.zeros_like(entropy)
+    for i, (ids, n) in enumerate(zip(batch.input_ids, batch.lengths.tolist(), strict=True)):
+        logits = plain(input_ids=ids[None, :n]).logits[0]
+        for t in (batch.response_mask[i] > 0).nonzero()[:, 0].tolist():
+            row, token = logits[t - 1], int(ids[t])
+            options = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            kept = set(truncated(row.tolist(), **options, min_p=sampling.min_p))
+            inside, outside = inside + (token in kept), outside + (token not in kept)
+            kept.add(token)
+            known = (row[sorted(kept)] / sampling.temperature).log_softmax(0)
+            expected_logp[i, t] = known[sorted(kept).index(token)]
+            expected_entropy[i, t] = -(known.exp() * known).sum()
+    assert inside > 30 if way is WAYS[-1] else outside > 10
+    close(logp, expected_logp, 1e-9)
+    close(entropy, expected_entropy, 1e-9)
+    (expected_logp.sum() + 0.3 * expected_entropy.sum()).backward()
+    found, expected = gradients(packed), gradients(plain)
+    for name in expected:
+        close(found[name], expected[name], 1e-8)
 
 
 @torch.no_grad()
 def test_token_logprobs_of_one_row_does_not_depend_on_the_others(packed, batch):
-    together = token_logprobs(packed, batch, temperature=TEMPERATURE)
+    together = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     for i, length in enumerate(batch.lengths.tolist()):
-        alone = token_logprobs(packed, select(batch, [i]), temperature=TEMPERATURE)
+        alone = token_logprobs(packed, select(batch, [i]), sampling=Sampling(temperature=TEMPERATURE))
         for whole, part in zip(together, alone, strict=True):
             close(whole[i, :length], part[0], 1e-12)
 
 
 @torch.no_grad()
 def test_token_logprobs_ignores_what_stands_in_the_padding(packed, batch):
-    clean = token_logprobs(packed, batch, temperature=TEMPERATURE)
+    clean = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     padding = torch.arange(batch.input_ids.shape[1]) >= batch.lengths[:, None]
     assert padding.sum() > 20
     for poison in (EOS, 79):
         ids = batch.input_ids.masked_fill(padding, poison)
-        poisoned = token_logprobs(packed, replace(batch, input_ids=ids), temperature=TEMPERATURE)
+        poisoned = token_logprobs(packed, replace(batch, input_ids=ids), sampling=Sampling(temperature=TEMPERATURE))
         assert torch.equal(poisoned[0], clean[0]) and torch.equal(poisoned[1], clean[1])
 
 
@@ -141,8 +182,8 @@ def test_token_logprobs_scores_the_sampled_eos_whatever_the_pad_id(packed, plain
         Sample([9], [10] * 9, [1] * 9, [0.0] * 9, "length", 1),
     ]
     as_eos, as_other = (collate(samples, pad_id=pad_id) for pad_id in (EOS, 0))
-    logp, _ = token_logprobs(packed, as_eos, temperature=TEMPERATURE)
-    assert torch.equal(logp, token_logprobs(packed, as_other, temperature=TEMPERATURE)[0])
+    logp, _ = token_logprobs(packed, as_eos, sampling=Sampling(temperature=TEMPERATURE))
+    assert torch.equal(logp, token_logprobs(packed, as_other, sampling=Sampling(temperature=TEMPERATURE))[0])
     close(logp[0, 5], plain_logprobs(plain, [5, EOS, 6, 7, 8, EOS])[0][5], 1e-10)
     assert logp[0, 5] != 0 and (logp[0, 6:] == 0).all()
 
@@ -151,7 +192,7 @@ def test_token_logprobs_scores_the_sampled_eos_whatever_the_pad_id(packed, plain
 def test_token_logprobs_does_not_depend_on_the_chunk_of_the_head(monkeypatch, packed, batch, chunk):
     def run():
         packed.zero_grad()
-        logp, entropy = token_logprobs(packed, batch, temperature=TEMPERATURE, entropy_grad=True)
+        logp, entropy = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True)
         (logp + 0.3 * entropy).sum().backward()
         return logp.detach(), entropy.detach(), gradients(packed)
 
@@ -168,7 +209,7 @@ def test_token_logprobs_does_not_keep_logits(monkeypatch, packed, batch):
     monkeypatch.setattr(logprobs, "HEAD_CHUNK", 8)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        token_logprobs(packed, batch, temperature=TEMPERATURE, entropy_grad=True)
+        token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True)
     vocabulary = packed.config.vocab_size
     assert saved and not [shape for shape in saved if shape[-1:] == (vocabulary,)]
 
@@ -182,7 +223,7 @@ def test_token_logprobs_asks_the_head_for_response_tokens_only(monkeypatch, pack
         return chunk(weight, hidden, *rest)
 
     monkeypatch.setattr(packed, "packed", replace(packed.packed, head_chunk=counted))
-    token_logprobs(packed, batch, temperature=TEMPERATURE)
+    token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     assert sum(rows) == int(batch.response_mask.sum())
 
 
@@ -198,7 +239,7 @@ def test_token_logprobs_at_t_comes_from_the_logits_at_t_minus_1(packed, batch, r
         states.append(output.last_hidden_state)
 
     handle = packed.base_model.register_forward_hook(keep)
-    logp, _ = token_logprobs(packed, batch, temperature=TEMPERATURE)
+    logp, _ = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     handle.remove()
     logp[row, position].backward()
     touched = states[0].grad[0].abs().sum(-1).nonzero()[:, 0].tolist()
@@ -213,7 +254,7 @@ def test_token_logprobs_sees_its_own_row_before_t_only(packed, batch):
         embedded.append(output)
 
     handle = packed.get_input_embeddings().register_forward_hook(keep)
-    logp, _ = token_logprobs(packed, batch, temperature=TEMPERATURE)
+    logp, _ = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     handle.remove()
     row, position = 3, 9  # behind the gap of tool output begins at 8: the gap is context too
     logp[row, 15].backward()
@@ -226,7 +267,7 @@ def test_token_logprobs_sees_its_own_row_before_t_only(packed, batch):
 def test_token_logprobs_gives_the_first_token_no_probability(packed, batch):
     """A mask that starts at position 0 must not wrap around to the row before."""
     whole = replace(batch, response_mask=torch.ones_like(batch.response_mask))
-    logp, entropy = token_logprobs(packed, whole, temperature=TEMPERATURE)
+    logp, entropy = token_logprobs(packed, whole, sampling=Sampling(temperature=TEMPERATURE))
     assert (logp[:, 0] == 0).all() and (entropy[:, 0] == 0).all()
     inner = (torch.arange(logp.shape[1]) < batch.lengths[:, None]) & (torch.arange(logp.shape[1]) > 0)
     assert (logp[inner] < 0).all() and (logp[~inner] == 0).all()
@@ -236,9 +277,9 @@ def test_token_logprobs_gives_the_first_token_no_probability(packed, batch):
 
 
 def test_entropy_has_a_gradient_only_if_asked(packed, plain, batch):
-    _, entropy = token_logprobs(packed, batch, temperature=TEMPERATURE)
+    _, entropy = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE))
     assert not entropy.requires_grad
-    logp, with_gradient = token_logprobs(packed, batch, temperature=TEMPERATURE, entropy_grad=True)
+    logp, with_gradient = token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True)
     assert torch.equal(with_gradient.detach(), entropy)
     with_gradient.sum().backward()
     one_by_one(plain, batch)[1].sum().backward()
@@ -249,19 +290,23 @@ def test_logprob_gradient_is_the_same_with_and_without_entropy_gradient(packed, 
     one_by_one(plain, batch)[0].sum().backward()
     for entropy_grad in (False, True):
         packed.zero_grad()
-        token_logprobs(packed, batch, temperature=TEMPERATURE, entropy_grad=entropy_grad)[0].sum().backward()
+        token_logprobs(packed, batch, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=entropy_grad)[
+            0
+        ].sum().backward()
         assert largest_error(gradients(packed), gradients(plain)) < 1e-9
 
 
 def test_empty_rows_give_zeros_and_zero_gradients(packed, batch):
-    logp, entropy = token_logprobs(packed, select(batch, []), temperature=TEMPERATURE, entropy_grad=True)
+    logp, entropy = token_logprobs(
+        packed, select(batch, []), sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True
+    )
     assert logp.shape == entropy.shape == (1, 2) and not logp.any() and not entropy.any()
     (logp.sum() + entropy.sum()).backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in packed.parameters())
 
 
 def test_rows_without_a_token_that_counts_give_zero_gradients(packed, batch):
-    logp, _ = token_logprobs(packed, select(batch, [4]), temperature=TEMPERATURE)
+    logp, _ = token_logprobs(packed, select(batch, [4]), sampling=Sampling(temperature=TEMPERATURE))
     assert not logp.any()
     logp.sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in packed.parameters())
@@ -269,7 +314,7 @@ def test_rows_without_a_token_that_counts_give_zero_gradients(packed, batch):
 
 def test_fixed_logprobs_fills_its_own_rows(packed, plain, batch):
     expected, _ = one_by_one(plain, batch)
-    logp = fixed_logprobs(packed, batch, [update([7, 0], []), update([3])], temperature=TEMPERATURE)
+    logp = fixed_logprobs(packed, batch, [update([7, 0], []), update([3])], sampling=Sampling(temperature=TEMPERATURE))
     assert logp.shape == batch.input_ids.shape and not logp.requires_grad
     close(logp[[0, 3, 7]], expected[[0, 3, 7]].detach().to(logp.dtype), 1e-6)
     assert not logp[[1, 2, 4, 5, 6]].any()
@@ -322,7 +367,7 @@ def test_two_models_from_one_config_keep_their_own_attention(tiny_model, plain, 
     second = packed_model(tiny_model)
     close(one_by_one(other, batch)[0], expected, 1e-10)
     for model in (add_packed_forward(first), second, first):
-        close(token_logprobs(model, batch, temperature=TEMPERATURE)[0], expected, 1e-10)
+        close(token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE))[0], expected, 1e-10)
     close(padded(other, batch), expected, 1e-10)
 
 
@@ -336,7 +381,7 @@ def test_token_logprobs_keeps_to_the_sliding_window_of_the_model(window, batch):
     expected = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     expected.load_state_dict(model.state_dict())
     for rows in (batch, group_batch()):
-        logp, _ = token_logprobs(add_packed_forward(model), rows, temperature=TEMPERATURE)
+        logp, _ = token_logprobs(add_packed_forward(model), rows, sampling=Sampling(temperature=TEMPERATURE))
         close(logp, one_by_one(expected, rows)[0], 1e-5)
 
 
@@ -349,7 +394,7 @@ def test_token_logprobs_uses_the_attention_scale_of_the_model(batch):
     for parameter in expected.parameters():
         parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
     packed.load_state_dict(expected.state_dict())
-    logp, _ = token_logprobs(add_packed_forward(packed), batch, temperature=TEMPERATURE)
+    logp, _ = token_logprobs(add_packed_forward(packed), batch, sampling=Sampling(temperature=TEMPERATURE))
     close(logp, one_by_one(expected, batch)[0], 1e-10)
 
 

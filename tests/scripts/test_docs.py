@@ -187,6 +187,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     (folder / "parts.py").write_text(REWARD)
     both_kl = dict(use_kl_loss=True, use_kl_in_reward=True)
     common = dict(total_training_steps=1, val_before_train=True, custom_reward_function=(str(folder / "parts.py"),))
+    common |= dict(val_n=2, val_temperature=1.0)
     changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from rl.logprobs import token_logprobs
 from rl.models import load_causal_lm
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sharding import shard
-from rl.types import Batch, Sample
+from rl.types import Batch, Sample, Sampling
 
 LENGTHS = ([5, 9], [20, 3, 7], [2, 2, 2, 2, 2], [31, 17])
 
@@ -32,7 +32,7 @@ def run(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """(log-probs and entropies, gradients, graphs compiled so far after each batch)."""
     values, graphs = [], []
     for seed, lengths in enumerate(LENGTHS):
-        logp, entropy = token_logprobs(model, make_batch(lengths, seed), temperature=0.7)
+        logp, entropy = token_logprobs(model, make_batch(lengths, seed), sampling=Sampling(temperature=0.7))
         logp.square().sum().backward()
         values += [logp.detach().flatten(), entropy.detach().flatten()]
         graphs.append(counters["stats"]["unique_graphs"])

@@ -19,7 +19,7 @@ from rl.models import load_causal_lm
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.rollout import verify_engine
 from rl.sharding import clip_grad_norm, full_tensors, shard
-from rl.types import Batch, Sample
+from rl.types import Batch, Sample, Sampling
 
 ALL, SOME, ONE = range(8), range(3), range(1)  # rows: three or one leave a rank of two without work
 CASE = ("ppo_clip", "token-mean")
@@ -86,7 +86,7 @@ def check_mixed_precision(path: str, batch: Batch, updates: list[Update], ranks:
     model = load(path, ranks, torch.float32)
     packed_backward(model, batch, ALL, CASE, max_tokens=1000, rank=ranks.rank, world_size=ranks.size)
     results = {"gradients_bfloat16": take_gradients(model)}
-    fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
+    fixed_logprobs(model, batch, updates, sampling=Sampling(temperature=TEMPERATURE))
     return results | {"master_after_forward": parameters(model)}
 
 
@@ -98,14 +98,14 @@ def check_forward_between_backward_and_step(path: str, batch: Batch, updates: li
 
         def look(here: str, model=model, place=place) -> None:
             if here == place:
-                fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
+                fixed_logprobs(model, batch, updates, sampling=Sampling(temperature=TEMPERATURE))
 
         look("before the optimizer is made")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         packed_backward(model, batch, ALL, CASE, max_tokens=40, rank=ranks.rank, world_size=ranks.size)
         look("before the step")
         optimizer.step()
-        logp = fixed_logprobs(model, batch, updates, temperature=TEMPERATURE)
+        logp = fixed_logprobs(model, batch, updates, sampling=Sampling(temperature=TEMPERATURE))
         results[place] = ranks.all_reduce_sum(logp)
     return {"after_step": results}
 
@@ -144,7 +144,9 @@ def main(path: str, batch_file: str, out: str) -> None:
     plan = plan_micro_batches(batch.lengths.tolist(), ALL, world_size=ranks.size, max_tokens=40)[ranks.rank]
     updates = [update(*plan)]
     zeros = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
-    logp = fixed_logprobs(model, replace(batch, rollout_logp=zeros), updates, temperature=TEMPERATURE)
+    logp = fixed_logprobs(
+        model, replace(batch, rollout_logp=zeros), updates, sampling=Sampling(temperature=TEMPERATURE)
+    )
     results["fixed_rows"] = [row for micro in plan for row in micro]
     results["fixed_logp"] = logp
     results |= check_verify_engine(model, batch, ranks.all_reduce_sum(logp), ranks)
@@ -157,7 +159,7 @@ def main(path: str, batch_file: str, out: str) -> None:
         optimizer.zero_grad(set_to_none=True)
     results["trained"] = parameters(model)
     results["trained_logp"] = fixed_logprobs(
-        model, replace(batch, rollout_logp=zeros), updates, temperature=TEMPERATURE
+        model, replace(batch, rollout_logp=zeros), updates, sampling=Sampling(temperature=TEMPERATURE)
     )
 
     for what in ("full", "selective"):

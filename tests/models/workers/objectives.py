@@ -14,7 +14,7 @@ import train_grpo
 from rl import losses, sharding
 from rl.batching import collate, plan_micro_batches
 from rl.logprobs import token_logprobs
-from rl.types import Batch, Sample, select
+from rl.types import Batch, Sample, Sampling, select
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
@@ -93,7 +93,9 @@ def packed_backward(
     plans = plan_micro_batches(batch.lengths.tolist(), rows, world_size=world_size, max_tokens=max_tokens)
     for micro_rows in plans[rank]:
         micro = select(batch, micro_rows, "cpu")
-        logp, entropy = token_logprobs(model, micro, temperature=TEMPERATURE, entropy_grad=loss_mode == "all terms")
+        logp, entropy = token_logprobs(
+            model, micro, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=loss_mode == "all terms"
+        )
         objective, _ = token_objective(loss_mode, logp, entropy, micro)
         loss = losses.aggregate(objective, micro.response_mask, agg_mode, **denominators)
         if isinstance(model, FSDPModule):

@@ -71,7 +71,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
         results[f"{name} gap"] = verify_engine(
-            policy, samples, temperature=TEMPERATURE, limit=limit, ranks=ranks, num_probe=9
+            policy, samples, sampling=Sampling(temperature=TEMPERATURE), limit=limit, ranks=ranks, num_probe=9
         )
 
     roll_out("first push", ROWS)

@@ -16,7 +16,7 @@ from rl.logprobs import token_logprobs
 from rl.models import load_causal_lm
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sharding import shard
-from rl.types import Batch, Sample, select
+from rl.types import Batch, Sample, Sampling, select
 
 TEMPERATURE = 0.7  # as in objectives.py
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def shared_gradients(
     dtype = next(model.parameters()).dtype
     logp, entropy = (torch.zeros(batch.input_ids.shape, dtype=dtype) for _ in range(2))
     for rows in micro_batches:
-        x, h = token_logprobs(model, select(batch, rows), temperature=TEMPERATURE, entropy_grad=True)
+        x, h = token_logprobs(model, select(batch, rows), sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True)
         ((x + 0.3 * h) * row_weights(batch, rows, dtype)).sum().backward()
         if len(rows):
             logp[list(rows), : x.shape[1]], entropy[list(rows), : x.shape[1]] = x.detach(), h.detach()

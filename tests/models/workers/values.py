@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl import critic, models, reward_model, sharding
 from rl.batching import plan_micro_batches
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.types import Batch, select
+from rl.types import Batch, Sampling, select
 
 TEMPERATURE = 0.7
 ALL, ONE = range(8), range(1)  # rows: one leaves a rank of two without work
@@ -55,7 +55,7 @@ def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens:
         micro = select(batch, micro_rows, ranks.device)
         if hasattr(model, "value_head"):
             logp, entropy, values = critic.token_logprobs_and_values(
-                model, micro, temperature=TEMPERATURE, entropy_grad=True
+                model, micro, sampling=Sampling(temperature=TEMPERATURE), entropy_grad=True
             )
             loss = objective(micro, values, logp, entropy)
         else:
