@@ -52,7 +52,7 @@ class Means:
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
     def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """The smallest of the values (b, T) with mask 1; infinite if there are none."""
+        """The smallest of the values (b, T) with mask 1; 0 if there are none."""
         for name, value in values.items():
             value = value.masked_fill(mask == 0, math.inf).min().detach().double()
             self.minima[name] = torch.minimum(self.minima[name], value) if name in self.minima else value
@@ -114,7 +114,8 @@ class Means:
         if self.maxima or self.minima:
             ends = torch.stack([*self.maxima.values(), *(-x for x in self.minima.values())])
             ends = dict(zip([*self.maxima, *self.minima], self.ranks.all_reduce_max(ends).tolist(), strict=True))
-            result |= {name: -x if name in self.minima else x for name, x in ends.items()}
+            result |= {name: ends[name] for name in self.maxima}
+            result |= {name: -ends[name] if math.isfinite(ends[name]) else 0.0 for name in self.minima}
         if (squares := result.get("rollout_corr/chi2_token")) is not None:
             mean = result["rollout_corr/rollout_is_mean"]
             result["rollout_corr/rollout_is_eff_sample_size"] = mean**2 / (1 + squares)

@@ -312,7 +312,8 @@ def test_means_of_nothing_are_zero(world):
     means = Means(world)
     means.over_tokens(torch.zeros(1, 2), {"tokens": torch.tensor([[NAN, 5.0]])})
     means.over_sequences({"sequences": torch.zeros(0)})
-    assert means.reduce() == {"tokens": 0.0, "sequences": 0.0}
+    means.smallest(torch.zeros(1, 2), {"smallest": torch.tensor([[NAN, 5.0]])})
+    assert means.reduce() == {"tokens": 0.0, "sequences": 0.0, "smallest": 0.0}
 
 
 def test_means_do_not_lose_small_terms(world):
