@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import helpers_families as families
 import helpers_scripts as h
@@ -74,6 +75,13 @@ def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, 
         model.zero_grad()
         packed_backward(model, single, range(8), CASE, max_tokens=max_tokens)
         assert largest_error(families.gradients(model), expected) < 5e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
+    """Rounding must not hide what is wrong, nor be taken for it."""
+    model = families.load(folder_of[name], replace(world, dtype=torch.bfloat16))
+    assert (model.packed.is_padded, model.packed.own_head) == tuple(models.WAYS[FAMILIES[name][2]].values())
 
 
 TWO_RANKS = ("scaled logits", "capped scores", "convolutions")
