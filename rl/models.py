@@ -183,14 +183,14 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int, flag: str = 
         else:
             raise ValueError(
                 f"{flag}: {model.config.model_type} gives other numbers here than its own forward does, packed "
-                f"({reasons['packed']}) and padded ({reasons['padded']}); choose another model"
+                f"({reasons[list(WAYS)[1]]}) and padded ({reasons['padded']}); choose another model"
             )
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()  # an engine measures what is free
     if way == "padded" and ranks.is_main:
         say(
             f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
-            f"{reasons['packed']}. Padding and the prompt of each response are computed too: training takes more time, "
+            f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more time, "
             "and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if it does not fit"
         )
     return way

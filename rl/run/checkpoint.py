@@ -330,7 +330,7 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
         if ranks.is_main:
             for i, (name, (module, keys, buffers)) in enumerate(exports.items()):
                 weights = _whole_weights(run, name, keys, places, temporary / "state") | buffers
-                weights = dict(models.exported(module, weights.items()))
+                weights = {key: _alone(x) for key, x in models.exported(module, weights.items())}
                 folder = f"huggingface_{name}" if i else "huggingface"
                 export_hf(temporary / folder, module, weights, run.tokenizer_files, ranks.dtype)
             written = {"step": step, "world_size": ranks.size, "torch": torch.__version__, **run.record}
@@ -353,6 +353,11 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
     names = _together(export, group)[0]
     parts = _together(force_to_disk, group)
     _together(commit, group)
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own: safetensors refuses parts of another one."""
+    return x if x.nbytes == x.untyped_storage().nbytes() else x.clone()
 
 
 def _whole_weights(

@@ -1,0 +1,307 @@
+"""What becomes of the families of models that transformers has: docs/models.md has the table that this writes.
+
+    python benchmarks/models.py --out benchmarks/results/2026-11-23_abcdef0_models        # an hour on a CPU core
+    python benchmarks/models.py --out benchmarks/results/2026-11-23_abcdef0_models --write
+
+Each family gets a tiny model with random weights. Then, as a user would: it is trained for two steps by sft.py on the
+arithmetic task, its export is loaded again by transformers, the policy is loaded from there as train_grpo.py does, its
+log-probs are compared with those of transformers' own forward for one sequence at a time, and its weights, changed, are
+pushed into vLLM, whose log-probs of what it samples are compared with the policy's. models.jsonl has a line a family;
+those that it has already are not run again. What vLLM does not serve is told by its error.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- models -->\n", "<!-- end -->"
+
+IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+HEADS = dict(num_hidden_layers=2, num_attention_heads=4)
+PLAIN = IDS | HEADS | dict(hidden_size=128, intermediate_size=128, max_position_embeddings=256)
+GROUPED = PLAIN | dict(num_key_value_heads=2)
+GPT2 = IDS | dict(n_embd=128, n_layer=2, n_head=4, n_positions=256)
+EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+STATES = dict(mamba_d_state=16, mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=1, mamba_chunk_size=16, mamba_expand=2)
+DELTA = dict(
+    head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+LATENT = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
+
+# model_type -> options of its config. Windows are shorter than the sequences.
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: GROUPED
+    for name in (
+        "llama", "qwen2", "qwen3", "phi3", "phi", "glm", "glm4", "olmo", "olmo2", "smollm3", "granite", "starcoder2",
+        "ernie4_5", "arcee", "apertus", "bitnet", "diffllama", "jais2", "hyperclovax",
+        "persimmon", "seed_oss", "stablelm", "nemotron", "cohere", "nanochat", "doge", "ministral3",
+    )
+}  # fmt: skip
+FAMILIES |= {
+    "mistral": GROUPED | dict(sliding_window=16),
+    "ministral": GROUPED | dict(head_dim=32, sliding_window=16),
+    "olmo3": GROUPED | dict(sliding_window=16),
+    "exaone4": GROUPED | dict(sliding_window=16),
+    "cwm": GROUPED | dict(sliding_window=16),
+    "cohere2": GROUPED | dict(sliding_window=16),
+    "gemma": GROUPED | dict(head_dim=32),
+    "gemma2": GROUPED | dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32),
+    "gemma3_text": GROUPED | dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32),
+    "vaultgemma": GROUPED | dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=32),
+    "gemma4_text": GROUPED
+    | dict(head_dim=32, global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+    "granite_logits": GROUPED | dict(logits_scaling=8.0),
+    "hunyuan_v1_dense": GROUPED | dict(head_dim=32),
+    "helium": GROUPED | dict(head_dim=32),
+    "youtu": PLAIN | LATENT,
+    "minicpm3": PLAIN | LATENT | dict(dim_model_base=32),
+    "gpt2": GPT2,
+    "gpt_bigcode": GPT2,
+    "openai-gpt": GPT2,
+    "gptj": GPT2 | dict(rotary_dim=16),
+    "codegen": GPT2 | dict(rotary_dim=16),
+    "ctrl": IDS | dict(n_embd=128, n_layer=2, n_head=4, n_positions=256, dff=128),
+    "gpt_neo": IDS
+    | dict(hidden_size=128, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16)
+    | dict(max_position_embeddings=256),
+    "gpt_neox": PLAIN,
+    "gpt_neox_japanese": PLAIN,
+    "bloom": IDS | dict(hidden_size=128, n_layer=2, n_head=4),
+    "falcon": IDS | HEADS | dict(hidden_size=128),
+    "mpt": IDS | dict(d_model=128, n_heads=4, n_layers=2, max_seq_len=256),
+    "opt": PLAIN | dict(ffn_dim=128, word_embed_proj_dim=128),
+    "biogpt": PLAIN,
+    "xglm": IDS | dict(d_model=128, num_layers=2, attention_heads=4, ffn_dim=128, max_position_embeddings=256),
+    "modernbert-decoder": PLAIN | dict(local_attention=16, cls_token_id=3, sep_token_id=3),
+    "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"]),
+    "qwen3_5_text": GROUPED | DELTA,
+    "qwen3_next": GROUPED | DELTA | dict(num_experts=0),
+    "olmo_hybrid": GROUPED | DELTA,
+    "bamba": GROUPED | STATES | dict(attn_layer_indices=[1]),
+    "granitemoehybrid": GROUPED
+    | STATES
+    | dict(layer_types=["mamba", "attention"], num_local_experts=0, shared_intermediate_size=128),
+    "falcon_h1": GROUPED | STATES | dict(mamba_d_ssm=256),
+    "nemotron_h": GROUPED
+    | dict(layers_block_type=["mamba", "attention"], mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16)
+    | dict(n_groups=1, chunk_size=16, head_dim=32),
+    "jamba": GROUPED | dict(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=16, mamba_dt_rank=8),
+    "zamba2": GROUPED
+    | dict(mamba_d_state=16, n_mamba_heads=8, mamba_ngroups=1, chunk_size=16, layers_block_type=["mamba", "hybrid"])
+    | dict(hybrid_layer_ids=[1], num_mem_blocks=1, attention_head_dim=64),
+    "mamba": IDS | dict(hidden_size=128, num_hidden_layers=2, state_size=16),
+    "mamba2": IDS
+    | dict(hidden_size=128, num_hidden_layers=2, state_size=16, num_heads=8, head_dim=32, n_groups=1, chunk_size=16),
+    "falcon_mamba": IDS | dict(hidden_size=128, num_hidden_layers=2, state_size=16),
+    "recurrent_gemma": GROUPED | dict(head_dim=32, lru_width=128, attention_window_size=16, num_hidden_layers=3),
+    "rwkv": IDS | dict(hidden_size=128, num_hidden_layers=2, attention_hidden_size=128, intermediate_size=128),
+    "xlstm": IDS | dict(hidden_size=128, num_hidden_layers=2, num_heads=4, chunk_size=16),
+    "mixtral": GROUPED | EXPERTS,
+    "qwen3_moe": GROUPED | EXPERTS,
+    "deepseek_v3": PLAIN | EXPERTS | LATENT | dict(n_group=1, topk_group=1, first_k_dense_replace=0),
+    "gpt_oss": GROUPED | EXPERTS | dict(head_dim=32),
+    "qwen3_5_moe_text": GROUPED | DELTA | EXPERTS,
+}
+ALIASES = {"granite_logits": "granite"}  # a second line of a family
+
+
+@dataclass(frozen=True)
+class Args:
+    out: Path  # folder for models.jsonl
+    families: tuple[str, ...] = ()  # by default all
+    engine: bool = True  # whether vLLM is tried
+    write: bool = False  # write the table into docs/models.md and run nothing
+
+
+def make(name: str, folder: Path) -> None:
+    """A random model in the folder of the arithmetic task's model, with its tokenizer. Weights are livelier than new
+    ones: else all tokens would be about equally likely, and a wrong layer would go unnoticed.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((0.05 if parameter.ndim > 1 else 0.2) * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+
+
+def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """(n - 1,) log-probs by the model's own forward."""
+    tokens = torch.tensor([ids])
+    logp = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logp.gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+@torch.no_grad()
+def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
+    """What the table says of a family. Refusals are among it; other errors are raised."""
+    import sft
+    from data import arithmetic
+    from rl import data, models
+    from rl.batching import collate
+    from rl.logprobs import token_logprobs
+    from rl.ranks import init_ranks
+    from rl.types import Sample, select
+
+    found: dict[str, Any] = {"family": name, "type": ALIASES.get(name, name)}
+    arithmetic.main(arithmetic.Args(output_dir=folder, num_sft=64, num_train=8, num_test=8))
+    make(name, folder / "model")
+    try:
+        data.check_trainable(str(folder / "model"), 64)
+    except ValueError as error:
+        return found | {"refused": str(error).split(": ", 1)[1]}
+    settings = dict(max_length=128, train_batch_size=16, total_training_steps=2, lr=1e-3, test_freq=2)
+    files = dict(train_files=(str(folder / "sft.parquet"),), val_files=(str(folder / "sft.parquet"),))
+    args = sft.Args(model=str(folder / "model"), default_local_dir=str(folder / "run"), **settings, **files)
+    with torch.enable_grad():
+        metrics = sft.main(args)
+    export = str(folder / "run" / "global_step_2" / "huggingface")
+
+    from transformers import AutoModelForCausalLM
+
+    plain, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    plain.eval()
+    found["export_missing"] = len(info["missing_keys"]) + len(info["unexpected_keys"])
+    rows = sft.encode(data.load_tokenizer(export), data.read_sft_rows(args.val_files), args)
+    total = count = 0.0
+    for row in rows:
+        mask = torch.tensor(row.response_mask[1:])
+        total, count = total - float((one_by_one(plain, row.response_ids) * mask).sum()), count + float(mask.sum())
+    found["export_loss_gap"] = abs(metrics["val/loss"] - total / count)
+
+    ranks = init_ranks()
+    loading = dict(model=export, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        policy = models.load_policy(SimpleNamespace(**loading), ranks)
+    found["way"] = next(
+        way
+        for way, x in models.WAYS.items()
+        if x == dict(is_padded=policy.packed.is_padded, own_head=policy.packed.own_head)
+    )
+    if found["way"] == "padded":
+        found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 80, (n,), generator=generator).tolist() for n in (2, 60, 17, 33, 48, 5)]
+    ids.append(ids[1][:40] + ids[3])  # begins as another one does
+    batch = collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)
+    logp, _ = token_logprobs(policy, select(batch, range(len(ids))))
+    expected = [one_by_one(plain, x) for x in ids]
+    found["logprob_gap"] = max(float((a[1:n] - b).abs().max()) for a, b, n in zip(logp, expected, map(len, ids), strict=True))
+    found["logprob_std"] = float(torch.cat(expected).std())
+    return found | (engine_gap(export, policy, ranks) if with_engine else {})
+
+
+def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:
+    """Between vLLM's log-probs of what it samples and the policy's, after a push of changed weights."""
+    from rl import models
+    from rl.engines import vllm
+    from rl.rollout import sample_groups, verify_engine
+    from rl.types import Sampling
+
+    rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
+    sampling = Sampling(n=2, temperature=1.0, max_tokens=40)
+    try:
+        engine = vllm.Engine(export, ranks, ranks.dtype, max_model_len=64, max_num_seqs=8)
+        for x in policy.parameters():
+            x.mul_(1.05)
+        engine.update_weights(models.weights_for_engine(policy, ranks))
+        model = engine.llm.apply_model(lambda model: type(model).__name__)[0]
+        samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
+        gap = verify_engine(policy, samples, temperature=1.0, limit=1e9, ranks=ranks, num_probe=8)
+    except Exception as error:  # whatever vLLM says of a model that it does not serve
+        traceback.print_exc()
+        return {"engine_error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    return {"engine": model, "engine_gap": gap}
+
+
+def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
+    """`measure` in a process of its own, with what it prints in `log`: models may crash in many ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        if (pid := os.fork()) == 0:
+            with open(log, "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            try:
+                found = measure(name, with_engine, Path(folder))
+            except BaseException as error:
+                traceback.print_exc()
+                found = {"family": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            (Path(folder) / "found.json").write_text(json.dumps(found))
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        result = Path(folder) / "found.json"
+        return json.loads(result.read_text()) if result.exists() else {"family": name, "error": "the process died"}
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The newest line of every family."""
+    path = folder / "models.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {x["family"]: x for x in lines}
+
+
+def main(args: Args) -> None:
+    """Run what has no line yet, or write the table."""
+    if args.write:
+        PAGE.write_text(with_table(PAGE.read_text(), table(read(args.out))))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    import sft  # noqa: F401  # once for all forks
+
+    for name in args.families or FAMILIES:
+        if args.families or name not in read(args.out):
+            found = run_in_fork(name, args.engine, Path(tempfile.gettempdir()) / f"models-{name}.log")
+            print(json.dumps(found), flush=True)
+            with open(args.out / "models.jsonl", "a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown of the results, one line a family."""
+    lines = [
+        "| family | runs | log-probs | export | engine | gap |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(found, key=lambda name: (list(FAMILIES) + [name]).index(name)):
+        x = found[name]
+        if "refused" in x:
+            lines.append(f"| {name} | refused | | | | |")
+            continue
+        served = "vLLM, by transformers" if x.get("engine", "").startswith("Transformers") else "vLLM"
+        engine = f"{served} | {x['engine_gap']:.0e}" if "engine_gap" in x else "not served | "
+        way = {"packed": "packed", "padded": "padded"}.get(x["way"], "packed, own head")
+        lines.append(f"| {name} | {way} | {x['logprob_gap']:.0e} | {x['export_loss_gap']:.0e} | {engine} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, rows: str) -> str:
+    """The page with these rows between its markers."""
+    before, rest = page.split(BEGIN, 1)
+    return before + BEGIN + rows + rest[rest.index(END) :]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
