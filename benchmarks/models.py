@@ -206,7 +206,9 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     batch = collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)
     logp, _ = token_logprobs(policy, select(batch, range(len(ids))))
     expected = [one_by_one(plain, x) for x in ids]
-    found["logprob_gap"] = max(float((a[1:n] - b).abs().max()) for a, b, n in zip(logp, expected, map(len, ids), strict=True))
+    found["logprob_gap"] = max(
+        float((row[1 : len(x)] - y).abs().max()) for row, x, y in zip(logp, ids, expected, strict=True)
+    )
     found["logprob_std"] = float(torch.cat(expected).std())
     return found | (engine_gap(export, policy, ranks) if with_engine else {})
 

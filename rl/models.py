@@ -190,8 +190,9 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int, flag: str = 
     if way == "padded" and ranks.is_main:
         say(
             f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
-            f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more time, "
-            "and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if it does not fit"
+            f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more "
+            "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if it does not "
+            "fit"
         )
     return way
 
