@@ -23,9 +23,7 @@ from rl.ranks import Ranks
 
 PATIENCE_S = 3.0  # for a rank to be gone whose connections are closed, and then for the others to follow
 WHO, FOLLOWED = "which rank has ended the run", "because another one has"  # in the store of the process group
-
 AFTER = "What others say of closed connections follows from that. The same command continues the run."
-
 PF_EXITING = 4  # of a process that is on its way out, which takes long if a GPU's memory is to be given back
 
 _own = 0  # this rank
@@ -36,8 +34,8 @@ _hook_before: Callable[..., object] | None = None
 
 
 def start(ranks: Ranks) -> None:
-    """From now on this rank knows the others, and `say_who_ended` follows an exception that ends it. All ranks must
-    enter.
+    """From now on this rank knows the others, and `say_who_ended` follows an exception in a collective that ends it.
+    All ranks must enter.
     """
     global _own, _peers, _said, _hook_before
     stop()
@@ -95,12 +93,13 @@ def _sentence(rank: int) -> str:
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The last of this rank's main thread: its traceback, and who is to blame if another rank is."""
+    """The last of this rank's main thread: its traceback, and who is to blame if that comes from a collective."""
     _hook_before(kind, error, trace)
-    calls = traceback.extract_tb(trace)
-    waited_for_others = any("torch/distributed" in call.filename for call in calls)
     own = f"has ended with {kind.__name__}: {' '.join(str(error).split())[:300]}"
-    say_who_ended(PATIENCE_S if waited_for_others and _peers else 0.0, own)
+    if _peers and any("torch/distributed" in call.filename for call in traceback.extract_tb(trace)):
+        say_who_ended(PATIENCE_S, own)
+    else:
+        _write(f"end of rank {_own}", own)
 
 
 def _has_ended(rank: int) -> bool:

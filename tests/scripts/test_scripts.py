@@ -641,7 +641,7 @@ def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(
     assert metrics["reward/arithmetic/length"] == pytest.approx(statistics.mean(lengths)) and min(lengths) > 0
     assert metrics["response_length/clip_ratio"] <= 1 and metrics["response_length/mean"] <= 40
     # What is printed is the result: a stdout that is full is an error, after the file is written.
-    with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch, pytest.raises(OSError):
+    with pytest.raises(OSError), open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(tmp_path / "again.jsonl")))
     assert h.read_jsonl(tmp_path / "again.jsonl") == lines
