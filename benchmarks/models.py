@@ -14,13 +14,14 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -118,6 +119,7 @@ FAMILIES |= {
     "gpt_oss": GROUPED | EXPERTS | dict(head_dim=32),
     "qwen3_5_moe_text": GROUPED | DELTA | EXPERTS,
 }
+LEARNING = {"mistral": dict(sliding_window=24)}  # other options for `learn`
 ALIASES = {"granite_logits": "granite"}  # a second line of a family
 
 
@@ -127,6 +129,10 @@ class Args:
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
     write: bool = False  # write the table into docs/models.md and run nothing
+    # for these families, instead: SFT, then ten steps of GRPO, on the arithmetic task
+    learn: tuple[str, ...] = ()
+    sft_steps: int = 250  # of 128 demonstrations, before those ten steps
+    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of those ten steps
 
 
 def make(name: str, folder: Path) -> None:
@@ -229,7 +235,7 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
         engine.update_weights(models.weights_for_engine(policy, ranks))
         model = engine.llm.apply_model(lambda model: type(model).__name__)[0]
         samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
-        gap = verify_engine(policy, samples, temperature=1.0, limit=1e9, ranks=ranks, num_probe=8)
+        gap = verify_engine(policy, samples, sampling=sampling, limit=1e9, ranks=ranks, num_probe=8)
     except Exception as error:  # whatever vLLM says of a model that it does not serve
         traceback.print_exc()
         return {"engine_error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
@@ -256,6 +262,41 @@ def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
         return json.loads(result.read_text()) if result.exists() else {"family": name, "error": "the process died"}
 
 
+def learn(name: str, args: Args) -> None:
+    """Teach a new model of a family the arithmetic task; leaves NAME.log and NAME.metrics.jsonl, of GRPO."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    def run(log: Path, *command: object) -> None:
+        with open(log, "w") as file:
+            subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=file, stderr=file, check=True)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        data, model, task = Path(folder) / "data", Path(folder) / "data" / "model", Path(folder) / "task"
+        run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+        common = ("--activation-checkpointing", "none", "--default-local-dir")
+        run(
+            task, "sft.py", "--model", model, "--train-files", data / "sft.parquet", "--max-length", 128,
+            "--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps,
+            *common, Path(folder) / "sft",
+        )  # fmt: skip
+        run(
+            out / f"{name}.log", "train_grpo.py", "--engine", args.rollout_engine,
+            "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
+            "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
+            "--max-prompt-length", 32, "--max-response-length", 40, "--train-batch-size", 32, "--rollout-n", 8,
+            "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
+        )  # fmt: skip
+        metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()
+        (out / f"{name}.metrics.jsonl").write_text(metrics.replace(folder, "runs"))
+        log = out / f"{name}.log"
+        log.write_text(log.read_text().replace(folder, "runs"))
+
+
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The newest line of every family."""
     path = folder / "models.jsonl"
@@ -265,6 +306,10 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 def main(args: Args) -> None:
     """Run what has no line yet, or write the table."""
+    if args.learn:
+        for name in args.learn:
+            learn(name, args)
+        return
     if args.write:
         PAGE.write_text(with_table(PAGE.read_text(), table(read(args.out))))
         return

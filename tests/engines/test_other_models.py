@@ -18,7 +18,7 @@ def gap(policy, engine, world):
     sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
     samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
-    return verify_engine(policy, samples, temperature=1.0, limit=100.0, ranks=world, num_probe=4)
+    return verify_engine(policy, samples, sampling=sampling, limit=100.0, ranks=world, num_probe=4)
 
 
 @pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig"])
