@@ -488,8 +488,8 @@ def encode_sft(
     learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
     newline after.
 
-    Every answer is tokenised by itself behind the generation prompt, so its tokens are those that the policy would
-    sample there.
+    An answer goes on behind the generation prompt and never merges with it, so its tokens are those that the policy
+    would sample there.
 
     Args:
         row: a row of `read_sft_rows`.
@@ -517,8 +517,9 @@ def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer could end; set one"
         )
-    prompt_ids = render_prompt(tokenizer, row)
-    response_ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+    prompt, prompt_ids = row["prompt"], render_prompt(tokenizer, row)
+    before = prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt)
+    response_ids = _encode_behind(tokenizer, before, row["response"])
     if response_ids[-1:] != [tokenizer.eos_token_id]:
         response_ids = [*response_ids, tokenizer.eos_token_id]
     return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
@@ -539,10 +540,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
                 f"{_name(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
                 "text with it; split the conversation into one row an answer (prompt and response)"
             )
-        header_ids = tokenizer(header[len(done) :], add_special_tokens=False)["input_ids"]
+        header_ids = _encode_behind(tokenizer, done, header[len(done) :])
         answer = turn[len(header) :]
-        turn_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        learned = len(tokenizer(answer.rstrip(), add_special_tokens=False)["input_ids"])
+        turn_ids = _encode_behind(tokenizer, header, answer)
+        learned = len(_encode_behind(tokenizer, header, answer.rstrip()))
         if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
             raise ValueError(
                 f"{_name(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
@@ -554,8 +555,27 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
     full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
     if not full.startswith(done):
         raise ValueError(f"{_name(row)}: the chat template rewrites history after the last answer; end the row there")
-    rest = tokenizer(full[len(done) :], add_special_tokens=False)["input_ids"]
+    rest = _encode_behind(tokenizer, done, full[len(done) :])
     return ids + rest, mask + [0] * len(rest)
+
+
+def _encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Token ids of `text` where it goes on behind `before`.
+
+    Encoded by itself, the text would get a space of its own in front from a SentencePiece tokenizer (Llama 2).
+    """
+
+    def encode(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False)["input_ids"]
+
+    ids = encode(text)
+    token = (tokenizer.convert_ids_to_tokens(ids[:1]) or [""])[0]
+    if before and (token.startswith("▁") or token.startswith("Ġ") and not text.startswith(" ")):
+        for start in (before, "\n"):  # unless `text` merges with what it follows
+            head, whole = encode(start), encode(start + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+    return ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------

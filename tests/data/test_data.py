@@ -6,11 +6,12 @@ import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from data import gsm8k
 from rl.data import (
+    check_context,
     encode_prompts,
     encode_sft,
     permutation,
@@ -356,6 +357,13 @@ def test_prompts_that_cannot_be_rendered(tokenizer):
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
+def test_the_context_is_checked_under_whatever_name_a_config_has_for_it(tmp_path):
+    GPT2Config(n_positions=64).save_pretrained(tmp_path)
+    check_context(str(tmp_path), 64)
+    with pytest.raises(ValueError, match="--max-length = 65 tokens, but .* has 64 positions"):
+        check_context(str(tmp_path), 65, "--max-length")
+
+
 def test_permutation_is_pure():
     first = permutation(100, seed=1, epoch=2)
     permutation(7, seed=3, epoch=0)
@@ -435,6 +443,62 @@ def test_messages_are_tokenised_as_the_policy_samples_them(tokenizer):
     prompt_ids = render_prompt(tokenizer, {"prompt": CONVERSATION[:2]})
     assert ids[: len(prompt_ids)] == prompt_ids
     assert mask.index(1) == len(prompt_ids)
+
+
+TEMPLATES = {  # where an answer begins: with a space, as Llama 2's; on a line of its own; behind a space
+    " ba </s>": (
+        "{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}",
+        "{{ ' ' + m['content'] + ' ' + eos_token }}",
+        "",
+    ),
+    "ba</s>": ("{{ 'S:\n' + m['content'] + '\n' }}", "{{ 'T:\n' + m['content'] + eos_token }}", "{{ 'T:\n' }}"),
+    "ba </s>": ("{{ bos_token + m['content'] }}", "{{ ' T: ' + m['content'] + ' ' + eos_token }}", "{{ ' T: ' }}"),
+}
+TURNS = [{"role": role, "content": text} for role, text in (("user", "ab"), ("assistant", "ba"))] * 2
+
+
+def sentencepiece(scheme, user, assistant, generation):
+    """Like Llama 2's: spaces are `▁`, and a text begins with one; if not "first", what follows a special token, too."""
+    vocabulary = ["<unk>", "<s>", "</s>", "▁", *"ab[]/INST:\n", "▁b", "▁ba", "ab"]
+    merges = [("▁", "b"), ("▁b", "a"), ("a", "b")]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>"))
+    if scheme == "normalizer":  # a space even before a space
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{% if m['role'] == 'user' %}"
+        + user
+        + "{% else %}"
+        + assistant
+        + "{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}" + generation + "{% endif %}",
+    )
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "normalizer"])
+@pytest.mark.parametrize("answer", TEMPLATES)
+def test_a_sentencepiece_tokenizer_adds_no_space_of_its_own_to_an_answer(scheme, answer):
+    tokenizer = sentencepiece(scheme, *TEMPLATES[answer])
+    ids, mask = encode_sft(tokenizer, {"messages": TURNS})
+    tokens = {" ba </s>": ["▁ba", "▁", "</s>"], "ba</s>": ["b", "a", "</s>"], "ba </s>": ["b", "a", "▁", "</s>"]}[
+        answer
+    ]
+    assert [t for t, m in zip(tokenizer.convert_ids_to_tokens(ids), mask, strict=True) if m] == tokens * 2
+    if answer != "ba </s>":  # where text and answer do not merge, the ids are those of the whole text
+        text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
+        prompt_ids = render_prompt(tokenizer, {"prompt": TURNS[:3]})
+        assert ids[: len(prompt_ids)] == prompt_ids  # the policy answers behind these
+    for prompt, response, expected in (("ab: ", "ba", ["b", "a"]), ("ab:", " ba", ["▁ba"]), (TURNS[:1], "ab", ["ab"])):
+        ids, mask = encode_sft(tokenizer, {"prompt": prompt, "response": response})
+        prompt_ids = render_prompt(tokenizer, {"prompt": prompt})
+        assert ids[: len(prompt_ids)] == prompt_ids
+        assert tokenizer.convert_ids_to_tokens(ids[len(prompt_ids) :]) == [*expected, "</s>"]
 
 
 def test_messages_that_end_with_the_user_and_repeat_the_assistant(tokenizer):
