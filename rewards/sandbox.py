@@ -596,8 +596,8 @@ def _program(tests: list[str], setup: str) -> _Program:
         if len(names) != 1:
             raise ValueError(f"the tests name no function of the candidate's: {tests[0][:200]!r}; mend the data")
     return _Program(
-        setup=compile(setup_tree, "setup", "exec"),
-        tests=[compile(tree, f"test {i}", "exec") for i, tree in enumerate(trees)],
+        setup=compile(setup_tree, "setup", "exec", optimize=0),  # asserts stay under python -O, too
+        tests=[compile(tree, f"test {i}", "exec", optimize=0) for i, tree in enumerate(trees)],
         names=sorted(names),
         modules=sorted(modules),
         setup_uses_candidate=bool(setup_read & names),

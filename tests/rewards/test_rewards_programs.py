@@ -3,6 +3,7 @@
 import json
 import textwrap
 
+import launch
 import pytest
 
 from rewards import sandbox
@@ -91,6 +92,13 @@ def test_cheats_earn_nothing():
         "print(open('/proc/self/cmdline').read())",
     ):
         assert score(program)["acc"] == 0
+
+
+def test_asserts_hold_in_an_optimised_interpreter():
+    """python -O drops assert statements: every program would pass."""
+    truth = {"inputs": ["1"], "outputs": ["1"]}
+    program = f"from rewards import programs\nprint(programs.compute_score('', 'print(2)', {truth})['acc'])"
+    assert launch.run("-c", program, PYTHONOPTIMIZE=1).splitlines()[-1] == "0.0"
 
 
 def test_the_first_tests_count():
