@@ -142,9 +142,10 @@ class Engine:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
         self._take_new()
         if not self.core.has_requests():
-            lost = len(self.in_flight)
-            self._complete(dict.fromkeys(self.in_flight, "abort"))
-            raise RuntimeError(f"vLLM has dropped {lost} responses")
+            lost = list(self.in_flight)
+            self.core.abort(lost)
+            self._complete(dict.fromkeys(lost, "abort"))
+            raise RuntimeError(f"vLLM has dropped {len(lost)} responses")
         ended: dict[str, str] = {}
         for name, reason in self.core.step():
             if reason not in (None, "stop", "length"):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-TESTED = ("0.26.", "0.28.")  # beginnings of vLLM's versions on which the contract test has run
+TESTED = ("0.26.", "0.28.", "0.32.")  # beginnings of vLLM's versions on which the contract test has run
 
 
 class Growing(NamedTuple):
@@ -40,6 +40,7 @@ class PublicPath:
 
     def __init__(self, llm: Any):
         self.engine, self.growing, self.count = llm.llm_engine, {}, 0
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
 
     def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[str]:
         """Take requests, prompts as token ids and a SamplingParams for each; returns their names."""
@@ -68,8 +69,8 @@ class PublicPath:
         return news
 
     def has_requests(self) -> bool:
-        """Whether vLLM has anything left to do."""
-        return self.engine.has_unfinished_requests()
+        """Whether vLLM has anything left to do. Its engine would also count what its core has dropped."""
+        return self.scheduler.has_requests()
 
     def _states(self) -> dict[str, Any]:
         """What vLLM has so far, by our name of the request."""
@@ -147,7 +148,14 @@ def take_shortcuts(scheduler: Any) -> dict[str, Growing]:
     schedule, update_from_output, requests = scheduler.schedule, scheduler.update_from_output, scheduler.requests
     block_size = math.gcd(*(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups))
     ahead = int(scheduler.scheduler_config.async_scheduling)  # whether steps are scheduled before the last one ends
+    # Limits on what a step takes in. From 0.32 on, vLLM asks max_num_active_reqs before it lets a request begin.
+    limits = ["max_num_scheduled_tokens", "max_num_running_reqs", "max_num_active_reqs"]
+    limits = [name for name in limits if hasattr(scheduler, name)]
     every: dict[str, Growing] = {}
+
+    def shrink(by: int) -> None:
+        for name in limits:
+            setattr(scheduler, name, getattr(scheduler, name) - by)
 
     def schedule_others(*args: Any) -> Any:
         plain, others = [], []
@@ -164,12 +172,10 @@ def take_shortcuts(scheduler: Any) -> dict[str, Growing]:
             (plain if is_plain else others).append(request)
 
         scheduler.running = others  # vLLM sees these only, and that much less room for new ones
-        scheduler.max_num_running_reqs -= len(plain)
-        scheduler.max_num_scheduled_tokens -= len(plain)
+        shrink(len(plain))
         scheduled = schedule(*args)
         scheduler.running = plain + scheduler.running
-        scheduler.max_num_running_reqs += len(plain)
-        scheduler.max_num_scheduled_tokens += len(plain)
+        shrink(-len(plain))
 
         names, cached = [request.request_id for request in plain], scheduled.scheduled_cached_reqs
         cached.req_ids += names
