@@ -272,17 +272,18 @@ def truncation(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
 
     S = {v: z_v >= limit}, one after the other: tokens at least `min_p` times as likely as the likeliest; of these the
     `top_k` likeliest; of these the fewest likeliest ones whose share is at least `top_p`. Ties at the limit are in S.
-    The last limit is found by halving an interval until its ends are neighbours in float32.
+    The last limit is found by halving the interval of all logits 24 times, which is faster than to sort them.
     """
     largest = logits.amax(-1)
     limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
     if 0 < top_k < logits.shape[-1]:
-        limit = torch.maximum(limit, logits.topk(top_k, sorted=False).values.amin(-1))
+        logits = logits.topk(top_k, sorted=False).values  # (C, k)
+        limit = torch.maximum(limit, logits.amin(-1))
     if top_p < 1:
         weight = (logits - largest[:, None]).exp().masked_fill(logits < limit[:, None], 0.0)
         wanted = top_p * weight.sum(-1)
         low, high = limit, torch.nextafter(largest, largest + 1)  # enough weight from `low` up, too little from `high`
-        for _ in range(40):
+        for _ in range(24):
             middle = (low + high) / 2
             enough = (weight * (logits >= middle[:, None])).sum(-1) >= wanted
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
