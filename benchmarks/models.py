@@ -1,7 +1,8 @@
 """What becomes of the families of models that transformers has: docs/models.md has the table that this writes.
 
-    python benchmarks/models.py --out benchmarks/results/2026-11-23_abcdef0_models        # an hour on a CPU core
-    python benchmarks/models.py --out benchmarks/results/2026-11-23_abcdef0_models --write
+    python benchmarks/models.py --out FOLDER        # half an hour on a CPU core; continues where it was stopped
+    python benchmarks/models.py --out FOLDER --write
+    python benchmarks/models.py --out FOLDER --learn olmo2 mistral
 
 Each family gets a tiny model with random weights. Then, as a user would: it is trained for two steps by sft.py on the
 arithmetic task, its export is loaded again by transformers, the policy is loaded from there as train_grpo.py does, its
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
+WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl.models
 BEGIN, END = "<!-- models -->\n", "<!-- end -->"
 
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -49,7 +51,7 @@ LATENT = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head
 FAMILIES: dict[str, dict[str, Any]] = {
     name: GROUPED
     for name in (
-        "llama", "qwen2", "qwen3", "phi3", "phi", "glm", "glm4", "olmo", "olmo2", "smollm3", "granite", "starcoder2",
+        "llama", "qwen2", "qwen3", "phi3", "glm", "glm4", "olmo", "olmo2", "smollm3", "granite", "starcoder2",
         "ernie4_5", "arcee", "apertus", "bitnet", "diffllama", "jais2", "hyperclovax",
         "persimmon", "seed_oss", "stablelm", "nemotron", "cohere", "nanochat", "doge", "ministral3",
     )
@@ -68,6 +70,7 @@ FAMILIES |= {
     "gemma4_text": GROUPED
     | dict(head_dim=32, global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
     "granite_logits": GROUPED | dict(logits_scaling=8.0),
+    "phi": PLAIN,
     "hunyuan_v1_dense": GROUPED | dict(head_dim=32),
     "helium": GROUPED | dict(head_dim=32),
     "youtu": PLAIN | LATENT,
@@ -90,7 +93,7 @@ FAMILIES |= {
     "biogpt": PLAIN,
     "xglm": IDS | dict(d_model=128, num_layers=2, attention_heads=4, ffn_dim=128, max_position_embeddings=256),
     "modernbert-decoder": PLAIN | dict(local_attention=16, cls_token_id=3, sep_token_id=3),
-    "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"]),
+    "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128),
     "qwen3_5_text": GROUPED | DELTA,
     "qwen3_next": GROUPED | DELTA | dict(num_experts=0),
     "olmo_hybrid": GROUPED | DELTA,
@@ -327,20 +330,25 @@ def main(args: Args) -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """Markdown of the results, one line a family."""
-    lines = [
-        "| family | runs | log-probs | export | engine | gap |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in sorted(found, key=lambda name: (list(FAMILIES) + [name]).index(name)):
-        x = found[name]
+    """Markdown of the results: a line a family, then why some run padded, and why vLLM does not serve some."""
+    lines = ["| family | runs | log-probs | export | in vLLM | gap |", "|---|---|---|---|---|---|"]
+    padded, errors, ways = {}, {}, dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))
+    for x in (found[name] for name in FAMILIES if name in found):
+        name = x["family"].replace("granite_logits", "granite, scaled logits")
         if "refused" in x:
             lines.append(f"| {name} | refused | | | | |")
             continue
-        served = "vLLM, by transformers" if x.get("engine", "").startswith("Transformers") else "vLLM"
-        engine = f"{served} | {x['engine_gap']:.0e}" if "engine_gap" in x else "not served | "
-        way = {"packed": "packed", "padded": "padded"}.get(x["way"], "packed, own head")
-        lines.append(f"| {name} | {way} | {x['logprob_gap']:.0e} | {x['export_loss_gap']:.0e} | {engine} |")
+        if "reason" in x:
+            padded.setdefault(x["reason"], []).append(name)
+        if "engine_error" in x:
+            errors.setdefault(x["engine_error"], []).append(name)
+        by = "by transformers" if x.get("engine", "").startswith("Transformers") else "yes"
+        engine = f"{by} | {x['engine_gap']:.0e}" if "engine_gap" in x else "no | "
+        lines.append(f"| {name} | {ways[x['way']]} | {x['logprob_gap']:.0e} | {x['export_loss_gap']:.0e} | {engine} |")
+    lines += ["", "Why some run padded:", ""]
+    lines += [f"- {', '.join(names)}: {reason}" for reason, names in padded.items()]
+    lines += ["", "What vLLM says of those that it does not serve:", ""]
+    lines += [f"- {', '.join(names)}: `{error}`" for error, names in errors.items()]
     return "\n".join(lines) + "\n"
 
 
