@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
 WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl.models
-BEGIN, END = "<!-- models -->\n", "<!-- end -->"
+BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HEADS = dict(num_hidden_layers=2, num_attention_heads=4)
