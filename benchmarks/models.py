@@ -241,7 +241,7 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
         gap = verify_engine(policy, samples, sampling=sampling, limit=1e9, ranks=ranks, num_probe=8)
     except Exception as error:  # whatever vLLM says of a model that it does not serve
         traceback.print_exc()
-        return {"engine_error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        return {"engine_error": " ".join(f"{type(error).__name__}: {error}".split()).partition(" [type=")[0][:250]}
     return {"engine": model, "engine_gap": gap}
 
 
@@ -343,7 +343,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         if "engine_error" in x:
             errors.setdefault(x["engine_error"], []).append(name)
         by = "by transformers" if x.get("engine", "").startswith("Transformers") else "yes"
-        engine = f"{by} | {x['engine_gap']:.0e}" if "engine_gap" in x else "no | "
+        engine = "no | " if "engine_error" in x else "not tried | "
+        if "engine_gap" in x:
+            engine = f"{by} | {x['engine_gap']:.0e}"
         lines.append(f"| {name} | {ways[x['way']]} | {x['logprob_gap']:.0e} | {x['export_loss_gap']:.0e} | {engine} |")
     lines += ["", "Why some run padded:", ""]
     lines += [f"- {', '.join(names)}: {reason}" for reason, names in padded.items()]

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -192,6 +193,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(kind, tmp_p
         check_trainable(str(tmp_path), tokens)
     if kind == "longrope":
         check_trainable(str(tmp_path), 16)
+
+
+def test_positions_count_under_every_name_that_a_config_has_for_them(tmp_path):
+    GPT2Config(vocab_size=80, n_embd=32, n_layer=1, n_head=2, n_positions=32).save_pretrained(tmp_path)
+    check_trainable(str(tmp_path), 32)
+    with pytest.raises(ValueError, match="33 tokens, but .* has 32 positions; lower it"):
+        check_trainable(str(tmp_path), 33)
 
 
 def test_dense_models_whose_config_has_a_number_of_experts_are_not_refused(tmp_path):

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3
 import train_dapo
 import train_grpo
 import train_ppo
-from benchmarks import compare_trl, learning, learning_trl, step_time
+from benchmarks import compare_trl, learning, learning_trl, models, step_time
+from benchmarks.tables import RESULTS
 from data import arithmetic
 from rl.data import stop_token_ids
 
@@ -375,3 +376,18 @@ def test_sampling_overhead_measures_both_ways_to_sample():
     for row in rows.values():
         everything, schedule, update = map(float, row.split())
         assert 0 < schedule + update < everything
+
+
+def test_the_page_about_models_has_the_table_of_its_results():
+    [folder] = RESULTS.glob("*_models")
+    found, page = models.read(folder), models.PAGE.read_text()
+    assert models.with_table(page, models.table(found)) == page
+    assert len(found) >= 45 and found.keys() <= models.FAMILIES.keys()
+    assert all(x["logprob_gap"] < 1e-5 and x["export_missing"] == 0 for x in found.values() if "refused" not in x)
+
+
+def test_a_family_is_taken_through_what_a_user_does(tmp_path):
+    found = models.run_in_fork("minicpm3", False, tmp_path / "log")
+    assert (found["family"], found["way"]) == ("minicpm3", models.WAYS[1]), (tmp_path / "log").read_text()[-2000:]
+    assert found["logprob_gap"] < 1e-5 and found["export_loss_gap"] < 1e-5 and found["logprob_std"] > 0.1
+    assert models.run_in_fork("mixtral", False, tmp_path / "log")["refused"].startswith("mixtral is a mixture")
