@@ -70,8 +70,8 @@ FAMILIES |= {
     "gemma4_text": GROUPED
     | dict(head_dim=32, global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
     "granite_logits": GROUPED | dict(logits_scaling=8.0),
-    "phi": PLAIN,
-    "hunyuan_v1_dense": GROUPED | dict(head_dim=32),
+    "phi": PLAIN | dict(intermediate_size=512),
+    "hunyuan_v1_dense": GROUPED | dict(head_dim=32, use_qk_norm=True),
     "helium": GROUPED | dict(head_dim=32),
     "youtu": PLAIN | LATENT,
     "minicpm3": PLAIN | LATENT | dict(dim_model_base=32),
