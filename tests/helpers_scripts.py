@@ -348,16 +348,14 @@ def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: fl
 
 
 def crash_at(rank: int, n: int, after: str | None = None, *, collect: Callable = Scorer.collect) -> Callable:
-    """A `Scorer.collect` that kills this process, if it is that rank, when scores are collected for the n-th time, and
-    the folder `after` exists.
-
-    The first time is the check before training; then come evaluations and steps, in their order.
+    """A `Scorer.collect` that kills this process, if it is that rank, when evaluations and steps collect scores for the
+    n-th time, and the folder `after` exists. The check before training does not count.
     """
     calls = 0
 
     def crashing(scorer, tickets):
         nonlocal calls
-        calls += 1
+        calls += sys._getframe(1).f_code.co_name in ("main", "evaluate")
         if calls == n and int(os.environ["RANK"]) == rank:
             while after is not None and not os.path.exists(after):
                 time.sleep(0.05)

@@ -120,7 +120,7 @@ def assert_same_run(run_dir, unbroken, last):
 def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken, tmp_path):
     # Scores are collected by the check, an evaluation, two steps, an evaluation, and then in step 3.
     settings = h.grpo_settings(task, tmp_path, **BUSY)
-    entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 6]}
+    entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 5]}
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
@@ -231,7 +231,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     changes = dict(total_training_steps=3, save_freq=1, train_batch_size=5, ppo_mini_batch_size=2)
     entries = [
         {"script": "train_grpo", "settings": h.grpo_settings(task, whole, **changes)},
-        {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "crash_at": [1, 3]},
+        {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "crash_at": [1, 2]},
     ]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output

@@ -51,7 +51,7 @@ def train_on(nodes: int, task: h.Task, folder: Path, names: list[str]) -> list[t
     for name, run in zip(names, runs, strict=True):
         run["comparable"] = name == "unbroken"  # from here on one rank would give the same responses: see below
         if name == "crashed":  # after the check before training and step 1, which is written in the background
-            run["crash_at"] = [1, 3, str(folder / name / "global_step_1")]
+            run["crash_at"] = [1, 2, str(folder / name / "global_step_1")]
     (folder / "runs.json").write_text(json.dumps(runs))
     torchrun = [*launch.TORCHRUN, "--nnodes", nodes, "--nproc_per_node", 2 // nodes]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{meeting_point}"]

@@ -298,7 +298,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     settings = h.dapo_settings(task, run_dir, **BUSY)
     # Scores are collected by the check and in every round: it dies before the end of step 4.
     rounds = [line["train/num_gen_batches"] for line in dapo.lines(1)]
-    entry = {"script": "train_dapo", "settings": settings, "crash_at": [0, int(sum(rounds)) + 1]}
+    entry = {"script": "train_dapo", "settings": settings, "crash_at": [0, int(sum(rounds))]}
     assert rounds[3] > 0
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output

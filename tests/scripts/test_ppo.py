@@ -281,7 +281,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, 
     run_dir = tmp_path / "broken"
     settings = h.ppo_settings(task, run_dir, **BUSY)
     # Scores are collected by the check and in every step: it dies in step 3.
-    entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 4]}
+    entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 3]}
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(run_dir) in ([1], [1, 2])  # it may have died while step 2 was written
