@@ -18,7 +18,6 @@ MODULES = """math collections itertools functools heapq bisect string re copy ra
 io sys os json""".split()
 known = {"exit": sys.exit, "quit": sys.exit}
 os_read, os_write = os.read, os.write
-sys.setrecursionlimit(100_000)
 
 
 class Stream(io.TextIOWrapper):
@@ -61,6 +60,7 @@ def with_names(action: Callable[[], object], space: dict[str, object]) -> object
 
 def load(name: str) -> dict[str, object]:
     """Run the program as a module of that name; returns its globals."""
+    sys.setrecursionlimit(100_000)  # not at import: the trainer's processes read this file too
     space = {"__name__": name, "open": opened, **known}
     exec(program, space)
     return space

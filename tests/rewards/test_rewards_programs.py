@@ -1,12 +1,14 @@
 """rewards/programs.py: programs that read and print, and functions that are called, in the real sandbox. About 3 s."""
 
+import importlib
 import json
+import sys
 import textwrap
 
 import launch
 import pytest
 
-from rewards import sandbox
+from rewards import programs_child, sandbox
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):  # rewards.programs refuses to be imported then
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)
@@ -162,3 +164,10 @@ def test_lines_may_be_lists():
 def test_a_bad_ground_truth_is_named(truth):
     with pytest.raises(ValueError, match="ground truth .*inputs"):
         score("print(1)", truth)
+
+
+def test_what_runs_in_the_sandbox_changes_nothing_where_it_is_only_read():
+    """With a higher limit, text such as "[" * 200,000 would end a reward process instead of raising."""
+    before = sys.getrecursionlimit()
+    importlib.reload(programs_child)
+    assert sys.getrecursionlimit() == before
