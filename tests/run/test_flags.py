@@ -33,7 +33,8 @@ MAY_CHANGE = set(
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
-    val_before_train test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
+    val_before_train val_n val_temperature val_top_p val_top_k val_min_p
+    test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
     critic_offload max_num_gen_batches
     """.split()
@@ -45,21 +46,23 @@ LIMITS = {
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
-        ppo_max_token_len_per_gpu max_token_len_per_gpu
+        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n
     """,
     "positive": "grad_clip kl_target rollout_is_threshold loss_scale_factor max_logprob_gap max_hours",
     "positive and finite": "stall_timeout reward_timeout",
-    "positive and at most 1": "gpu_memory_utilization top_p",
+    "positive and at most 1": "gpu_memory_utilization top_p val_top_p",
     "at least 0": """
         lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
+        val_temperature
     """,
-    "within 0 and 1": "reward_max_error_frac gamma lam beta2",
+    "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p",
+    "at least 1, or -1 for all tokens": "top_k val_top_k",
     "above 1": "clip_ratio_c",
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
-    reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef fsdp_size seed test_freq save_freq top_k
+    reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef fsdp_size seed test_freq save_freq
     correct_at
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {
@@ -69,6 +72,7 @@ REFUSED_AND_TAKEN = {
     "positive and at most 1": ([0, -0.1, 1.001], [1e-9, 1]),
     "at least 0": ([-1, -1e-9], [0, 1e9]),
     "within 0 and 1": ([-1e-9, 1.001], [0, 0.5, 1]),
+    "at least 1, or -1 for all tokens": ([0, -2], [-1, 1, 10**6]),
     "above 1": ([1, 0, -3], [1.001, 1e9]),
 }
 
@@ -108,7 +112,7 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
             try:
                 flags.check(args)
             except ValueError as error:  # beyond another flag, not beyond its own limit
-                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_")), error
+                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_", "val_n")), error
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
