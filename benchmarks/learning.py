@@ -95,6 +95,12 @@ RUNS = {
     },
     "losses, four updates a step": LOSSES,
     "the same with learning rate 3e-5": {f"{name}_3e-5": f"{flags} --lr 3e-5" for name, flags in LOSSES.items()},
+    "REINFORCE++ and ReMax, one update a step": {
+        "reinforce_plus_plus": "train_reinforce.py",
+        "remax": "train_reinforce.py --adv-estimator remax",
+        "reinforce_plus_plus_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1",
+        "remax_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1 --adv-estimator remax",
+    },
     "PPO, four updates a step": {
         "ppo": PPO,
         "ppo_share_backbone": f"{PPO} --share-backbone",

@@ -126,19 +126,6 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     return _whitened(_centred(rewards, torch.ones_like(rewards)), tokens, eps=1e-8)
 
 
-def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Reward against that of the greedy response to the same prompt.
-
-    A_i = r_i - r_greedy. A prompt whose greedy response could not be scored has no baseline: its whole row gets 0.
-
-    Args: rewards (P, G) float, NaN = not scored; greedy_rewards (P,) float, NaN = not scored. Returns: (P, G).
-    Source: ReMax, arXiv 2310.10505.
-    """
-    assert rewards.dim() == 2 and rewards.shape[:1] == greedy_rewards.shape, _shapes(rewards, greedy_rewards)
-    difference = rewards - greedy_rewards.unsqueeze(-1)
-    return torch.where(difference.isnan(), 0.0, difference)
-
-
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the tokens that the policy sampled.
@@ -183,6 +170,21 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
         running = torch.where(sampled[:, t], rewards[:, t] + gamma * running, running)
         returns[:, t] = running
     return torch.where(sampled, returns, 0.0)
+
+
+def remax(returns: Tensor, mask: Tensor, baselines: Tensor) -> Tensor:
+    """Return of every token against the score of the greedy response to the same prompt.
+
+    A_t = R_t - r_greedy. The baseline does not depend on the response, so it changes the variance and not the mean of
+    the gradient. Example: returns [1, 0.5], mask [1, 1], baseline 0.25 -> [0.75, 0.25].
+
+    Args: returns, mask (B, T); baselines (B,). Returns: (B, T), 0 where mask is 0, which must be so in a row without a
+    baseline (NaN).
+    Source: ReMax, algorithm 1, arXiv 2310.10505.
+    """
+    assert returns.dim() == 2 and returns.shape == mask.shape, _shapes(returns, mask)
+    assert returns.shape[:1] == baselines.shape, _shapes(returns, baselines)
+    return torch.where(mask.bool(), returns - baselines.unsqueeze(-1), 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-8) -> Tensor:

@@ -49,12 +49,18 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def sample_groups(
-    engine: Engine, rows: Sequence[dict], sampling: Sampling, *, seed: int, on_group: OnGroup | None = None
+    engine: Engine,
+    rows: Sequence[dict],
+    sampling: Sampling | Sequence[Sampling],
+    *,
+    seed: int,
+    on_group: OnGroup | None = None,
 ) -> tuple[list[Sample], list[Any]]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
 
     Args:
         rows: this rank's prompts; other ranks may have more or fewer, or none.
+        sampling: of all rows, or one for each of them.
         seed: with the same seed, rows and weights the samples are the same. See `seeded`.
         on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
             sampled, such as `Scorer.submit`.
@@ -63,7 +69,9 @@ def sample_groups(
     Both end early if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine returns
     anything but each response once, with a finite log-prob for every token.
     """
-    requests = [Request((i, j), row["prompt_ids"], sampling) for i, row in enumerate(rows) for j in range(sampling.n)]
+    ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
+    pairs = enumerate(zip(rows, ways, strict=True))
+    requests = [Request((i, j), row["prompt_ids"], way) for i, (row, way) in pairs for j in range(way.n)]
     missing = {request.key for request in requests}
     groups: list[dict[int, Sample]] = [{} for _ in rows]
     handed: dict[int, Any] = {}
@@ -84,16 +92,16 @@ def sample_groups(
                     )
                 missing.remove(completion.key)
                 groups[i][j] = as_sample(completion, rows[i])
-                if len(groups[i]) == sampling.n:
+                if len(groups[i]) == ways[i].n:
                     bar.update()
-                    group = [groups[i][j] for j in range(sampling.n)]
+                    group = [groups[i][j] for j in range(ways[i].n)]
                     handed[i] = on_group(rows[i], group) if on_group is not None else None
         else:
             if missing:
                 row = rows[min(missing)[0]]["row_index"]
                 lost = f"{len(missing)} of {len(requests)} responses"
                 raise RuntimeError(f"the engine lost {lost}, one to row {row} among them")
-    samples = [groups[i][j] for i in sorted(handed) for j in range(sampling.n)]
+    samples = [groups[i][j] for i in sorted(handed) for j in range(ways[i].n)]
     return samples, [handed[i] for i in sorted(handed)]
 
 

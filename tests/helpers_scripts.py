@@ -125,6 +125,12 @@ def dapo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     return grpo_settings(task, run_dir) | own | changes
 
 
+def reinforce_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_reinforce.py that takes a fraction of a second: ReMax, 4 prompts x 2 responses."""
+    own = dict(adv_estimator="remax", rollout_n=2, kl_coef=0.1)
+    return grpo_settings(task, run_dir) | own | changes
+
+
 def sft_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of an sft.py that takes a fraction of a second."""
     return dict(

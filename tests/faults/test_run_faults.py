@@ -261,7 +261,7 @@ def train(task, tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(hf.Engine, "_complete", lambda *args: complete(*args)._replace(**empty))
         if case == "cut":
             changes["max_response_length"] = 1
-        make = {"train_grpo": h.grpo_settings, "train_ppo": h.ppo_settings, "train_dapo": h.dapo_settings}[script]
+        make = vars(h)[script.replace("train_", "") + "_settings"]
         module = importlib.import_module(script)
         settings = make(task, tmp_path / "run", total_training_steps=1, weight_decay=0.0, **changes)
         if "ppo_mini_batch_size" not in changes:
@@ -306,12 +306,13 @@ def test_infinite_rewards_are_no_scores_and_stop_the_run(train, script):
         train(script, "infinite")
 
 
-@pytest.mark.parametrize("script", ["train_grpo", "train_ppo"])
+@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_reinforce"])
 @pytest.mark.parametrize("case", ["infinite", "none", "empty"])
 def test_without_a_score_or_a_token_nothing_is_learned(train, script, case):
     line, changed, _ = train(script, case, reward_max_error_frac=1.0)
     assert not changed and line["actor/grad_norm"] == 0
     unknown = ("critic/score/", "critic/rewards/", "critic/advantages/", "critic/values/", "critic/returns/")
+    unknown += ("critic/baselines/",)
     assert all(name.startswith(unknown) for name in nulls(line)), nulls(line)
     if case == "empty":
         assert line["response_length/max"] == 0 and line["critic/score/mean"] is not None

@@ -99,8 +99,19 @@ def test_gpg_matches_hand_values():
 
 
 def test_remax_matches_hand_values():
-    rewards = f64([[1.0, 0.0], [0.5, NAN], [1.0, 1.0]])
-    check(advantages.remax(rewards, f64([0.25, 0.5, NAN])), [[0.75, -0.25], [0.0, 0.0], [0.0, 0.0]])
+    # a score of 1 with a charge of 0.5 on its first token; a gap; a row that is not learned from
+    returns, mask = f64([[0.5, 1.0, 1.0], [0.0, 9.0, 0.0], [NAN, 1.0, 1.0]]), f64([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
+    actual = advantages.remax(returns, mask, f64([0.25, 0.75, NAN]))
+    check(actual, [[0.25, 0.75, 0.75], [-0.75, 0.0, -0.75], [0.0, 0.0, 0.0]])
+
+
+def test_remax_of_a_score_alone_is_the_score_less_the_greedy_one():
+    _, _, mask = token_batch()
+    scores, greedy = torch.rand(2, len(mask), dtype=torch.float64)
+    is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
+    returns = advantages.returns_to_go(is_last * scores.unsqueeze(-1), mask, gamma=1.0)
+    actual = advantages.remax(returns, mask, greedy)
+    torch.testing.assert_close(actual, (scores - greedy).unsqueeze(-1) * mask, rtol=1e-12, atol=1e-12)
 
 
 def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens(world):
@@ -365,7 +376,7 @@ CALLS = {
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
     "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
-    "remax": (advantages.remax, [PG, torch.tensor([0.1, 0.5, 0.9])], {}),
+    "remax": (advantages.remax, [BT, MASK, torch.linspace(0, 1, 5)], {}),
     "gae": (advantages.gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
     "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
     "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),

@@ -28,6 +28,7 @@ import sft
 import train_dapo
 import train_grpo
 import train_ppo
+import train_reinforce
 import train_reward
 from rl import flags, models, reward_model
 from rl.ranks import init_ranks
@@ -37,7 +38,7 @@ from rl.types import Batch
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-SCRIPTS = (train_grpo, train_ppo, train_dapo, sft, train_reward)
+SCRIPTS = (train_grpo, train_ppo, train_dapo, train_reinforce, sft, train_reward)
 STEPS = 5
 # Several updates a step, a reference, a moving learning rate: everything that a resumed run could get wrong.
 BUSY = dict(

@@ -16,6 +16,7 @@ import sft
 import train_dapo
 import train_grpo
 import train_ppo
+import train_reinforce
 import train_reward
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share
@@ -23,7 +24,8 @@ from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-TRAINING = {"grpo": train_grpo, "ppo": train_ppo, "dapo": train_dapo, "sft": sft, "reward": train_reward}
+RL = {"grpo": train_grpo, "ppo": train_ppo, "dapo": train_dapo, "reinforce": train_reinforce}
+TRAINING = RL | {"sft": sft, "reward": train_reward}
 SCRIPTS = TRAINING | {"eval": evaluation}
 
 # Written out, so that a flag that decides what is learned does not become free by standing in another place.

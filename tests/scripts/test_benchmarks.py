@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3
 import train_dapo
 import train_grpo
 import train_ppo
+import train_reinforce
 from benchmarks import compare_trl, learning, learning_trl, models, step_time
 from benchmarks.tables import RESULTS
 from data import arithmetic
@@ -177,7 +178,7 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 
 def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    scripts = {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo, "train_dapo.py": train_dapo}
+    scripts = {f"{x.__name__}.py": x for x in (train_grpo, train_ppo, train_dapo, train_reinforce)}
     parsed = {}
     for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
         script, *flags = job.command.split()
@@ -187,7 +188,8 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
             x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
         )
         assert x.train_batch_size * x.rollout_n == 256 and x.total_training_steps == 60
-    assert {x.adv_estimator for x in parsed.values() if isinstance(x, train_grpo.Args)} == set(train_grpo.ADVANTAGES)
+    for script in (train_grpo, train_reinforce):
+        assert {x.adv_estimator for x in parsed.values() if isinstance(x, script.Args)} == set(script.ADVANTAGES)
     losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
     assert losses == set(train_grpo.LOSSES)
     # One part of DAPO is off in each of the four.

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
-ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo"]
+ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce"]
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
@@ -189,6 +189,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     common = dict(total_training_steps=1, val_before_train=True, custom_reward_function=(str(folder / "parts.py"),))
     common |= dict(val_n=2, val_temperature=1.0)
     changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}}
+    changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}
@@ -208,7 +209,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
 
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
-TRAINING = section(METRICS, "train_grpo.py, train_ppo.py, train_dapo.py")
+TRAINING = section(METRICS, "train_grpo.py, train_ppo.py, train_dapo.py, train_reinforce.py")
 
 
 @pytest.mark.parametrize("script", [*ALGORITHMS, "sft"])
@@ -226,7 +227,10 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
     assert {p for p in absent if not p.startswith("memory_gb/")} == set()  # these are there on CUDA only
 
 
-@pytest.mark.parametrize(("title", "script"), [("Critic", "train_ppo"), ("Dynamic sampling", "train_dapo")])
+@pytest.mark.parametrize(
+    ("title", "script"),
+    [("Critic", "train_ppo"), ("Dynamic sampling", "train_dapo"), ("Baselines", "train_reinforce")],
+)
 def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logged, title, script):
     names = documented(section(TRAINING, title))
     assert names and names <= logged[script]

@@ -15,6 +15,7 @@ import sft
 import train_dapo
 import train_grpo
 import train_ppo
+import train_reinforce
 import train_reward
 from rl.engines import hf
 
@@ -189,12 +190,13 @@ def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypa
         "train_grpo": h.grpo_settings(task, tmp_path / "train_grpo", **common, use_kl_in_reward=True),
         "train_ppo": h.ppo_settings(task, tmp_path / "train_ppo", **common),
         "train_dapo": h.dapo_settings(task, tmp_path / "train_dapo", **common, gen_batch_size=1),
+        "train_reinforce": h.reinforce_settings(task, tmp_path / "train_reinforce", **common),
     }
     entries = [{"script": script, "settings": x, "comparable": True} for script, x in settings.items()]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    for script, module in dict(train_grpo=train_grpo, train_ppo=train_ppo, train_dapo=train_dapo).items():
+    for script, (module, *_) in list(RETURNING.items())[: len(settings)]:
         alone = tmp_path / f"{script}_alone"
         module.main(module.Args(**settings[script] | {"default_local_dir": str(alone)}))
         found, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (tmp_path / script, alone))
@@ -213,6 +215,7 @@ RETURNING = {
     "train_grpo": (train_grpo, h.grpo_settings, RL_EVALUATION),
     "train_ppo": (train_ppo, h.ppo_settings, RL_EVALUATION),
     "train_dapo": (train_dapo, h.dapo_settings, RL_EVALUATION),
+    "train_reinforce": (train_reinforce, h.reinforce_settings, RL_EVALUATION),
     "sft": (sft, h.sft_settings, {"val/loss"}),
     "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),
 }

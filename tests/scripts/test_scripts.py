@@ -27,6 +27,7 @@ import sft
 import train_dapo
 import train_grpo
 import train_ppo
+import train_reinforce
 import train_reward
 from rl import flags, models, sharding
 from rl.engines import hf
@@ -38,6 +39,7 @@ SCRIPTS = {
     "train_grpo": train_grpo,
     "train_ppo": train_ppo,
     "train_dapo": train_dapo,
+    "train_reinforce": train_reinforce,
     "sft": sft,
     "train_reward": train_reward,
     "eval": evaluation,

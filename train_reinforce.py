@@ -1,0 +1,306 @@
+"""REINFORCE++ and ReMax: policy gradients from the reward of a whole response, with neither a critic nor a group.
+
+    torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct                                    # one GPU, GSM8K
+    torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct --adv-estimator remax --experiment-name remax
+
+REINFORCE (Williams 1992) makes every token of a response likelier in proportion to its *return*: the reward from this
+token on. That is right on average but noisy, so something is subtracted that the token cannot influence, a baseline.
+  REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step, and divides by their standard deviation
+  ReMax (arXiv 2310.10505)         the score of one greedy response to the same prompt, sampled beside the others
+Both charge every token for how far it is from the reference (a KL term in the reward), and work with any number of
+responses a prompt, one included. train_grpo.py explains other words, such as policy, advantage, ratio and clip.
+
+Deviations from the papers:
+  1. token-mean loss over the mini-batch (--loss-agg-mode; DAPO, arXiv 2503.14476);
+  2. ReMax has the clipped ratio of PPO too; with one update a step, the default, that is the paper's gradient;
+  3. dual clip: the loss of a negative advantage is bounded (--clip-ratio-c; arXiv 1912.09729).
+
+Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
+Every per-token tensor is (b, T), and position t describes token t given the tokens before it. The page is
+docs/train_reinforce.md.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from rl import advantages, engines, flags, losses, metrics, models, schedule, sharding
+from rl.batching import make_batch
+from rl.data import load_prompts, prompts_for_step, sampling_of
+from rl.evaluation import evaluate
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
+from rl.logprobs import fixed_logprobs, token_logprobs
+from rl.rollout import fold, sample_groups, scores_of, share, verify_engine
+from rl.run.run import Run
+from rl.scoring.pool import make_scorer, stop_if_failing
+from rl.types import select
+
+ADVANTAGES = {  # (returns (b, T), mask, baselines (b,), moments of all returns) -> advantages (b, T)
+    "reinforce_plus_plus": lambda returns, mask, _, moments: advantages.whiten(returns, mask, **moments),
+    "remax": lambda returns, mask, baselines, _: advantages.remax(returns, mask, baselines),
+}
+
+
+@dataclass(frozen=True)
+class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+    experiment_name: str = "reinforce"  # run in the trackers, and part of the folder
+    # metrics and limits; a step beyond one prints a line that begins with ALARM
+    alarms: tuple[str, ...] = (
+        "rollout/logprob_gap_mean>0.05",
+        "reward/zero_std_frac>0.95",
+        "response_length/clip_ratio>0.5",
+        "actor/entropy<0.01",
+    )
+
+    # --- model and data
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
+    train_batch_size: AtLeast1 = 512  # prompts a step (P); responses a step are train_batch_size * rollout_n
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer ones are cut and counted in response_length/clip_ratio
+    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
+    seed: int = 0  # decides data order and sampling, together with the step
+
+    # --- reward
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    custom_reward_function: tuple[str, ...] | None = None
+    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
+    reward_model_coef: float = 1.0  # weight of that score
+    reward_model_max_length: AtLeast1 = 4096  # tokens of prompt and response in its own template; longer lose the start
+
+    # --- rollout
+    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
+    rollout_n: AtLeast1 = 1  # responses per prompt (G), besides the greedy one of remax
+    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
+    top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
+    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
+
+    # --- algorithm
+
+    adv_estimator: Literal["reinforce_plus_plus", "remax"] = "reinforce_plus_plus"  # what returns are compared with
+    gamma: Share = 1.0  # discount of a reward that comes one token later
+    # how token losses become one number; Dr. GRPO: seq-mean-token-sum-norm, the GRPO paper: seq-mean-token-mean
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
+    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this
+    clip_ratio_high: NotNegative = 0.2  # ratio <= 1 + this
+    clip_ratio_c: Above1 = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default --train-batch-size: on policy
+    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
+    rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated weights for the engine/trainer gap (TIS)
+    rollout_is_threshold: Positive = 2.0  # cap of those weights
+
+    # --- KL to the reference, which is --model before training
+    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
+    kl_loss_coef: float = 0.001  # weight of that KL term
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = "k3"  # "+": gradient of k2
+    use_kl_in_reward: bool = True  # subtract kl_coef * KL(policy, reference) from the reward of every token
+    kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
+    kl_target: Positive = 0.1  # KL a token that the adaptive controller aims at
+    kl_horizon: AtLeast1 = 10_000  # responses over which it corrects a relative error of one
+
+    # --- optimizer
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr_warmup_steps: Count = 0  # steps of linear warm-up
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
+    grad_clip: Positive = 1.0  # largest global gradient norm
+
+
+def validate(args: Args) -> None:
+    """Refuse settings that contradict each other, naming the flag, the value and the fix."""
+    flags.check(args)
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train with REINFORCE++ or ReMax; returns the metrics of the last step and of the last evaluation."""
+    # Everything a user can get wrong is refused here, before a model is loaded.
+    validate(args)
+    tokenizer, train_rows, val_rows = load_prompts(args)
+    scorer = make_scorer(args, tokenizer, train_rows + val_rows)
+    sampling = sampling_of(args, tokenizer)
+    greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    ways = [sampling, greedy] if args.adv_estimator == "remax" else [sampling]  # to answer each prompt
+    total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
+    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
+    updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
+    on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
+
+    run = Run(args, tokenizer, total_steps)
+    ranks = run.ranks
+    policy = models.load_policy(args, ranks)
+    engine = engines.make(args, ranks)
+    reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
+    scorer.add_reward_model(args, ranks)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    run.resume(
+        {"actor": (policy, optimizer)},
+        about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
+        f"{len(train_rows)} prompts to draw from\n{scorer.report}",
+        engine=engine,
+        frozen=reference,
+    )
+    kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
+    step_metrics, val_metrics = {}, {}
+
+    for step in range(run.start, total_steps + 1):  # the last round only evaluates
+        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
+        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        clock = run.begin(step, state={"kl_coef": kl_coef})
+
+        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+
+        # 2. Rollouts: push the policy into the engine, sample G responses per prompt, prove that both sides agree. With
+        # remax, the greedy response to each prompt is sampled at the same time: rows are given once for each way.
+        engine.wake()
+        engine.update_weights(models.weights_for_engine(policy, ranks))
+        clock("update_weights")
+        if run.evaluation_is_due(step):
+            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            clock("testing")
+        if step == total_steps:
+            break
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        each_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
+        own_samples, tickets = sample_groups(engine, *each_way, seed=seed, on_group=scorer.submit)
+        clock("gen")
+        engine.sleep()
+        num_own = len(own_rows) * args.rollout_n
+        own_samples = own_samples[:num_own]  # of the greedy ones only the scores are needed
+        verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
+        clock("verify")
+
+        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
+        # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
+        own_scores = scorer.collect(tickets)
+        own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy with reinforce_plus_plus
+        baselines = ranks.all_gather([math.nan if x.value is None else x.value for x in greedy_scores])
+        baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for one without a score
+        responses = share(own_samples, own_scores, rows, ranks)  # B
+        stop_if_failing(responses, args.reward_max_error_frac)
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
+        clock("reward")
+
+        # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
+        batch, updates = make_batch(
+            responses,
+            learn=(scores_PG - baselines_P.view(-1, 1)).isfinite().flatten(),  # without a score nothing is learned
+            mini_batch_size=mini_batch_size * args.rollout_n,
+            max_tokens=args.ppo_max_token_len_per_gpu,
+            pad_id=tokenizer.pad_token_id or 0,
+            ranks=ranks,
+        )  # (b, T)
+        clock("batch")
+
+        # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
+        # the reference, for the KL terms: they measure how far the policy has moved away from it.
+        if not on_policy or args.use_kl_in_reward:
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
+            clock("old_log_prob")
+        if reference is not None:
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
+            clock("ref")
+
+        # === algorithm ================================================================================================
+        # 6. Advantages: the score comes with the last token. What was earned from each token on, and was that much?
+        mask, scores_B = batch.response_mask, scores_PG.flatten()  # (b, T), (B,)
+        is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
+        rewards, kl_metrics = torch.where(is_last, scores_B[batch.rows].view(-1, 1), 0.0), {}  # (b, T)
+        if args.use_kl_in_reward:
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * mask  # (b, T)
+            rewards = rewards - kl_coef * token_kl
+            own_kl = token_kl.sum(1) / mask.sum(1).clamp(min=1)  # (b,) of a token, on average over its response
+            mean_kl = ranks.all_rows(own_kl, batch.rows, len(responses))[scores_B.isfinite()].mean().nan_to_num().item()
+            kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+            if args.kl_ctrl_type == "adaptive":
+                num_responses = int(scores_B.isfinite().sum())
+                kl_coef = schedule.adaptive_kl_coef(
+                    kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
+                )
+        returns = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T)
+        mean, var = ranks.moments(returns, mask)  # over all tokens of the step, on all ranks
+        baselines_b = baselines_P.repeat_interleave(args.rollout_n)[batch.rows]  # (b,)
+        compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines_b, dict(mean=mean, var=var))  # (b, T)
+        batch = replace(batch, advantages=compared, returns=returns)
+        clock("adv")
+
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
+        # the surrogate, is -advantage * ratio; the ratio is the token's probability now over that when the step began.
+        # It begins at 1, where its gradient is that of the log-prob. A token whose ratio has left the range that the
+        # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        clips = dict(
+            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
+        )
+        scale = args.loss_scale_factor or args.max_response_length
+        means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
+        for update in updates * args.ppo_epochs:
+            # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
+            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
+            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+            for micro_rows in update.micro_batches:
+                run.leave_if_asked()
+                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                mask = micro.response_mask
+                logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
+                old_logp = logp.detach() if on_policy else micro.old_logp
+                pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
+                if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
+                    pg_loss = pg_loss * losses.importance_weights(
+                        old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
+                    )
+                objective = pg_loss - args.entropy_coeff * entropy
+                if args.use_kl_loss:
+                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
+                    objective = objective + args.kl_loss_coef * kl
+                    means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
+                loss = aggregate(objective, mask)
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                loss.backward()  # adds to the gradients, and sums them over ranks
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
+            norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
+            if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        clock("update_actor")
+        # === end ======================================================================================================
+
+        # 8. Report: losses are means over updates, diagnostics means over all tokens of all ranks.
+        rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
+        found = {
+            **metrics.of_scores(responses, rows),
+            **metrics.of_lengths(responses),
+            **metrics.of_groups(scores_PG),
+            **metrics.describe("critic/rewards", rewards_B[scores_B.isfinite()]),
+            **metrics.describe("critic/baselines", baselines_P),
+            **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
+            **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
+            **metrics.of_norms(norms),
+            **kl_metrics,
+            **means.reduce(),
+            "actor/lr": lr,
+        }
+        step_metrics = run.log_step(step + 1, found, **metrics.count(responses))
+        run.show_sample(own_samples, own_scores)
+        # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
+
+    run.close(scorer, engine)
+    return step_metrics | val_metrics
+
+
+if __name__ == "__main__":
+    main(flags.parse(Args, __doc__))
