@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, engines, flags, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, engines, flags, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -47,7 +47,7 @@ from rl.types import select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+class Args(flags.RL, correction.Correction):  # which have the flags that scripts share
     experiment_name: str = "dapo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -105,7 +105,6 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
     # truncated weights for the gap between the policy that sampled, in an engine and perhaps a step ago, and this one
     rollout_is: Literal["none", "token", "sequence"] = "token"
-    rollout_is_threshold: Positive = 2.0  # cap of those weights
 
     # --- optimizer
     lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
@@ -264,17 +263,15 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
-                    pg_loss = pg_loss * losses.importance_weights(
-                        old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
-                    )
+                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
+                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy
                 loss = aggregate(objective, mask)
                 sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
             if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, engines, flags, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, engines, flags, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -45,7 +45,7 @@ ADVANTAGES = {  # (returns (b, T), mask, baselines (b,), moments of all returns)
 
 
 @dataclass(frozen=True)
-class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+class Args(flags.RL, correction.Correction):  # which have the flags that scripts share
     experiment_name: str = "reinforce"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -95,8 +95,6 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default --train-batch-size: on policy
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
     entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
-    rollout_is: Literal["none", "token", "sequence"] = "none"  # truncated weights for the engine/trainer gap (TIS)
-    rollout_is_threshold: Positive = 2.0  # cap of those weights
 
     # --- KL to the reference, which is --model before training
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
@@ -257,10 +255,8 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                if args.rollout_is != "none":  # the engine's policy is not quite the trainer's
-                    pg_loss = pg_loss * losses.importance_weights(
-                        old_logp, micro.rollout_logp, mask, level=args.rollout_is, cap=args.rollout_is_threshold
-                    )
+                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
+                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy
                 if args.use_kl_loss:
                     kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
@@ -271,7 +267,7 @@ def main(args: Args) -> dict[str, float]:
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
             if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()

@@ -8,6 +8,7 @@ A script's Args inherits them and adds its own, each with its limit in its type:
         my_bound: Free[AtLeast1] = 10   # does not: a resumed run may change it, as all flags of this file
 
 A script may give an inherited flag another default. `check` looks at the limits, and `parse` reads the command line.
+Flags that a script inherits from other files, such as rl/correction.py, decide what is learned as its own do.
 """
 
 import dataclasses
@@ -190,13 +191,13 @@ def parse(cls: type[T], description: str | None) -> T:
 
 
 def _show_help(cls: type, description: str | None) -> None:
-    """Print the flags in boxes, and exit: the script's own first, then those of this file by the groups they stand in.
+    """Print the flags in boxes, and exit: the script's own first, then those of rl/ by the groups they stand in.
 
     A box is a class for tyro that hides all other flags. What a script says of an inherited flag replaces what is here.
     """
     boxes: dict[str, tuple[str | None, set[str]]] = {"algorithm": ("what is learned", set())}  # title -> words, flags
     for base in reversed(cls.__mro__):
-        if base.__module__ == __name__ and base.__annotations__:
+        if base.__module__.startswith("rl.") and base.__annotations__:
             group = base.__mro__[-2]
             boxes.setdefault(group.__name__.lower(), (group.__doc__, set()))[1].update(base.__annotations__)
     hints = get_type_hints(cls)
@@ -230,6 +231,10 @@ def check(args: Any) -> None:
                 for limit in limits:
                     if not limit.holds(value):
                         raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
+    for upper, lower in ((name.removesuffix("_lower"), name) for name in vars(args) if name.endswith("_lower")):
+        if (low := getattr(args, lower)) > (high := getattr(args, upper)):
+            names = [f"--{name.replace('_', '-')}" for name in (lower, upper)]
+            raise ValueError(f"{names[0]} {low} is above {names[1]} {high}; lower it")
     for alarm in vars(args).get("alarms", ()):
         parse_alarm(alarm)
     if vars(args).get("engine") == "hf" and args.tensor_model_parallel_size != 1:

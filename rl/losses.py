@@ -269,25 +269,3 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         return value
     k2 = 0.5 * difference.square()
     return k2 - k2.detach() + value.detach()
-
-
-def importance_weights(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level: str, cap: float) -> Tensor:
-    """Truncated importance weights from the engine's policy to the trainer's, to multiply the loss with.
-
-    token: min(exp(old_logp - rollout_logp), cap); sequence: min(exp(sum_t (old_logp - rollout_logp)), cap), the same on
-    every token of the row. The log ratio, or its sum, is bounded to [-20, 20].
-
-    Args: old_logp, rollout_logp, mask (B, T); level "token" or "sequence"; cap > 0, verl's default is 2.
-    Returns: (B, T), 0 where mask is 0, without gradient. Raises: ValueError for an unknown level or cap <= 0.
-    Source: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, fengyao.notion.site/off-policy-rl;
-    truncation, IMPALA, arXiv 1802.01561.
-    """
-    assert old_logp.shape == rollout_logp.shape == mask.shape, _shapes(old_logp, rollout_logp, mask)
-    if cap <= 0:
-        raise ValueError(f"cap must be positive, got {cap}")
-    log_ratio = _keep(old_logp - rollout_logp, mask).detach()
-    if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
-    elif level != "token":
-        raise ValueError(f"unknown level {level!r}; known: token, sequence")
-    return _keep(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap), mask)

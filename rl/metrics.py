@@ -58,9 +58,15 @@ class Means:
             self.minima[name] = torch.minimum(self.minima[name], value) if name in self.minima else value
 
     def between_policies(
-        self, mask: torch.Tensor, logp: torch.Tensor, old_logp: torch.Tensor, rollout_logp: torch.Tensor
+        self,
+        mask: torch.Tensor,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        rollout_logp: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
-        """How far apart the policies are that sampled, that began the step and that learn; log-probs (b, T).
+        """How far apart the policies are that sampled, that began the step and that learn; log-probs and the weights of
+        `correction.weights`, (b, T).
 
         With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
         and means over all tokens where nothing else is said:
@@ -73,6 +79,8 @@ class Means:
             rollout_corr/chi2_token, chi2_seq   mean of r^2 - 1; mean over i of (prod_t r_t)^2 - 1
             rollout_corr/rollout_is_eff_sample_size           (mean of r)^2 / mean of r^2: 1 if all are alike
             rollout_corr/ppl_ratio              mean over i of exp(mean_t of -log r): perplexity, trainer's by engine's
+            rollout_corr/weight_mean            mean of the weights that the loss is multiplied with
+            rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
 
         As verl has them (rollout_corr_helper.py), logarithms cut at +-20 before they are raised. One thing differs: the
         ratio is that of tokens, without a cap, whatever --rollout-is says.
@@ -90,6 +98,8 @@ class Means:
                 "rollout_corr/k3_kl": ratio + gap - 1,
                 "rollout_corr/rollout_is_mean": ratio,
                 "rollout_corr/chi2_token": ratio.square() - 1,
+                "rollout_corr/weight_mean": weights,
+                "rollout_corr/rollout_rs_masked_fraction": (weights == 0).to(weights.dtype),
             },
         )
         perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()

@@ -238,10 +238,11 @@ def test_the_distance_of_policies_by_hand(world):
     old = torch.tensor([[-1.5, -1.0, -0.25, 7.0], [2.0, -3.0, 1.0, NAN]])
     logp = torch.tensor([[-1.0, -1.25, 0.0, 7.0], [2.0, -3.0, 1.0, NAN]])
     means = Means(world)
+    weights = torch.tensor([[0.5, 0.0, 1.0, NAN], [1.0, 2.0, 1.0, 0.0]])
     for part in (slice(0, 1), slice(1, 2)):
-        means.between_policies(mask[part], logp[part], old[part], rollout[part])
+        means.between_policies(mask[part], logp[part], old[part], rollout[part], weights[part])
     empty = torch.zeros(1, 2)
-    means.between_policies(empty, empty, empty, empty)  # a rank without work left
+    means.between_policies(empty, empty, empty, empty, empty)  # a rank without work left
     ratios = [math.exp(x) for x in (-0.5, 1.0, 0.0, -3.0)]  # old - rollout
     squares = sum(r**2 for r in ratios) / 4
     mean = sum(ratios) / 4
@@ -260,6 +261,8 @@ def test_the_distance_of_policies_by_hand(world):
         "rollout_corr/chi2_seq": ((ratios[0] * ratios[1] * ratios[2]) ** 2 + ratios[3] ** 2) / 2 - 1,
         "rollout_corr/rollout_is_eff_sample_size": mean**2 / squares,
         "rollout_corr/ppl_ratio": (math.exp((0.5 - 1.0 + 0.0) / 3) + math.exp(3.0)) / 2,
+        "rollout_corr/weight_mean": 3.5 / 4,
+        "rollout_corr/rollout_rs_masked_fraction": 1 / 4,
     }
     result = means.reduce()
     assert result.keys() == expected.keys()
@@ -270,8 +273,8 @@ def test_the_distance_of_policies_by_hand(world):
 def test_the_distance_of_equal_policies_is_none(world):
     logp = torch.tensor([[-1.0, -2.0, -3.0]])
     means = Means(world)
-    means.between_policies(torch.ones(1, 3), logp, logp, logp)
-    ones = {"rollout_corr/rollout_is_eff_sample_size", "rollout_corr/ppl_ratio"}
+    means.between_policies(torch.ones(1, 3), logp, logp, logp, torch.ones(1, 3))
+    ones = {"rollout_corr/rollout_is_eff_sample_size", "rollout_corr/ppl_ratio", "rollout_corr/weight_mean"}
     ones |= {f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max")}
     assert means.reduce() == {name: float(name in ones) for name in means.reduce()}
 

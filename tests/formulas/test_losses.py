@@ -362,41 +362,6 @@ def test_bradley_terry_gradient_is_the_probability_of_being_wrong():
     check(rejected.grad, [1 / 4, 3 / 4, 1.0])
 
 
-# --- importance weights ---
-
-
-def test_importance_weights_match_hand_values():
-    old_logp, rollout_logp = f64([[2.0, 0.5, 3.0, NAN], [0.5, 1.0, 1.0, NAN]]).log(), torch.zeros(2, 4).double()
-    mask = f64([[1, 1, 1, 0], [1, 0, 1, 0]])
-    options = {"cap": 2.5}
-    token = losses.importance_weights(old_logp, rollout_logp, mask, level="token", **options)
-    check(token, [[2.0, 0.5, 2.5, 0.0], [0.5, 0.0, 1.0, 0.0]])
-    sequence = losses.importance_weights(old_logp, rollout_logp, mask, level="sequence", **options)
-    check(sequence, [[2.5, 2.5, 2.5, 0.0], [0.5, 0.0, 0.5, 0.0]])
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_are_bounded_and_detached(level):
-    old_logp = f64([[900.0, 0.0], [-900.0, 0.0]]).requires_grad_()
-    weights = losses.importance_weights(old_logp, torch.zeros(2, 2), torch.ones(2, 2), level=level, cap=math.inf)
-    assert not weights.requires_grad
-    check(weights[:, 0], [math.exp(20), math.exp(-20)])
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_are_one_where_both_sides_agree(level):
-    logp, _, _, mask = token_batch()
-    assert torch.equal(losses.importance_weights(logp, logp, mask, level=level, cap=2.0), mask)
-
-
-def test_importance_weights_reject_bad_options():
-    args = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1)
-    with pytest.raises(ValueError, match="unknown level 'geo'; known: token, sequence"):
-        losses.importance_weights(*args, level="geo", cap=2.0)
-    with pytest.raises(ValueError, match="cap must be positive"):
-        losses.importance_weights(*args, level="token", cap=0.0)
-
-
 # --- aggregation ---
 
 
@@ -479,7 +444,6 @@ CALLS = {name: (f, FOUR, CLIPS) for name, f in POLICY.items()} | {
     "kl": (losses.kl, [BT, BT.flip(0)], {"kind": "k3+"}),
     "bradley_terry": (losses.bradley_terry, [BT, BT.flip(0)], {"margin": 0.3}),
     "aggregate": (losses.aggregate, [BT, MASK], {"mode": MODES[2], "num_tokens": 22, "num_seqs": 5}),
-    "importance_weights": (losses.importance_weights, [BT, BT.flip(0), MASK], {"level": "sequence", "cap": 2.0}),
     "masked_sum": (losses.masked_sum, [BT, MASK], {}),
     "masked_mean": (losses.masked_mean, [BT, MASK], {}),
     "masked_var": (losses.masked_var, [BT, MASK], {}),

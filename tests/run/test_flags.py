@@ -50,13 +50,16 @@ LIMITS = {
         max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
         ppo_max_token_len_per_gpu max_token_len_per_gpu val_n
     """,
-    "positive": "grad_clip kl_target rollout_is_threshold loss_scale_factor max_logprob_gap max_hours",
+    "positive": """
+        grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold loss_scale_factor
+        max_logprob_gap max_hours
+    """,
     "positive and finite": "stall_timeout reward_timeout",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p",
     "at least 0": """
         lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        val_temperature
+        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower
     """,
     "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p",
     "at least 1, or -1 for all tokens": "top_k val_top_k",
@@ -114,7 +117,15 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
             try:
                 flags.check(args)
             except ValueError as error:  # beyond another flag, not beyond its own limit
-                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_", "val_n")), error
+                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_", "val_n", "rollout_")), error
+
+
+def test_a_lower_bound_is_not_above_its_upper_one():
+    bounds = dict(rollout_mask_threshold=1.5, rollout_mask_threshold_lower=1.5)
+    flags.check(train_grpo.Args(**bounds))
+    words = "--rollout-mask-threshold-lower 1.5 is above --rollout-mask-threshold 1.4; lower it"
+    with pytest.raises(ValueError, match=words):
+        flags.check(train_grpo.Args(**bounds | dict(rollout_mask_threshold=1.4)))
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
@@ -250,7 +261,7 @@ def help_of(capsys, monkeypatch):
 
 
 GROUPS = {
-    "rl": ["algorithm", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
+    "rl": ["algorithm", "correction", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
     "supervised": ["algorithm", "data", "memory", "checkpoints", "logging"],
     "eval": ["algorithm", "engine", "scoring"],
 }

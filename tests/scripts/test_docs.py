@@ -146,7 +146,7 @@ def test_every_formula_is_in_papers_and_every_name_there_exists():
     named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
     named = {(module, function) for module, function in named if (ROOT / "rl" / f"{module}.py").exists()}
     existing = {(path.stem, name) for path in (ROOT / "rl").glob("*.py") for name in public_functions(path)}
-    formulas = {(m, f) for m, f in existing if m in ("advantages", "losses", "schedule", "critic")}
+    formulas = {(m, f) for m, f in existing if m in ("advantages", "losses", "correction", "schedule", "critic")}
     assert len(formulas) > 30
     assert named - existing == set()
     assert formulas - named == set()

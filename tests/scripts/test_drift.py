@@ -30,7 +30,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     },
     ("train_grpo", "train_dapo"): {
         "math": (2, 11),
-        "dataclass": (24, 20),
+        "dataclass": (23, 20),
         "validate": (2, 7),
         "main": (5, 11),
         "step": (8, 27),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
-from rl import flags
+from rl import correction, flags
 
 LINES = {
     "train_grpo": 330,
@@ -26,7 +26,7 @@ LINES = {
 }
 SCRIPTS = [ROOT / f"{name}.py" for name in LINES]
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
-FORMULAS = [ROOT / "rl" / f"{name}.py" for name in ("advantages", "losses", "schedule")]
+FORMULAS = [ROOT / "rl" / f"{name}.py" for name in ("advantages", "losses", "correction", "schedule")]
 SCRIPT_NAMES = {path.stem for path in SCRIPTS}
 BEFORE_THE_LOOP = 40  # lines of main, at most
 NESTING = {"train_ppo": 5}  # else 4 blocks within each other in main, at most
@@ -104,7 +104,10 @@ def test_vllm_is_imported_by_its_own_files_only():
 
 @pytest.mark.parametrize("path", FORMULAS, ids=label)
 def test_formulas_know_tensors_and_nothing_else(path):
-    assert top(imported(path)) <= {"math", "torch"}
+    """But for the limits of the flags that rl/correction.py has, with the formulas that read them."""
+    own = {"dataclasses", "typing", "rl"} if path.stem == "correction" else set()
+    assert top(imported(path)) <= {"math", "torch"} | own
+    assert not {name for name in imported(path) if name.startswith("rl.") and not name.startswith("rl.flags")}
     assert not {name for name in imported(path) if name.startswith(("torch.distributed", "torch.cuda"))}
 
 
@@ -169,7 +172,7 @@ def test_a_flag_stands_once(path):
     """In the script or in rl/flags.py; in both only if the script gives it another default or other words."""
     args = args_of(path)
     inherited = {field.name: field for base in args.__bases__ for field in fields(base)}
-    assert set(inherited) <= SHARED | {field.name for field in fields(flags.Scoring)}
+    assert set(inherited) <= SHARED | {x.name for x in (*fields(flags.Scoring), *fields(correction.Correction))}
     for name in args.__annotations__.keys() & inherited.keys():
         [line] = re.findall(rf"^    {name}: .*", path.read_text(), re.MULTILINE)
         assert vars(args)[name] != inherited[name].default or line not in FLAGS, f"{name} is as in rl/flags.py"

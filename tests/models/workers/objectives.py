@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_grpo
-from rl import losses, sharding
+from rl import correction, losses, sharding
 from rl.batching import collate, plan_micro_batches
 from rl.logprobs import token_logprobs
 from rl.types import Batch, Sample, Sampling, select
@@ -19,6 +19,7 @@ from rl.types import Batch, Sample, Sampling, select
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
 CLIPS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
 LOSS_MODES = [*train_grpo.LOSSES, "all terms"]
 AGG_MODES = list(get_args(train_grpo.Args.__annotations__["loss_agg_mode"]))
@@ -73,9 +74,8 @@ def token_objective(
     formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
     loss, clipped = formula(logp, batch.old_logp, batch.advantages, batch.response_mask, **CLIPS)
     if loss_mode == "all terms":
-        loss = loss * losses.importance_weights(
-            batch.old_logp, batch.rollout_logp, batch.response_mask, level="sequence", cap=2.0
-        )
+        both = batch.rollout_logp, batch.advantages, batch.response_mask
+        loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
         loss = loss - EXTRAS["entropy"] * entropy + EXTRAS["kl"] * losses.kl(logp, batch.ref_logp, "k3")
     return loss, clipped
 

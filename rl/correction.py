@@ -1,0 +1,127 @@
+"""Rollout correction: what to do about responses that another policy has sampled than the one that learns from them.
+
+The engine computes with other kernels than the trainer, groups may have waited for a step, and a step may make several
+updates. The tools are weights, which keep the gradient right on average, and masks, which leave out what is too far
+away. Both multiply the policy loss of a token; denominators stay as they are.
+
+B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_logp_t and L tokens in a row:
+
+    token      exp(x_t)            of this token
+    sequence   exp(sum_t x_t)      of the whole response, the same on all its tokens
+    geometric  exp(sum_t x_t / L)  the mean of its tokens, likewise
+
+Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects. A mask is 1 on tokens
+that the policy sampled; what stands where it is 0, NaN included, never reaches a result.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl.flags import NotNegative, Positive
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, finite in every dtype used for losses
+
+
+@dataclass(frozen=True)
+class Correction:
+    """rollout correction: the policy that sampled is not quite the one that learns"""
+
+    rollout_is: Literal["none", "token", "sequence"] = "none"  # weigh tokens by trainer / engine, truncated (TIS)
+    rollout_is_threshold: Positive = 2.0  # largest weight
+    rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight
+    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS)
+    rollout_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
+    rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
+    # leave out responses with a negative advantage that have become less likely than this, in nats a token
+    off_policy_mask_threshold: Positive | None = None
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
+
+
+def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level: str) -> Tensor:
+    """How much likelier the trainer finds what the engine sampled: the ratio of a level, on every token.
+
+    The logarithm is bounded to [-20, 20]. Example: x = [log 2, log 8] -> token [2, 8], sequence [16, 16],
+    geometric [4, 4].
+
+    Args: old_logp, rollout_logp, mask (B, T); level "token", "sequence" or "geometric". Returns: (B, T), 1 where mask
+    is 0, without gradient. Raises: ValueError for an unknown level.
+    """
+    assert old_logp.shape == rollout_logp.shape == mask.shape, _shapes(old_logp, rollout_logp, mask)
+    valid = mask.bool()
+    log_ratio = torch.where(valid, old_logp - rollout_logp, 0.0).detach()
+    if level in ("sequence", "geometric"):
+        total = log_ratio.sum(-1, keepdim=True)
+        of_row = total / valid.sum(-1, keepdim=True).clamp(min=1) if level == "geometric" else total
+        log_ratio = torch.where(valid, of_row, 0.0)
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}; known: token, sequence, geometric")
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def truncated(ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """Truncated importance weights: clip(ratio, low, high). Right on average but for the bounds, which limit the noise.
+
+    Args: ratio (B, T). Returns: (B, T).
+    Source: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, fengyao.notion.site/off-policy-rl;
+    truncation from above, IMPALA, arXiv 1802.01561.
+    """
+    return ratio.clamp(low, high)
+
+
+def within(ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """1 where low <= ratio <= high, else 0: what is further away teaches nothing.
+
+    Of tokens IcePop, of sequences masked importance sampling (MIS), of the geometric mean verl's geo_rs.
+
+    Args: ratio (B, T). Returns: (B, T) of its dtype.
+    Source: Every Step Evolves (IcePop), arXiv 2510.18855; MIS, yingru.notion.site (When Speed Kills Stability).
+    """
+    return ((low <= ratio) & (ratio <= high)).to(ratio.dtype)
+
+
+def off_policy_mask(
+    logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor, *, threshold: float
+) -> Tensor:
+    """0 on responses with a negative advantage that the policy has moved away from since they were sampled, else 1.
+
+    0 where A < 0 and mean_t(rollout_logp_t - logp_t) > threshold. Such a response says little about what the policy
+    does today, and pushing it down further makes training unstable.
+
+    Args: logp, rollout_logp, advantages, mask (B, T); threshold in nats a token. Returns: (B, T), 1 where mask is 0,
+    without gradient.
+    Source: DeepSeek-V3.2, eq. 9, arXiv 2512.02556.
+    """
+    tensors = logp, rollout_logp, advantages, mask
+    assert logp.shape == rollout_logp.shape == advantages.shape == mask.shape, _shapes(*tensors)
+    valid = mask.bool()
+    moved = torch.where(valid, rollout_logp - logp, 0.0).detach()
+    moved = moved.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+    return 1.0 - (valid & (advantages < 0) & (moved > threshold)).to(logp.dtype)
+
+
+def weights(
+    args: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """What the policy loss of every token is multiplied with: all corrections that the flags ask for, as a product.
+
+    Args: args, the flags; logp of the policy that learns, old_logp of the one that starts the step, rollout_logp by the
+    engine, advantages, mask (B, T). Returns: (B, T), 1 where no flag is set, without gradient.
+    """
+    result = torch.ones_like(old_logp, requires_grad=False)
+    if args.rollout_is != "none":
+        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=args.rollout_is)
+        result = result * truncated(ratio, low=args.rollout_is_threshold_lower, high=args.rollout_is_threshold)
+    if args.rollout_mask != "none":
+        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=args.rollout_mask)
+        result = result * within(ratio, low=args.rollout_mask_threshold_lower, high=args.rollout_mask_threshold)
+    if args.off_policy_mask_threshold is not None:
+        threshold = args.off_policy_mask_threshold
+        result = result * off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
+    return result
