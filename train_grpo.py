@@ -30,28 +30,36 @@ from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.rollout import fold, lengths_of, sample_groups, scores_of, share, verify_engine
+from rl.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
+from rl.rollout import fold, lengths_of, parts_of, sample_groups, scores_of, share, verify_engine
 from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
 from rl.types import select
 
-ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
-    "grpo": advantages.grpo,
-    "dr_grpo": lambda rewards, lengths: advantages.grpo(rewards, lengths, norm_by_std=False),
-    "rloo": advantages.rloo,
-    "opo": advantages.opo,
-    "gpg": advantages.gpg,
-    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
+ADVANTAGES = {  # (args, parts of the rewards (K, P, G), rewards (P, G), lengths (P, G)) -> advantages (P, G)
+    "grpo": lambda args, parts, *x: advantages.grpo(*x),
+    "dr_grpo": lambda args, parts, *x: advantages.grpo(*x, norm_by_std=False),
+    "grpo_batch": lambda args, parts, *x: advantages.grpo_batch(*x),
+    "grpo_passk": lambda args, parts, *x: advantages.grpo_passk(*x),
+    "max_rl": lambda args, parts, *x: advantages.max_rl(*x),
+    "rloo": lambda args, parts, *x: advantages.rloo(*x),
+    "opo": lambda args, parts, *x: advantages.opo(*x),
+    "gpg": lambda args, parts, *x: advantages.gpg(*x),
+    "reinforce_plus_plus_baseline": lambda args, parts, *x: advantages.reinforce_plus_plus_baseline(*x),
+    "gdpo": lambda args, parts, _, lengths: advantages.gdpo(parts, lengths, weights=args.gdpo_reward_weights),
 }
-LOSSES = {  # (logp, old_logp, advantages, mask, clip ratios) -> loss (b, t), clipped (b, t)
-    "ppo_clip": losses.ppo_clip,
-    "gspo": losses.gspo,
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "gmpo": losses.gmpo,
-    "policy_gradient": losses.policy_gradient,
+LOSSES = {  # (args, logp, old_logp, advantages, mask) -> loss (b, t), clipped (b, t)
+    "ppo_clip": lambda args, *x: losses.ppo_clip(*x, **clips_of(args)),
+    "dppo_tv": lambda args, *x: losses.dppo_tv(*x, **clips_of(args)),
+    "dppo_kl": lambda args, *x: losses.dppo_kl(*x, **clips_of(args)),
+    "gspo": lambda args, *x: losses.gspo(*x, **clips_of(args)),
+    "luspo": lambda args, *x: losses.gspo(*x, **clips_of(args)),  # with another mean: see AGGREGATIONS
+    "cispo": lambda args, *x: losses.cispo(*x, **clips_of(args)),
+    "sapo": lambda args, *x: losses.sapo(*x, tau_pos=args.tau_pos, tau_neg=args.tau_neg),
+    "gmpo": lambda args, *x: losses.gmpo(*x, **clips_of(args)),
+    "policy_gradient": lambda args, *x: losses.policy_gradient(*x),
 }
+AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,13 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
 
     # --- algorithm
 
-    # how a response is compared with its group; dr_grpo is grpo without the division by the standard deviation
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"] = "grpo"
-    loss_mode: Literal["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "policy_gradient"] = "ppo_clip"  # the surrogate
+    adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
+    gdpo_reward_keys: tuple[str, ...] = ()  # components of the score that gdpo compares, each by itself
+    gdpo_reward_weights: tuple[float, ...] = ()  # their weights; default: 1 each
+    top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
+    loss_mode: Literal[*LOSSES] = "ppo_clip"  # the surrogate
+    tau_pos: Positive = 1.0  # of sapo: how fast the gate closes where the advantage is positive
+    tau_neg: Positive = 1.05  # the same where it is negative
     # how token losses become one number; Dr. GRPO: seq-mean-token-sum-norm, the GRPO paper: seq-mean-token-mean
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
@@ -110,7 +122,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     # --- KL to the reference, which is --model before training
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = "k3"  # "+": gradient of k2
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response
     kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
@@ -126,11 +138,22 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     grad_clip: Positive = 1.0  # largest global gradient norm
 
 
+def clips_of(args: Args) -> dict[str, float]:
+    """The clip ratios, by the names that the losses give them."""
+    low, high = args.clip_ratio_low, args.clip_ratio_high
+    return dict(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=args.clip_ratio_c)
+
+
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     flags.check(args)
-    if args.loss_mode in ("gspo", "gmpo") and args.loss_agg_mode != "seq-mean-token-mean":
-        raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode seq-mean-token-mean, its paper's mean")
+    if args.loss_agg_mode != (mean := AGGREGATIONS.get(args.loss_mode, args.loss_agg_mode)):
+        raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode {mean}, its paper's mean")
+    keys, weights = args.gdpo_reward_keys, args.gdpo_reward_weights
+    if (args.adv_estimator == "gdpo") != bool(keys) or len(weights) not in (0, len(keys)):
+        raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo, with a weight for each or for none")
+    if keys and args.use_kl_in_reward:
+        raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -229,8 +252,14 @@ def main(args: Args) -> dict[str, float]:
                 kl_coef = schedule.adaptive_kl_coef(
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
-        advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG)  # (P, G)
+        parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G)
+        advantages_PG = ADVANTAGES[args.adv_estimator](args, parts, rewards, lengths_PG)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        if args.top_entropy_quantile < 1:  # only the tokens teach at which the policy was most undecided
+            entropy = fixed_entropies(policy, batch, updates, sampling=sampling)
+            num_kept = int(args.top_entropy_quantile * sum(update.num_tokens for update in updates))
+            limit = ranks.kth_largest(entropy, batch.response_mask, num_kept)
+            batch = replace(batch, advantages=batch.advantages * (entropy >= limit))
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
@@ -239,9 +268,6 @@ def main(args: Args) -> dict[str, float]:
         # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        clips = dict(
-            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
-        )
         scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
@@ -254,12 +280,12 @@ def main(args: Args) -> dict[str, float]:
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **clips)
+                pg_loss, clipped = LOSSES[args.loss_mode](args, logp, old_logp, micro.advantages, mask)
                 weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy
                 if args.use_kl_loss:
-                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
+                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type, old_logp=old_logp)
                     objective = objective + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(objective, mask)

@@ -99,7 +99,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     # --- KL to the reference, which is --model before training
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"] = "k3"  # "+": gradient of k2
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
     use_kl_in_reward: bool = True  # subtract kl_coef * KL(policy, reference) from the reward of every token
     kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
@@ -259,7 +259,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy
                 if args.use_kl_loss:
-                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type)
+                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type, old_logp=old_logp)
                     objective = objective + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(objective, mask)

@@ -83,7 +83,14 @@ LOSSES = {
     "gmpo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
     "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
     "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
+    "dppo_tv": f"train_grpo.py {FOUR_UPDATES} --loss-mode dppo_tv --clip-ratio-c 20",
+    "dppo_kl": f"train_grpo.py {FOUR_UPDATES} --loss-mode dppo_kl --clip-ratio-low 0.05 --clip-ratio-high 0.05 "
+    "--clip-ratio-c 20",
+    "luspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode luspo --loss-agg-mode seq-mean-token-sum "
+    "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
 }
+# Prompts of eight steps are sampled at a time, so that most responses are from one to seven steps old.
+STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"
 RUNS = {
     "advantage estimators, one update a step": {
         "grpo": "train_grpo.py",
@@ -92,6 +99,13 @@ RUNS = {
         "opo": "train_grpo.py --adv-estimator opo",
         "gpg": "train_grpo.py --adv-estimator gpg --loss-mode policy_gradient",
         "reinforce_plus_plus_baseline": "train_grpo.py --adv-estimator reinforce_plus_plus_baseline",
+        "grpo_batch": "train_grpo.py --adv-estimator grpo_batch",
+        "grpo_passk": "train_grpo.py --adv-estimator grpo_passk",
+        "max_rl": "train_grpo.py --adv-estimator max_rl",
+        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k overlong --gdpo-reward-weights 1 0.5 "
+        "--custom-reward-function rewards/gsm8k.py rewards/length_penalty.py:overlong:0.5",
+        "top_entropy": "train_grpo.py --top-entropy-quantile 0.2",
+        "unbiased_kl": f"train_grpo.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased --kl-loss-coef 0.01",
     },
     "losses, four updates a step": LOSSES,
     "the same with learning rate 3e-5": {f"{name}_3e-5": f"{flags} --lr 3e-5" for name, flags in LOSSES.items()},
@@ -100,6 +114,17 @@ RUNS = {
         "remax": "train_reinforce.py --adv-estimator remax",
         "reinforce_plus_plus_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1",
         "remax_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1 --adv-estimator remax",
+    },
+    "corrections, responses up to seven steps old": {
+        "stale": f"{STALE} --rollout-is none",
+        "stale_token": f"{STALE} --rollout-is token",
+        "stale_token_two_bounds": f"{STALE} --rollout-is token --rollout-is-threshold-lower 0.5",
+        "stale_sequence": f"{STALE} --rollout-is sequence",
+        "stale_icepop": f"{STALE} --rollout-is token --rollout-mask token",
+        "stale_sequence_mask": f"{STALE} --rollout-is none --rollout-mask sequence",
+        "stale_geometric_mask": f"{STALE} --rollout-is none --rollout-mask geometric --rollout-mask-threshold 1.05 "
+        "--rollout-mask-threshold-lower 0.95",
+        "stale_off_policy_mask": f"{STALE} --rollout-is none --off-policy-mask-threshold 0.05",
     },
     "PPO, four updates a step": {
         "ppo": PPO,

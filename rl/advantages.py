@@ -68,6 +68,77 @@ def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: flo
     return centred / (torch.where(num_scored > 1, std, 1.0) + eps)
 
 
+def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Reward against the mean of its group, in units of the standard deviation of the whole step.
+
+    A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step; 1 if they are equal or fewer
+    than two. One scale for all groups: one with little spread is not blown up, as in `grpo`. `rewards` must hold every
+    group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    scored = (~rewards.isnan()).to(rewards.dtype)
+    spread = _deviation(rewards.flatten(), scored.flatten(), dim=0)
+    std = (spread.square().sum() / (scored.sum() - 1).clamp(min=1)).sqrt()
+    return _centred(rewards, torch.ones_like(rewards)) / (torch.where(std > 0, std, 1.0) + eps)
+
+
+def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Reward against the mean of its group, in units of this mean: the gradient of log(chance of being right).
+
+    A_i = (r_i - mean_g) / (mean_g + eps); 0 in a group whose mean is not positive. A rare right answer counts more: one
+    of reward 1 among n with 0 otherwise has A = n - 1. A group with one scored response has baseline 0, so it gets
+    r / (r + eps). For rewards that are never negative. Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1].
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: Maximum Likelihood Reinforcement Learning (MaxRL), arXiv 2602.02710.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    mean = rewards.nanmean(-1, keepdim=True)  # NaN if none is scored, and then nothing below is above 0
+    return torch.where(mean > 0, _centred(rewards, torch.ones_like(rewards)) / (mean + eps), 0.0)
+
+
+def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Only the best response of a group counts, by how far it is ahead of the second best.
+
+    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g unbiased; 0 for all others, and for all if two share the best.
+    Its gradient is that of the expected best reward of a group (pass@G for right and wrong). A group with one scored
+    response has r_(2) = 0 and std 1. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
+
+    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
+    Source: Optimizing Language Models for Inference Time Objectives using RL, arXiv 2503.19595.
+    """
+    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
+    ranked, order = rewards.nan_to_num(-torch.inf).sort(-1, descending=True)
+    lead = ranked[:, :1] - torch.where(num_scored > 1, ranked[:, 1:2], 0.0) if rewards.shape[1] > 1 else ranked
+    std = _centred(rewards, torch.ones_like(rewards)).square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)
+    best = torch.where(num_scored > 0, lead / (torch.where(num_scored > 1, std.sqrt(), 1.0) + eps), 0.0)
+    return torch.zeros_like(rewards).scatter(-1, order[:, :1], best)
+
+
+def gdpo(parts: Tensor, lengths: Tensor, *, weights: tuple[float, ...] = ()) -> Tensor:
+    """Every part of the reward is compared with its group by itself; the sum is whitened over all tokens of the step.
+
+    s_i = sum_k w_k * grpo(parts_k)_i; A_i = (s_i - mean) * rsqrt(var + 1e-8), moments over tokens, as in
+    `reinforce_plus_plus_baseline`. If the parts are added up first, one with a wide range hides the others, and
+    different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i; a response
+    without any part gets 0 and leaves the moments. `parts` must hold every group of the step.
+
+    Args: parts (K, P, G) float, NaN = not scored; lengths (P, G) >= 0; weights, K numbers, or none: all 1.
+    Returns: (P, G).
+    Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
+    """
+    assert parts.dim() == 3 and parts.shape[1:] == lengths.shape, _shapes(parts, lengths)
+    assert len(weights) in (0, len(parts)), f"{_shapes(parts, lengths)}, {len(weights)} weights"
+    weights = weights or (1.0,) * len(parts)
+    total = sum(w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
+    tokens = lengths.to(parts.dtype) * ~parts.isnan().all(0)
+    return _whitened(total, tokens, eps=1e-8)
+
+
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Leave-one-out advantage: reward against the mean of the other responses of the group.
 

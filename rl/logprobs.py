@@ -76,6 +76,13 @@ def fixed_logprobs(
     return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[0])
 
 
+def fixed_entropies(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
+    """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from. All ranks must enter."""
+    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[1])
+
+
 @torch.no_grad()
 def over_micro_batches(
     model: nn.Module, batch: Batch, updates: Sequence[Update], per_token: Callable[[Batch], torch.Tensor]

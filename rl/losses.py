@@ -15,6 +15,8 @@ gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp
 Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -136,6 +138,60 @@ def gspo(
     return _keep(loss, mask), _keep(clipped.to(loss.dtype), mask)
 
 
+def dppo_tv(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Policy gradient within a trust region of probabilities, not of their ratio: total variation of (token, rest).
+
+    With p = exp(logp), p_old = exp(old_logp): -sg(min(ratio, c)) * A * logp, and 0 where the token has already moved
+    too far in the wanted direction: p - p_old > high where A > 0, p_old - p > low elsewhere. |delta| <= 20. So a rare
+    token may grow by a large ratio, and a likely one may not lose much. The clip ratios bound differences of
+    probabilities, 0.1 to 0.2 or so; c is 20 in the paper. clipped is 1 where the loss is 0.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-TV), arXiv 2602.04879.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
+    moved = live.detach().exp() - old.exp()
+    outside = torch.where(advantages > 0, moved > clip_ratio_high, moved < -clip_ratio_low)
+    return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
+
+
+def dppo_kl(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `dppo_tv`, with the KL divergence of (token, rest) in the place of total variation.
+
+    D = p_old * (old_logp - logp) + (1 - p_old) * log((1 - p_old + 1e-8) / (1 - p + 1e-8)). The loss is 0 where the
+    token has moved in the wanted direction and D > high (A > 0), D > low (elsewhere). clipped is 1 where the loss is 0.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-KL), arXiv 2602.04879.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
+    p, p_old = live.detach().exp(), old.exp()
+    q, q_old = (1 - p).clamp(min=0), (1 - p_old).clamp(min=0)  # rounding may make a probability larger than 1
+    rest = q_old * ((q_old + 1e-8) / (q + 1e-8)).log()
+    divergence = p_old * (old - live.detach()) + rest
+    outside = torch.where(
+        advantages > 0,
+        (divergence > clip_ratio_high) & (p > p_old),
+        (divergence > clip_ratio_low) & (p < p_old),
+    )
+    return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
+
+
+def _weighted_gradient(
+    live: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0; and where it is."""
+    ratio = (live.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = torch.where(outside, 0.0, -ratio.clamp(max=math.inf if cap is None else cap) * advantages * live)
+    return _keep(loss, mask), _keep(outside.to(live.dtype), mask)
+
+
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
     *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
@@ -239,18 +295,26 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 
     return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
 
 
-def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
+def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
 
     k1, kl: d (unbiased value);  abs: |d|;  k2, mse: d^2 / 2 (unbiased gradient of the KL);
     k3, low_var_kl: exp(x) - x - 1, x = clip(-d, -20, 20), the result within [-10, 10] (unbiased value, low variance).
     A suffix "+" keeps the value and takes the gradient of k2: k2 - sg(k2) + sg(base).
-    There is no mask here, so both inputs must be finite everywhere; `aggregate` masks the result.
+    unbiased: ratio * k3, ratio = exp(clip(logp - old_logp, -20, 20)) with its gradient: value and gradient are those of
+    the KL of the policy, also for tokens that the older policy of old_logp sampled.
+    There is no mask here, so all inputs must be finite everywhere; `aggregate` masks the result.
 
-    Args: logp, ref_logp (B, T). Returns: (B, T). Raises: ValueError for an unknown kind.
-    Source: Schulman, Approximating KL Divergence, joschu.net/blog/kl-approx.html; gradients, arXiv 2510.01555.
+    Args: logp, ref_logp, old_logp (B, T), the last one for "unbiased" only. Returns: (B, T). Raises: ValueError for an
+    unknown kind.
+    Source: Schulman, Approximating KL Divergence, joschu.net/blog/kl-approx.html; gradients, arXiv 2510.01555;
+    unbiased, DeepSeek-V3.2, eq. 7, arXiv 2512.02556.
     """
     assert logp.shape == ref_logp.shape, _shapes(logp, ref_logp)
+    if kind == "unbiased":
+        assert old_logp is not None and old_logp.shape == logp.shape, "unbiased needs old_logp of the shape of logp"
+        ratio = (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return ratio * kl(logp, ref_logp, "k3")
     difference = logp - ref_logp
     base = kind.removesuffix("+")
     if base in ("k1", "kl"):
@@ -263,7 +327,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         value = (torch.expm1(x) - x).clamp(-10.0, 10.0)
     else:
-        known = "k1 (kl), k2 (mse), k3 (low_var_kl), abs, each also with the suffix +"
+        known = "k1 (kl), k2 (mse), k3 (low_var_kl), abs, each also with the suffix +; unbiased"
         raise ValueError(f"unknown KL estimator {kind!r}; known: {known}")
     if base == kind:
         return value

@@ -182,6 +182,23 @@ def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor([float(r.num_sampled) for r in responses])
 
 
+def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
+    """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component.
+
+    Raises ValueError if no response has one of the names.
+    """
+    known = {name for r in responses for name in r.score.components}
+    if missing := sorted(set(names) - known):
+        raise ValueError(
+            f"--gdpo-reward-keys {' '.join(missing)}: no response has such a component; they have "
+            f"{', '.join(sorted(known)) or 'none'}. A reward function's dict has them, or give several functions"
+        )
+    scored = [r.score.components if r.score.value is not None else {} for r in responses]
+    return torch.tensor([[parts.get(name, math.nan) for parts in scored] for name in names]).view(
+        len(names), len(responses)
+    )
+
+
 def state_of_groups(groups: Sequence[Sequence[Response]]) -> list[list[dict[str, Any]]]:
     """Groups that wait for a later step, for the state of `Run.begin`: tokens only where this rank has them."""
     return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]

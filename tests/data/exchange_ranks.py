@@ -99,6 +99,7 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
     mean, var = found["moments"] = ranks.moments(logp, mask)
     found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)
+    found["limits"] = [ranks.kth_largest(logp, mask, k) for k in (0, 1, 2, 7, 10**6)]
     found["described"] = metrics.describe_tokens("x", logp, mask, ranks)
     means = metrics.Means(ranks, num_updates=2)
     for row in range(len(mask)):

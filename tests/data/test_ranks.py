@@ -211,6 +211,12 @@ def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
         found = rank["cuts"][name]
         assert found["all_rows"].tolist() == mask.sum(1).tolist()
         assert found["moments"] == pytest.approx((mean, var), rel=1e-12, abs=1e-15)
+        ranked = sorted(tokens, reverse=True)
+        kth = [ranked[min(k, len(ranked)) - 1] for k in (1, 2, 7, 10**6)]
+        assert found["limits"] == [math.inf, *(pytest.approx(x, rel=1e-15) for x in kth)]
+        assert all(sum(x >= limit for x in tokens) == sum(x >= y for x in tokens) for limit, y in zip(
+            found["limits"][1:], kth, strict=True
+        ))  # fmt: skip
         assert found["described"] == pytest.approx(
             {"x/mean": mean, "x/max": max(tokens), "x/min": min(tokens)}, rel=1e-12
         )

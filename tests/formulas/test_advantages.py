@@ -11,6 +11,9 @@ NAN = float("nan")
 GROUPED = {
     "grpo": advantages.grpo,
     "dr_grpo": lambda r, lengths: advantages.grpo(r, lengths, norm_by_std=False),
+    "grpo_batch": advantages.grpo_batch,
+    "max_rl": advantages.max_rl,
+    "grpo_passk": advantages.grpo_passk,
     "rloo": advantages.rloo,
     "opo": advantages.opo,
     "gpg": advantages.gpg,
@@ -35,6 +38,8 @@ def loop_reference(name, rewards, lengths):
     """The definitions on Python lists: group statistics over scored responses, batch statistics over their tokens."""
     batch = [(r, n) for row, ns in zip(rewards, lengths, strict=True) for r, n in zip(row, ns, strict=True)]
     scored_of_batch = [r for r, _ in batch if not math.isnan(r)]
+    mean_of_batch = sum(scored_of_batch) / len(scored_of_batch)
+    std_of_batch = math.sqrt(sum((r - mean_of_batch) ** 2 for r in scored_of_batch) / (len(scored_of_batch) - 1))
     out = []
     for row, row_lengths in zip(rewards, lengths, strict=True):
         known = [(r, n) for r, n in zip(row, row_lengths, strict=True) if not math.isnan(r)]
@@ -47,6 +52,17 @@ def loop_reference(name, rewards, lengths):
                 advantage = 0.0
             elif name == "grpo":
                 advantage = (r - mean) / (std + 1e-6)
+            elif name == "dr_grpo":
+                advantage = r - mean
+            elif name == "grpo_batch":
+                advantage = (r - mean) / (std_of_batch + 1e-6)
+            elif name == "max_rl":
+                level = sum(x for x, _ in known) / count
+                advantage = (r - mean) / (level + 1e-6) if level > 0 else 0.0
+            elif name == "grpo_passk":
+                ahead = [x for x, _ in known if x >= r]  # itself among them
+                second = max(x for x, _ in known if x < r) if count > 1 and min(known)[0] < r else 0.0
+                advantage = (r - second) / (std + 1e-6) if len(ahead) == 1 and (count == 1 or second < r) else 0.0
             elif name == "rloo":
                 advantage = r - (sum(x for x, _ in known) - r) / (count - 1) if count > 1 else r
             elif name == "opo":
@@ -81,6 +97,76 @@ def test_grpo_matches_hand_values():
     check(advantages.grpo(rewards, lengths), [[x / (std + 1e-6) for x in centred]])
     check(advantages.grpo(rewards, lengths, norm_by_std=False), [list(centred)])
     check(advantages.grpo(rewards, lengths, eps=1.0), [[x / (std + 1) for x in centred]])
+
+
+def test_grpo_batch_matches_hand_values():
+    rewards = f64([[1.0, 0.0], [0.0, 0.0], [NAN, 1.0]])  # scored 1, 0, 0, 0, 1: mean 0.4, variance 1.2 / 4
+    scale = 1 / (math.sqrt(0.3) + 1e-6)
+    expected = [[0.5 * scale, -0.5 * scale], [0.0, 0.0], [0.0, scale]]  # the last one is alone in its group
+    check(advantages.grpo_batch(rewards, torch.ones(3, 2)), expected)
+    check(advantages.grpo_batch(f64([[1.0], [1.0]]), torch.ones(2, 1)), [[1 / (1 + 1e-6)]] * 2)  # no spread anywhere
+
+
+def test_max_rl_matches_hand_values():
+    rewards = f64([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0] * 4, [-1.0, 1.0, -1.0, 0.0]])
+    a, b = 1 / (0.25 + 1e-6), 1 / (0.75 + 1e-6)
+    expected = [[0.75 * a] + [-0.25 * a] * 3, [0.25 * b] * 3 + [-0.75 * b], [0.0] * 4, [0.0] * 4]
+    check(advantages.max_rl(rewards, torch.ones(4, 4)), expected)
+
+
+def test_max_rl_is_the_gradient_of_the_log_of_the_chance_of_being_right():
+    """A policy of two answers, right with chance p: over all groups of n, of which some answer is right, the mean of
+    sum_i A_i d log pi / n is that of (1 / count) sum over right ones, the estimator of d log p by definition.
+    """
+    p, n = 0.3, 3
+    total = {"ours": 0.0, "right ones alone": 0.0}
+    for group in range(2**n):
+        right = [(group >> i) & 1 for i in range(n)]
+        chance = math.prod(p if x else 1 - p for x in right)
+        slopes = [1 / p if x else -1 / (1 - p) for x in right]  # d log pi(answer) / dp
+        A = advantages.max_rl(f64([right]), torch.ones(1, n), eps=0.0)[0].tolist()
+        total["ours"] += chance * sum(a * s for a, s in zip(A, slopes, strict=True)) / n
+        total["right ones alone"] += chance * (1 / p if any(right) else 0.0)
+    # They differ by the mean slope of a group with a right answer, whose mean over all groups is 0.
+    empty = (1 - p) ** n * -1 / (1 - p)
+    assert total["ours"] == pytest.approx(total["right ones alone"] + empty, rel=1e-9)
+
+
+def test_grpo_passk_matches_hand_values():
+    rewards = f64([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.5, 0.75, NAN], [NAN, NAN, 0.5], [0.2, 0.2, 0.2]])
+    expected = [[0, 1 / (math.sqrt(1 / 3) + 1e-6), 0], [0, 0, 0], [0, 0.25 / (math.sqrt(1 / 32) + 1e-6), 0]]
+    expected += [[0, 0, 0.5 / (1 + 1e-6)], [0, 0, 0]]
+    check(advantages.grpo_passk(rewards, torch.ones(5, 3)), expected)
+    check(advantages.grpo_passk(f64([[0.5]]), torch.ones(1, 1)), [[0.5 / (1 + 1e-6)]])
+
+
+def test_gdpo_matches_hand_values():
+    # part 1 is grpo [1, -1] / sqrt(2) in group 1, part 2 the opposite, weighing 3; group 2 has no spread in any part
+    parts = f64([[[1.0, 0.0], [0.0, 0.0]], [[10.0, 30.0], [NAN, NAN]]])
+    x = (0.5 / (math.sqrt(0.5) + 1e-6)) - 3 * (10 / (math.sqrt(200) + 1e-6))
+    lengths = torch.tensor([[1, 1], [2, 2]])  # tokens x, -x, 0, 0, 0, 0: mean 0, variance 2 x^2 / 5
+    scale = 1 / math.sqrt(2 * x * x / 5 + 1e-8)
+    check(advantages.gdpo(parts, lengths, weights=(1.0, 3.0)), [[x * scale, -x * scale], [0.0, 0.0]])
+
+
+def test_gdpo_of_one_part_is_grpo_whitened_over_tokens(world):
+    rewards, lengths = torch.rand(4, 3, dtype=torch.float64), torch.randint(1, 9, (4, 3))
+    rewards[0, 1], rewards[2] = NAN, NAN
+    mask = (torch.arange(9) < lengths.reshape(-1, 1)) & ~rewards.isnan().reshape(-1, 1)
+    tokens = whiten(world, advantages.grpo(rewards, lengths).reshape(-1, 1).expand(-1, 9), mask)
+    actual = advantages.gdpo(rewards[None], lengths).reshape(-1, 1)
+    torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
+    assert torch.equal(advantages.gdpo(rewards[None], lengths, weights=(1.0,)).reshape(-1, 1), actual)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    """(1, 0) and (0, 1) have the same sum; the first is better than its group in a part in which few are right."""
+    parts = f64([[[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 1.0, 1.0]]])
+    assert (advantages.grpo(parts.sum(0), torch.ones(1, 4)) == 0).all()
+    weighted = advantages.gdpo(parts, torch.ones(1, 4), weights=(2.0, 1.0))[0]
+    assert weighted[0] > 1 and (weighted[1:] < 0).all()
+    with pytest.raises(AssertionError, match="3 weights"):
+        advantages.gdpo(parts, torch.ones(1, 4), weights=(1.0, 1.0, 1.0))
 
 
 def test_rloo_matches_hand_values():
@@ -123,7 +209,7 @@ def test_reinforce_plus_plus_baseline_equals_whitening_over_tokens(world):
     torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_grouped_matches_loop_reference(name, dtype):
     rewards, lengths = torch.rand(6, 8, dtype=dtype).round(decimals=1), torch.randint(1, 30, (6, 8))
@@ -142,7 +228,7 @@ def test_grouped_gives_unscored_exactly_zero(name):
     actual = GROUPED[name](rewards, torch.arange(1, 33).reshape(4, 8))
     assert torch.isfinite(actual).all()
     assert (actual[rewards.isnan()] == 0).all()
-    assert (actual[2, :2] != 0).all()
+    assert (actual[2, : 1 if name == "grpo_passk" else 2] != 0).all()
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -201,7 +287,7 @@ def test_grouped_estimators_differ():
             assert (first - second).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "grpo_batch", "max_rl", "grpo_passk", "rloo", "gpg"])
 def test_grouped_ignores_lengths_where_the_formula_has_none(name):
     rewards = torch.rand(3, 4)
     assert torch.equal(GROUPED[name](rewards, torch.ones(3, 4)), GROUPED[name](rewards, torch.randint(1, 9, (3, 4))))
@@ -372,6 +458,10 @@ PG, BT = torch.linspace(0, 1, 12).reshape(3, 4), torch.linspace(-1, 1, 30).resha
 MASK = (torch.arange(30) % 4 != 1).float().reshape(5, 6)
 CALLS = {
     "grpo": (advantages.grpo, [PG, torch.ones(3, 4)], {}),
+    "grpo_batch": (advantages.grpo_batch, [PG, torch.ones(3, 4)], {}),
+    "max_rl": (advantages.max_rl, [PG, torch.ones(3, 4)], {}),
+    "grpo_passk": (advantages.grpo_passk, [PG, torch.ones(3, 4)], {}),
+    "gdpo": (advantages.gdpo, [torch.stack([PG, PG.flip(1)]), torch.ones(3, 4)], {"weights": (1.0, 0.5)}),
     "rloo": (advantages.rloo, [PG, torch.ones(3, 4)], {}),
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),

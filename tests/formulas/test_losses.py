@@ -12,6 +12,8 @@ NAN = float("nan")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 POLICY = {
     "ppo_clip": losses.ppo_clip,
+    "dppo_tv": losses.dppo_tv,
+    "dppo_kl": losses.dppo_kl,
     "gspo": losses.gspo,
     "cispo": losses.cispo,
     "sapo": losses.sapo,
@@ -93,6 +95,16 @@ def token_reference(name, logp, old, adv, row_mean, c):
     if name == "cispo":
         weight = min(max(ratio, low), high)
         return -weight * adv * logp, float(weight != ratio), -weight * adv
+    if name in ("dppo_tv", "dppo_kl"):
+        p, p_old, good = math.exp(logp), math.exp(old), adv > 0
+        if name == "dppo_tv":
+            outside = p - p_old > high - 1 if good else p_old - p > 1 - low
+        else:
+            q, q_old = max(1 - p, 0), max(1 - p_old, 0)  # the batch has log-probs above 0
+            kl = p_old * math.log(p_old / p) + q_old * math.log((q_old + 1e-8) / (q + 1e-8))
+            outside = kl > high - 1 and p > p_old if good else kl > 1 - low and p < p_old
+        weight = min(ratio, c) if c is not None else ratio
+        return (0.0, 1.0, 0.0) if outside else (-weight * adv * logp, 0.0, -weight * adv)
     if name == "sapo":
         tau = 1.0 if adv > 0 else 1.05
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
@@ -106,7 +118,7 @@ def token_reference(name, logp, old, adv, row_mean, c):
     return -adv * ratio, 0.0, -adv * ratio
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo", "policy_gradient"])
+@pytest.mark.parametrize("name", [x for x in POLICY if x != "gmpo"])
 @pytest.mark.parametrize("c", [None, 1.5])
 def test_policy_losses_match_loop_reference(name, c):
     logp, old_logp, advantages, mask = token_batch()
@@ -184,6 +196,37 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     _, clipped, grad = gradient(losses.cispo, logp, *args, **CLIPS)
     check(grad, [[-1.28, 0.8, -1.1]])
     check(clipped, [[1, 1, 0]])
+
+
+def test_dppo_matches_hand_values():
+    # probabilities 0.5 -> 0.8, 0.5 -> 0.6 and 0.01 -> 0.03, whose ratio is 3, with a good advantage; 0.5 -> 0.2 with a
+    # bad one, and 0.5 -> 0.8 with a bad one, which is moved back
+    p, p_old = f64([[0.8, 0.6, 0.03, 0.2, 0.8]]), f64([[0.5, 0.5, 0.01, 0.5, 0.5]])
+    args = p_old.log(), f64([[1.0, 1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 5)
+    limits = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=2.0)
+    loss, clipped, grad = gradient(losses.dppo_tv, p.log(), *args, **limits)
+    check(clipped, [[1, 0, 0, 1, 0]])
+    check(grad, [[0.0, -1.2, -2.0, 0.0, 1.6]])
+    check(loss, [[0.0, -1.2 * math.log(0.6), -2 * math.log(0.03), 0.0, 1.6 * math.log(0.8)]])
+    # KL of (0.5, 0.5) to (0.8, 0.2) is log(5 / 4) = 0.223, to (0.6, 0.4) it is 0.020, of 0.01 to 0.03 it is 0.009
+    limits = dict(clip_ratio_low=0.23, clip_ratio_high=0.015)
+    _, clipped, grad = gradient(losses.dppo_kl, p.log(), *args, **limits)
+    check(clipped, [[1, 1, 0, 0, 0]])
+    check(grad, [[0.0, 0.0, -3.0, 0.4, 1.6]])
+
+
+def test_luspo_is_gspo_with_every_row_times_its_length():
+    logp, old_logp, advantages, mask = token_batch()
+    loss, _ = losses.gspo(logp, old_logp, advantages, mask, **CLIPS)
+    actual = losses.aggregate(loss, mask, "seq-mean-token-sum", num_tokens=mask.sum().item(), num_seqs=6)
+    expected = 0.0
+    for i in range(7):
+        valid = [t for t in range(9) if mask[i, t]]
+        if valid:
+            ratio = math.exp(sum((logp[i, t] - old_logp[i, t]).item() for t in valid) / len(valid))
+            A = advantages[i, 0].item()
+            expected += len(valid) * max(-A * ratio, -A * min(max(ratio, 0.8), 1.28)) / 6
+    assert actual.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_sapo_uses_the_temperatures_it_is_given():
@@ -318,6 +361,31 @@ def test_kl_k3_is_never_negative_in_float32():
 def test_kl_rejects_unknown_kinds(kind):
     with pytest.raises(ValueError, match=r"k1 \(kl\), k2 \(mse\), k3 \(low_var_kl\), abs"):
         losses.kl(torch.zeros(1, 1), torch.zeros(1, 1), kind)
+
+
+def test_unbiased_kl_matches_hand_values():
+    logp, ref_logp = f64([[-1.0, -2.0]]), f64([[-1.5, -1.5]])
+    k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
+    check(losses.kl(logp, ref_logp, "unbiased", old_logp=logp - math.log(3)), [[3 * x for x in k3]])
+    check(losses.kl(logp, ref_logp, "unbiased", old_logp=logp), [k3])
+    with pytest.raises(AssertionError, match="unbiased needs old_logp"):
+        losses.kl(logp, ref_logp, "unbiased")
+
+
+def test_unbiased_kl_has_value_and_gradient_of_the_exact_kl_off_policy():
+    """In expectation over tokens that another policy sampled; k3 alone has neither."""
+    logits, *others = 0.5 * torch.randn(3, 5, dtype=torch.float64)  # no k3 reaches its bound of 10
+    reference, old = (x.log_softmax(-1) for x in others)
+    logits.requires_grad_()
+    logp = logits.log_softmax(-1)
+    exact = (logp.exp() * (logp - reference)).sum()
+    sampled = (old.exp() * losses.kl(logp, reference, "unbiased", old_logp=old)).sum()
+    torch.testing.assert_close(sampled, exact)
+    slopes = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, sampled)]
+    torch.testing.assert_close(*slopes)
+    plain = (old.exp() * losses.kl(logp, reference, "k3")).sum()
+    assert abs(plain - exact) > 1e-3
+    assert (torch.autograd.grad(plain, logits)[0] - slopes[0]).abs().max() > 1e-3
 
 
 def test_kl_estimators_agree_in_expectation():

@@ -52,10 +52,10 @@ LIMITS = {
     """,
     "positive": """
         grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold loss_scale_factor
-        max_logprob_gap max_hours
+        max_logprob_gap max_hours tau_pos tau_neg
     """,
     "positive and finite": "stall_timeout reward_timeout",
-    "positive and at most 1": "gpu_memory_utilization top_p val_top_p",
+    "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile",
     "at least 0": """
         lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len

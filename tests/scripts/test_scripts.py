@@ -240,8 +240,7 @@ def test_help_from_the_command_line():
 
 
 def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formula_says(grpo):
-    names = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
-    assert set(names) == set(train_grpo.ADVANTAGES)
+    names = [name for name in train_grpo.ADVANTAGES if name != "gdpo"]  # which needs parts
     runs = {name: grpo(adv_estimator=name, total_training_steps=1, max_response_length=24) for name in names}
     assert all(math.isfinite(m["actor/loss"]) and m["actor/grad_norm"] > 0 for m in runs.values())
     norm = {name: m["actor/grad_norm"] for name, m in runs.items()}
@@ -249,8 +248,82 @@ def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formu
     assert all(m["critic/score/mean"] == score for m in runs.values()) and 0 < score < 1
     assert norm["rloo"] == pytest.approx(norm["dr_grpo"] * 4 / 3, rel=1e-4)  # G / (G - 1)
     assert norm["gpg"] == pytest.approx(norm["dr_grpo"] / score, rel=1e-4)  # rewards are 0 or 1
+    scores = runs["grpo_batch"]["critic/advantages/max"] / runs["dr_grpo"]["critic/advantages/max"]
+    assert norm["grpo_batch"] == pytest.approx(norm["dr_grpo"] * scores, rel=1e-4)
+    assert scores == pytest.approx(1 / math.sqrt(score * (1 - score) * 16 / 15), rel=1e-4)  # 16 responses
     for a, b in itertools.combinations(names, 2):
         assert abs(norm[a] - norm[b]) > 1e-3 * norm[a], f"{a} and {b} do the same"
+
+
+PARTS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    total = sum(map(ord, solution_str)) + int(ground_truth)
+    return {"score": total % 2 + 10 * (total % 3), "parity": total % 2, "third": 10 * (total % 3)}
+"""
+
+
+def test_gdpo_compares_the_parts_of_a_score(grpo, tmp_path):
+    (tmp_path / "parts.py").write_text(PARTS)
+    common = dict(custom_reward_function=(str(tmp_path / "parts.py"),), total_training_steps=1, lr=0.0)
+    both = dict(adv_estimator="gdpo", gdpo_reward_keys=("parity", "third"))
+    runs = [grpo(**common, **x) for x in (both, both | dict(gdpo_reward_weights=(1.0, 0.0)), both, {})]
+    norms = [x["actor/grad_norm"] for x in runs]
+    assert norms[0] == norms[2] > 0.05 and len({round(x, 4) for x in norms}) == 3
+    only = grpo(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("parity",)))
+    assert only["actor/grad_norm"] == pytest.approx(norms[1], rel=1e-6)  # the other part weighs nothing
+    h.leave_distributed()
+    with pytest.raises(ValueError, match="--gdpo-reward-keys style: no response has .* they have parity, third"):
+        grpo(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("style",)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(adv_estimator="gdpo"), r"--gdpo-reward-keys \(\) are for --adv-estimator gdpo"),
+        (dict(gdpo_reward_keys=("a",)), r"--gdpo-reward-keys \('a',\) are for --adv-estimator gdpo"),
+        (
+            dict(adv_estimator="gdpo", gdpo_reward_keys=("a", "b"), gdpo_reward_weights=(1.0,)),
+            "with a weight for each or for none",
+        ),
+        (dict(adv_estimator="gdpo", gdpo_reward_keys=("a",), use_kl_in_reward=True), "--use-kl-in-reward is no part"),
+        (dict(loss_mode="luspo"), "--loss-mode luspo needs --loss-agg-mode seq-mean-token-sum"),
+        (dict(loss_mode="gspo"), "--loss-mode gspo needs --loss-agg-mode seq-mean-token-mean"),
+    ],
+)
+def test_what_estimators_and_losses_need_is_asked_for(settings, words):
+    with pytest.raises(ValueError, match=words):
+        train_grpo.validate(train_grpo.Args(**settings))
+
+
+def test_only_the_most_uncertain_tokens_teach(grpo, monkeypatch):
+    """A fifth of the tokens of the step has an advantage, those of the largest entropies, in any micro-batches."""
+    seen = []
+
+    def record(batch, *args, select=train_grpo.select):
+        seen.append(batch)
+        return select(batch, *args)
+
+    monkeypatch.setattr(train_grpo, "select", record)
+    entropies = []
+    fixed = train_grpo.fixed_entropies
+    monkeypatch.setattr(
+        train_grpo, "fixed_entropies", lambda *args, **kw: entropies.append(fixed(*args, **kw)) or entropies[-1]
+    )
+    one = grpo(top_entropy_quantile=0.2, total_training_steps=1, adv_estimator="dr_grpo")
+    few = grpo(top_entropy_quantile=0.2, total_training_steps=1, adv_estimator="dr_grpo", ppo_max_token_len_per_gpu=44)
+    whole = grpo(total_training_steps=1, adv_estimator="dr_grpo")
+    assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+    assert 0 < one["actor/grad_norm"] != pytest.approx(whole["actor/grad_norm"], rel=1e-2)
+    batch, entropy, mask = seen[0], entropies[0], seen[0].response_mask.bool()
+    left = sorted(entropy[mask].tolist(), reverse=True)[: int(0.2 * mask.sum())]
+    expected = (entropy >= left[-1]) & mask & (whole_advantages(seen[-1], batch) != 0)
+    assert torch.equal(batch.advantages != 0, expected) and 10 < expected.sum() < 0.3 * mask.sum()
+
+
+def whole_advantages(other, batch):
+    """The advantages of another run on the same responses."""
+    assert torch.equal(other.input_ids, batch.input_ids)
+    return other.advantages
 
 
 def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypatch, in_double):
@@ -285,19 +358,20 @@ def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypa
     assert metrics["perf/total_num_tokens"] == num_tokens + 16 * 30
 
 
-LOSS_MODES = ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "policy_gradient"]
+LOSS_MODES = [name for name in train_grpo.LOSSES if name != "luspo"]  # gspo with another mean
 
 
 def test_on_policy_all_surrogates_have_the_same_gradient(grpo):
-    assert set(LOSS_MODES) == set(train_grpo.LOSSES)
     runs = [grpo(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
     assert all(math.isfinite(m["actor/loss"]) for m in runs)
-    assert [m["actor/grad_norm"] for m in runs] == pytest.approx([runs[0]["actor/grad_norm"]] * 6, rel=1e-4)
+    assert [m["actor/grad_norm"] for m in runs] == pytest.approx([runs[0]["actor/grad_norm"]] * len(runs), rel=1e-4)
     assert all(m["actor/pg_clipfrac"] == 0 and m["actor/ppo_kl"] == 0 for m in runs)
     assert runs[0]["actor/grad_norm"] > 0.1
 
 
 def test_off_policy_every_surrogate_goes_its_own_way(grpo):
+    tv, kl = (dict(clip_ratio_low=x, clip_ratio_high=x) for x in (0.003, 1e-4))  # tokens have probabilities of 1/80
+    narrow = {"dppo_tv": tv, "dppo_kl": kl}
     runs = [
         grpo(
             loss_mode=mode,
@@ -306,13 +380,14 @@ def test_off_policy_every_surrogate_goes_its_own_way(grpo):
             ppo_epochs=4,
             lr=1e-2,
             adv_estimator="dr_grpo",
+            **narrow.get(mode, {}),
         )
         for mode in LOSS_MODES
     ]
     assert all(math.isfinite(m["actor/loss"]) and m["actor/ppo_kl"] != 0 for m in runs)
     clipping = {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] > 0}
-    assert clipping == {"ppo_clip", "gspo", "cispo", "gmpo"}
-    final = [grpo.weights(i, 1) for i in range(1, 7)]
+    assert clipping == {"ppo_clip", "dppo_tv", "dppo_kl", "gspo", "cispo", "gmpo"}
+    final = [grpo.weights(i + 1, 1) for i in range(len(LOSS_MODES))]
     for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
         assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"
 
@@ -374,6 +449,22 @@ def test_entropy_bonus(grpo):
     assert grpo.lines(1)[0]["actor/loss"] == grpo.lines(1)[0]["actor/pg_loss"]
     assert runs[0.5]["actor/entropy"] > runs[0.0]["actor/entropy"] + 0.01
     assert runs[-0.5]["actor/entropy"] < runs[0.0]["actor/entropy"] - 0.01
+
+
+def test_corrections_of_an_exact_engine_change_nothing_and_tight_ones_leave_nothing(grpo):
+    plain = grpo(total_training_steps=1)
+    for level in ("token", "sequence", "geometric"):
+        masked = grpo(total_training_steps=1, rollout_mask=level)
+        assert masked["actor/grad_norm"] == plain["actor/grad_norm"]
+        assert masked["rollout_corr/rollout_rs_masked_fraction"] == 0 and masked["rollout_corr/weight_mean"] == 1
+        bounds = dict(rollout_mask_threshold_lower=1.5)  # true ratios are 1
+        nothing = grpo(total_training_steps=1, rollout_mask=level, **bounds)
+        assert nothing["actor/grad_norm"] == 0 and nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
+    moving = dict(total_training_steps=1, ppo_epochs=4, lr=1e-2)
+    kept, left_out = (grpo(**moving, off_policy_mask_threshold=x) for x in (100.0, 0.01))
+    assert (
+        kept["rollout_corr/rollout_rs_masked_fraction"] == 0 < left_out["rollout_corr/rollout_rs_masked_fraction"] < 1
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

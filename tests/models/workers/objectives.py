@@ -18,7 +18,7 @@ from rl.types import Batch, Sample, Sampling, select
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
-CLIPS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+ARGS = train_grpo.Args(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
 CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
 LOSS_MODES = [*train_grpo.LOSSES, "all terms"]
@@ -72,7 +72,7 @@ def token_objective(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(b, T) values to aggregate, and which of them the clip decided."""
     formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
-    loss, clipped = formula(logp, batch.old_logp, batch.advantages, batch.response_mask, **CLIPS)
+    loss, clipped = formula(ARGS, logp, batch.old_logp, batch.advantages, batch.response_mask)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
