@@ -106,6 +106,12 @@ RUNS = {
         "dapo_no_dynamic_sampling": f"{DAPO} --no-filter-groups",
         "dapo_no_overlong_punishment": f"{DAPO} --overlong-buffer-len 0",
     },
+    "preference losses, one update a step": {
+        **{f"dpo_{name}": f"train_dpo.py --loss-type {name}" for name in ("dpo", "hinge", "kto_pair", "sppo")},
+        "dpo_ipo": "train_dpo.py --loss-type ipo",
+        "dpo_all_pairs": "train_dpo.py --pairs all",
+        "spin": "train_dpo.py --pairs solution --rollout-n 1 --ref-update-steps 10",
+    },
 }
 NAMES = [name for runs in RUNS.values() for name in runs]
 

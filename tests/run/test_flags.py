@@ -14,6 +14,7 @@ import pytest
 import eval as evaluation
 import sft
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reward
@@ -23,7 +24,14 @@ from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-TRAINING = {"grpo": train_grpo, "ppo": train_ppo, "dapo": train_dapo, "sft": sft, "reward": train_reward}
+TRAINING = {
+    "grpo": train_grpo,
+    "ppo": train_ppo,
+    "dapo": train_dapo,
+    "dpo": train_dpo,
+    "sft": sft,
+    "reward": train_reward,
+}
 SCRIPTS = TRAINING | {"eval": evaluation}
 
 # Written out, so that a flag that decides what is learned does not become free by standing in another place.
@@ -46,15 +54,15 @@ LIMITS = {
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
-        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n
+        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps
     """,
-    "positive": "grad_clip kl_target rollout_is_threshold loss_scale_factor max_logprob_gap max_hours",
+    "positive": "beta grad_clip kl_target rollout_is_threshold loss_scale_factor max_logprob_gap max_hours",
     "positive and finite": "stall_timeout reward_timeout",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p",
     "at least 0": """
         lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        val_temperature
+        val_temperature pair_margin
     """,
     "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p",
     "at least 1, or -1 for all tokens": "top_k val_top_k",
@@ -227,7 +235,7 @@ def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_pa
 @pytest.fixture
 def help_of(capsys, monkeypatch):
     """(Args) -> what --help says: {title of a box: {flag: its text}}, in order."""
-    monkeypatch.setenv("COLUMNS", "100")  # one box below the other, words from column 8 or 26 on
+    monkeypatch.setenv("COLUMNS", "100")  # one box below the other, words two columns or more behind the flag
 
     def show(cls):
         monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
@@ -239,7 +247,7 @@ def help_of(capsys, monkeypatch):
             if title := re.fullmatch(r" ((?:[a-z]+ )?options) *", line):
                 boxes[title[1]] = box = {}
             elif flag := re.match(r"  (?:-h, )?--([a-z0-9][a-z0-9-]*)", line):
-                box[flag[1]] = line[26:].strip() if line[24:26] == "  " else ""
+                box[flag[1]] = line.strip().partition("  ")[2].strip()
             elif line[:8].isspace() and line.strip():
                 box[list(box)[-1]] = f"{box[list(box)[-1]]} {line.strip()}".strip()
         return boxes

@@ -12,8 +12,9 @@ import pytest
 from launch import ROOT
 
 # First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
-MARKS = r"import (math)$|(ADVANTAGES) = |@(dataclass)|def (\w+)\(|    for (step) in | +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "6"}  # each script's own
+MARKS = r"import (math)$|(ADVANTAGES|PAIRS) = |@(dataclass)|def (\w+)\(|    for (step) in "
+MARKS += r"| +# ([4-9])\. |    run\.(close)\("
+OWN = {"header", "ADVANTAGES", "PAIRS", "6"}  # each script's own
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (2, 3),
@@ -38,6 +39,19 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "5": (6, 2),
         "7": (9, 2),
         "8": (4, 9),
+        "9": (0, 0),
+        "close": (0, 0),
+    },
+    ("train_grpo", "train_dpo"): {
+        "math": (5, 4),
+        "dataclass": (31, 14),
+        "validate": (2, 12),
+        "main": (11, 12),
+        "step": (7, 6),
+        "4": (4, 10),
+        "5": (7, 3),
+        "7": (28, 13),
+        "8": (8, 5),
         "9": (0, 0),
         "close": (0, 0),
     },

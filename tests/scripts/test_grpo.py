@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reward
@@ -213,6 +214,7 @@ RETURNING = {
     "train_grpo": (train_grpo, h.grpo_settings, RL_EVALUATION),
     "train_ppo": (train_ppo, h.ppo_settings, RL_EVALUATION),
     "train_dapo": (train_dapo, h.dapo_settings, RL_EVALUATION),
+    "train_dpo": (train_dpo, h.dpo_settings, RL_EVALUATION),
     "sft": (sft, h.sft_settings, {"val/loss"}),
     "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),
 }

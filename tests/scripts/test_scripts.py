@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval as evaluation
 import sft
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reward
@@ -38,6 +39,7 @@ SCRIPTS = {
     "train_grpo": train_grpo,
     "train_ppo": train_ppo,
     "train_dapo": train_dapo,
+    "train_dpo": train_dpo,
     "sft": sft,
     "train_reward": train_reward,
     "eval": evaluation,
