@@ -87,7 +87,7 @@ def test_length_models_share_weights_and_differ_in_stop_ids(tmp_path):
 
 def test_step_time_end_to_end(tmp_path):
     flags = "--shape tiny --steps 3 --warmup 1 --bare-rounds 1 --prompt-length 20 --engine hf"
-    output = launch.run(
+    output = launch.run_file(
         "benchmarks/step_time.py",
         *flags.split(),
         *("--cache", tmp_path, "--out", tmp_path / "out", "--", "--rollout-n", 2, "--ppo-max-token-len-per-gpu", 128),
@@ -379,7 +379,7 @@ def test_data_with_larger_totals(tmp_path):
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_sampling_overhead_measures_both_ways_to_sample():
-    output = launch.run(launch.ROOT / "benchmarks" / "sampling_overhead.py")
+    output = launch.run_file("benchmarks/sampling_overhead.py", "--prompts", 8, "--tokens", 40)
     rows = dict(re.findall(r"^(rl/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
     assert rows.keys() == {"rl/engines/vllm.py", "vLLM's generate"}
     for row in rows.values():

@@ -86,7 +86,7 @@ def trained(task, tmp_path_factory):
         log_freq=15,
         save_freq=20,
     )
-    output = launch.run("sft.py", *h.flags(settings))
+    output = launch.run_file("sft.py", *h.flags(settings))
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -198,8 +198,7 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
-    run = launch.run_file if engine == "vllm" else launch.run
-    output = run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
+    output = launch.run_file("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
     assert [x["row_index"] for x in written] == list(range(16))
@@ -231,7 +230,7 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
 
 
 def test_help_from_the_command_line():
-    text = launch.run("train_grpo.py", "--help")
+    text = launch.run_file("train_grpo.py", "--help")
     assert "--adv-estimator" in text and "GRPO: sample a group of responses" in text
 
 
