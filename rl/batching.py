@@ -186,8 +186,8 @@ def make_batch(
         learn: (B,) bool, whether a response is learned from. One that is not keeps its place, with a mask of zeros.
         pad_id, mini_batch_size, max_tokens, rows_per_unit: as for `collate` and `plan_updates`.
 
-    Returns: the batch of this rank's rows, as wide as the longest response of any rank, and the updates. All data ranks
-    must enter.
+    Returns: the batch of this rank's rows, as wide as the longest response of any rank, and the updates: none without
+    responses. All data ranks must enter.
     """
     updates = plan_updates(
         [r.num_tokens for r in responses],
@@ -201,7 +201,7 @@ def make_batch(
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     rows = rows_of_rank[ranks.data_rank]
     samples = _deliver(responses, rows_of_rank, ranks)
-    batch = collate(samples, pad_id=pad_id, rows=rows, width=max(r.num_tokens for r in responses))
+    batch = collate(samples, pad_id=pad_id, rows=rows, width=max((r.num_tokens for r in responses), default=1))
     mask = batch.response_mask * learn[batch.rows].view(-1, 1)
     return replace(batch, response_mask=mask), updates
 

@@ -22,6 +22,7 @@ SHOWN = {
     "actor/kl_loss": "kl {:.4f}",
     "actor/pg_clipfrac": "clip {:.3f}",
     "rollout/logprob_gap_mean": "gap {:.0e}",
+    "rewards/margins": "margin {:.3f}",
     "actor/grad_norm": "|g| {:.2f}",
     "critic/vf_explained_var": "explained {:.2f}",
 }

@@ -100,19 +100,52 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     return tuple(dict.fromkeys(ids))
 
 
-def load_prompts(args: Any) -> tuple[PreTrainedTokenizerBase, list[Row], list[Row]]:
+def load_prompts(args: Any, *, pairs: bool = False) -> tuple[PreTrainedTokenizerBase, list[Row], list[Row]]:
     """What an RL script trains on: the tokenizer of --model, the prompts of --train-files, and the held-out ones.
 
+    Args: pairs, whether --train-files hold comparisons, see `read_preference_rows`, and not rows in verl's schema.
     Raises ValueError for every mistake in the data, and if a step or a sequence asks for more than there is.
     """
     tokenizer = load_tokenizer(args.model)
     limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
-    train_rows = encode_prompts(tokenizer, read_prompts(args, args.train_files), **limits)
+    found = read_preference_rows(args.train_files) if pairs else read_prompts(args, args.train_files)
+    train_rows = encode_prompts(tokenizer, found, **limits)
     evaluates = args.val_before_train or args.test_freq > 0
     val_rows = encode_prompts(tokenizer, read_prompts(args, args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     check_trainable(args.model, args.max_prompt_length + args.max_response_length)
     return tokenizer, train_rows, val_rows
+
+
+def add_given(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Row]:
+    """Rows of `load_prompts` with `given` added: token ids of the responses that the data has and train_dpo.py pairs.
+
+    These are both sides of a comparison, the better one first, with --offline; the text in extra_info that
+    --solution-key names, with --pairs solution; and else none. They end with the end-of-sequence token. Raises
+    ValueError, naming the row, for a solution that is missing, or a response of more than --max-response-length tokens
+    unless --filter-overlong-prompts drops its row.
+    """
+    kept = []
+    for row in rows:
+        texts = [row["chosen"], row["rejected"]] if args.offline else []
+        if args.pairs == "solution":
+            texts = [row["extra_info"].get(args.solution_key)]
+            if not isinstance(texts[0], str) or not texts[0].strip():
+                raise ValueError(
+                    f"{_name(row)}: extra_info has {_show(texts[0])} as {args.solution_key!r}, and --pairs solution "
+                    "needs a text there; name the column that has the solution by --solution-key"
+                )
+        given = [_encode_response(tokenizer, row | {"response": text})[0][len(row["prompt_ids"]) :] for text in texts]
+        longest = max(map(len, given), default=0)
+        if longest <= args.max_response_length:
+            kept.append(row | {"given": given})
+        elif not args.filter_overlong_prompts:
+            raise ValueError(
+                f"{_name(row)}: the data has a response of {longest} tokens, over --max-response-length "
+                f"{args.max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
+            )
+    prompts_for_step(kept, 0, args.train_batch_size, args.seed)  # refuses a batch larger than what is left
+    return kept
 
 
 def read_prompts(args: Any, files: Paths) -> list[Row]:

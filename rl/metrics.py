@@ -170,6 +170,27 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
     return {"reward/zero_std_frac": (spread == 0).double().mean().item()}
 
 
+def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
+    """`of_scores`, `of_lengths` and `of_groups` of n responses to each prompt; nothing if none were sampled."""
+    if not responses:
+        return {}
+    groups = torch.tensor([math.nan if r.score.value is None else r.score.value for r in responses]).view(-1, n)
+    return of_scores(responses, rows) | of_lengths(responses) | of_groups(groups)
+
+
+def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What TRL reports of pairs, (N,) each: log-probs (N, 2) and implicit rewards (N, 2), of chosen and of rejected."""
+    chosen, rejected = rewards.detach().unbind(1)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
+
+
 def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
     """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
     every component by data source, which `rows` say.
@@ -206,9 +227,9 @@ def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:
 
 def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
     """Gradient norms of a step's updates, {"actor": norm, ...} each -> NAME/grad_norm, their mean, and how many updates
-    were skipped because one of them was not finite.
+    were skipped because one of them was not finite. A step may have no updates.
     """
-    found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in norms[0]}
+    found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in (norms[0] if norms else ())}
     return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
 
 

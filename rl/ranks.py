@@ -45,8 +45,11 @@ class Ranks:
         """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores
         the list.
         """
-        start, end = (len(items) * rank // self.data_size for rank in (self.data_rank, self.data_rank + 1))
-        return list(items[start:end])
+        return [items[i] for i in self.slice_of(len(items), self.data_rank)]
+
+    def slice_of(self, n: int, data_rank: int) -> range:
+        """Which of `n` items `own_slice` gives to a data rank."""
+        return range(n * data_rank // self.data_size, n * (data_rank + 1) // self.data_size)
 
     def all_gather(self, items: Iterable[T]) -> list[T]:
         """Concatenate every rank's list, in rank order, on every rank. Lists may differ in length. All data ranks must
@@ -180,7 +183,9 @@ def memory_in_use(ranks: Ranks) -> int:
 def final_barrier() -> None:
     """Wait for every rank before the process group is taken down."""
     dist.barrier(group=dist.group.WORLD)
-    time.sleep(0.1)  # gloo's worker thread needs the GIL to free its last work; at interpreter exit it would abort
+    time.sleep(
+        0.1 if dist.get_world_size() > 1 else 0.01
+    )  # gloo's worker thread needs the GIL to free its last work; at interpreter exit it would abort
 
 
 def shutdown_ranks() -> None:

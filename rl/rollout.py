@@ -19,6 +19,7 @@ from rl.ranks import Ranks
 from rl.run import stop
 from rl.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, select
 
+NO_NUMBER = -2  # of a response that its rank has not sampled: next to none of those that it has
 STOP_EVERY = 16  # decoding steps between two looks of ranks that share an engine at whether the run was asked to stop
 
 
@@ -163,6 +164,43 @@ def share(
         replace(r, prompt_ids=prompts[r.row_index], sample=next(samples) if r.rank == ranks.data_rank else None)
         for r in every
     ]
+
+
+def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
+    """The responses that come with rows, see `data.add_given`, as if they had been sampled: the first of a row has the
+    score 1, the others 0, and the engine's log-probs are 0.
+
+    Every rank has all rows, so nothing is sent; each has the tokens of its slice of the rows, as after `share`.
+    """
+    n, responses = len(rows), []
+    ranks_of_rows = [r for r in range(ranks.data_size) for _ in ranks.slice_of(n, r)]
+    for row, rank in zip(rows, ranks_of_rows, strict=True):
+        for i, ids in enumerate(row["given"]):
+            zeros = np.zeros(len(ids))
+            sample = Sample(row["prompt_ids"], ids, zeros + 1, zeros, "stop", row["row_index"])
+            responses.append(
+                Response(
+                    row["row_index"],
+                    Score("", float(i == 0), {}, "ok", 0.0),
+                    len(ids),
+                    len(ids),
+                    0,
+                    "stop",
+                    (0, 0),
+                    1,
+                    rank,
+                    NO_NUMBER,
+                    sample.prompt_ids,
+                    sample if rank == ranks.data_rank else None,
+                )
+            )
+    return responses
+
+
+def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: Sequence[dict]) -> list[Response]:
+    """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
+    place = {row["row_index"]: i for i, row in enumerate(rows)}
+    return sorted([*given, *sampled], key=lambda response: place[response.row_index])  # stable
 
 
 def _shared(a: Sample, b: Sample) -> int:

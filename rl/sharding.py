@@ -149,6 +149,13 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
                 state[name] = x.to(device)
 
 
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike."""
+    for x, y in zip(source.parameters(), target.parameters(), strict=True):
+        (y.to_local() if isinstance(y, DTensor) else y).copy_(x.to_local() if isinstance(x, DTensor) else x)
+
+
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) for all parameters, tied ones once, cast to `dtype` before gathering.
 

@@ -13,7 +13,49 @@ from data import arithmetic
 from rl import models, reward_model
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
+# Files that take a while, the longest first: a worker that is free takes the next one, so none is left alone with a
+# long one at the end.
+LONGEST = (
+    "test_scripts",
+    "test_rewards_learn",
+    "test_stop",
+    "test_distributed",
+    "test_checkpoint_faults",
+    "test_ppo",
+    "test_checkpoint",
+    "test_benchmarks",
+    "test_dapo",
+    "test_run_faults",
+    "test_rewards_runs",
+    "test_scoring",
+    "test_nodes",
+    "test_reward_model",
+    "test_sandbox",
+    "test_processes",
+    "test_engines",
+    "test_requests",
+    "test_tracking",
+    "test_shortcuts",
+    "test_critic",
+    "test_shared_prompt",
+    "test_logprobs",
+    "test_families",
+    "test_other_models",
+    "test_rewards_mbpp",
+    "test_rewards_math",
+    "test_rewards_grail",
+    "test_docs",
+    "test_ranks",
+    "test_arithmetic",
+)
+
 torch.set_num_threads(1)  # as in the runs that tests start: two threads add up in another order, to other bits
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; `--no-loadscope-reorder` makes xdist keep this order."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

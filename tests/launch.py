@@ -33,7 +33,7 @@ SHARED = ROOT.parent / "shared" / "data"  # real data sets; tests that need them
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
 TORCHRUN = ("-m", "torch.distributed.run")
-SCRIPTS = ("train_grpo", "train_ppo", "train_dapo", "train_reinforce", "sft", "train_reward")
+SCRIPTS = ("train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "sft", "train_reward")
 
 
 def environment(**changes: object) -> dict[str, str]:
@@ -104,6 +104,8 @@ def run_elsewhere(*command: object, cwd: str | Path) -> str:
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [*SCRIPTS, "transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
+# What an engine of vLLM imports, eight seconds of a core; where it is not installed nothing happens.
+PRELOADED += ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"]
 PR_SET_PDEATHSIG = 1
 
 _started: list[Any] = []  # processes; the interpreter would wait for those that a failed test has left behind
@@ -173,7 +175,7 @@ def _fork(nproc: int, log: Path, env: dict[str, str], target: Callable, *argumen
     (port,) = free_ports(1)
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     kept = os.environ.copy()
-    os.environ |= SETTINGS | {"PYTHONPATH": PATHS}
+    os.environ |= SETTINGS | {"PYTHONPATH": PATHS, "VLLM_LOGGING_LEVEL": "ERROR"}  # as rl/engines/vllm.py imports it
     try:
         CONTEXT.set_forkserver_preload(PRELOADED)  # the first start imports them, with this environment
         processes = []

@@ -3,7 +3,7 @@
     state/              parameters (fp32) and moments, one safetensors file a rank: loads at any world size
     loop/               what the loop carries besides, such as a KL coefficient: JSON and safetensors of every rank
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
-    huggingface_NAME/   the same of every other module that is trained, such as a critic
+    huggingface_NAME/   the same of every other module that has an optimizer, such as a critic
     trainer_state.json  step, arguments, hashes of data and tokenizer, versions
     MANIFEST.json       size and sha256 of every other file; written last
 
@@ -151,7 +151,8 @@ def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
             [key for key, _ in module.named_parameters()],
             {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)},
         )
-        for name, (module, _) in trained.items()
+        for name, (module, optimizer) in trained.items()
+        if optimizer
     }
     own = tensors.own_tensors(trained)
     stream = torch.cuda.Stream() if run.ranks.device.type == "cuda" else None  # the copy runs beside the next rollout
@@ -160,7 +161,7 @@ def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
     run.copied = Event()
     for hook in run.hooks:
         hook.remove()
-    run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values()]
+    run.hooks = [x.register_step_pre_hook(lambda *_: wait_until_copied(run)) for _, x in trained.values() if x]
     run.pending = step, run.writer.submit(_save, run, step, exports, own, stream, state)
 
 

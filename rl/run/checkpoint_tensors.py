@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by name; the first one is what the run is about
+# By name; the first one is what the run is about. A reference that the run changes has no optimizer.
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 
 STAGING = 2**27  # bytes copied from the device at a time: what a decoding step brings to the host may wait for them
 
@@ -69,7 +70,8 @@ def own_tensors(trained: Trained) -> Own:
     for name, (module, optimizer) in trained.items():
         for key, parameter in module.named_parameters():
             every[f"{name}/model/{key}"] = parameter
-            every |= {f"{name}/optimizer/{key}/{kind}": x for kind, x in optimizer.state.get(parameter, {}).items()}
+            state = optimizer.state.get(parameter, {}) if optimizer else {}
+            every |= {f"{name}/optimizer/{key}/{kind}": x for kind, x in state.items()}
     own, places = {}, {}
     for name, x in every.items():
         local, start, is_first = _local(x)
@@ -145,6 +147,8 @@ def load(saved: dict[str, Saved], trained: Trained) -> None:
         for key, parameter in module.named_parameters():
             keys[parameter] = key
             fill(parameter, saved[f"{name}/model/{key}"])
+        if optimizer is None:
+            continue
         in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {
             i: {

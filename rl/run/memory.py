@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def rehearse(
-    trained: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
+    trained: dict[str, tuple[nn.Module, torch.optim.Optimizer | None]],
     *,
     max_tokens: int,
     max_length: int,
@@ -25,9 +25,10 @@ def rehearse(
 ) -> str:
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
-    Args: trained, the policy as "actor" and any other model that learns, each with its AdamW; max_tokens, of a
-    micro-batch; max_length, of a sequence; engine_memory, bytes that the engine has while awake; frozen, a model that
-    stays on the device; offloaded, names in `trained` of what is on the host while the engine generates.
+    Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
+    reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
+    the engine has while awake; frozen, a model that stays on the device; offloaded, names in `trained` of what is on
+    the host while the engine generates.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -80,8 +81,12 @@ def _bytes(xs: Iterable[torch.Tensor]) -> int:
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in xs)
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+def _moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    return (
+        []
+        if optimizer is None
+        else [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    )
 
 
 def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:

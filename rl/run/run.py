@@ -20,7 +20,7 @@ from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.tracking import Tracker, evaluation_is_due
-from rl.sharding import check_size, offload, onload
+from rl.sharding import check_size, copy_weights, offload, onload
 from rl.types import Batch, Sample, Score
 
 MAX_USELESS_UPDATES = 3  # in a row; then the run stops
@@ -72,13 +72,14 @@ class Run:
     ) -> None:
         """Load the checkpoint, if there is one, into what is trained; plan the memory; say what will run.
 
-        Args: trained, models with their optimizers by name; about, a line for the console; engine, asleep; frozen, a
-        reference model; offloaded, names in `trained` of what `offload` moves while the engine generates. With an
-        engine the memory plan is made, and raises RuntimeError with the flags to change if something will not fit.
+        Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
+        for the console; engine, asleep; frozen, a reference that stays as it is; offloaded, names in `trained` of what
+        `offload` moves while the engine generates. With an engine the memory plan is made, and raises RuntimeError with
+        the flags to change if something will not fit.
         """
         self.trained, self.offloaded, resume_from = trained, offloaded, self.folder.resume_from
         self.start = checkpoint.load(resume_from, trained) if resume_from else 0
-        for _, optimizer in trained.values():
+        for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
         self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
         plan = ""
@@ -134,6 +135,11 @@ class Run:
         for name in self.offloaded:
             checkpoint.wait_until_copied(self.folder)
             offload(*self.trained[name])
+
+    def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
+        """Give a reference the policy's weights. It has to be in what `resume` got, so that checkpoints have it."""
+        checkpoint.wait_until_copied(self.folder)
+        copy_weights(policy, reference)
 
     def onload(self) -> None:
         """Move it back to the device."""

@@ -1,7 +1,10 @@
 """One rank, two ranks and no sharding at all must give the same numbers."""
 
 import copy
+import fcntl
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import launch
@@ -306,6 +309,27 @@ def untied_model(tmp_path_factory) -> str:
     return str(folder)
 
 
+@contextmanager
+def the_only_shared_engine() -> Iterator[None]:
+    """vLLM on the CPU has one name on a machine for the memory that the ranks of an engine share.
+
+    Two such runs at a time would read each other's numbers, so the tests of another checkout wait here. And vLLM
+    refuses to start while there is memory of that name, which a fork or a killed run leaves behind.
+    """
+
+    def sweep() -> None:
+        for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):
+            leftover.unlink(missing_ok=True)
+
+    with open("/dev/shm/glassrl-tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep()
+        try:
+            yield
+        finally:
+            sweep()
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])
 def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     """(plain model before training, batch, per rank what tests/models/workers/rollouts.py found)."""
@@ -313,10 +337,8 @@ def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
     batch = make_batch(plain)
     torch.save(batch, out / "batch.pt")
-    for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):  # of a run that was killed: vLLM on the CPU would not start
-        leftover.unlink(missing_ok=True)
-    run = launch.run_file if request.param == 1 else launch.run  # a fork would leave vLLM's shared memory behind
-    run(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
+    with the_only_shared_engine() if request.param == 2 else nullcontext():
+        launch.run_file(WORKERS / "rollouts.py", path, out / "batch.pt", out, request.param, nproc=2)
     results = [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert all(rank["tied"] == (path == tiny_model) for rank in results)
     return plain, batch, results

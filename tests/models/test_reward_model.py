@@ -449,7 +449,7 @@ def trained(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     settings = dict(max_length=64, train_batch_size=32, lr=2e-3, total_training_steps=30, test_freq=15, log_freq=20)
     words = h.flags(task | settings | dict(default_local_dir=folder, activation_checkpointing="none"))
-    (folder / "output.txt").write_text(launch.run("train_reward.py", *words, nproc=2))
+    (folder / "output.txt").write_text(launch.run_file("train_reward.py", *words, nproc=2))
     return folder
 
 

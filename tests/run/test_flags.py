@@ -14,6 +14,7 @@ import pytest
 import eval as evaluation
 import sft
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reinforce
@@ -24,8 +25,15 @@ from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
-RL = {"grpo": train_grpo, "ppo": train_ppo, "dapo": train_dapo, "reinforce": train_reinforce}
-TRAINING = RL | {"sft": sft, "reward": train_reward}
+TRAINING = {
+    "grpo": train_grpo,
+    "ppo": train_ppo,
+    "dapo": train_dapo,
+    "reinforce": train_reinforce,
+    "dpo": train_dpo,
+    "sft": sft,
+    "reward": train_reward,
+}
 SCRIPTS = TRAINING | {"eval": evaluation}
 
 # Written out, so that a flag that decides what is learned does not become free by standing in another place.
@@ -48,10 +56,10 @@ LIMITS = {
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
-        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n
+        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps
     """,
     "positive": """
-        grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold loss_scale_factor
+        beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold loss_scale_factor
         max_logprob_gap max_hours tau_pos tau_neg
     """,
     "positive and finite": "stall_timeout reward_timeout",
@@ -59,7 +67,7 @@ LIMITS = {
     "at least 0": """
         lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower
+        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin
     """,
     "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p",
     "at least 1, or -1 for all tokens": "top_k val_top_k",
@@ -240,7 +248,7 @@ def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_pa
 @pytest.fixture
 def help_of(capsys, monkeypatch):
     """(Args) -> what --help says: {title of a box: {flag: its text}}, in order."""
-    monkeypatch.setenv("COLUMNS", "100")  # one box below the other, words from column 8 or 26 on
+    monkeypatch.setenv("COLUMNS", "100")  # one box below the other, words two columns or more behind the flag
 
     def show(cls):
         monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
@@ -252,7 +260,7 @@ def help_of(capsys, monkeypatch):
             if title := re.fullmatch(r" ((?:[a-z]+ )?options) *", line):
                 boxes[title[1]] = box = {}
             elif flag := re.match(r"  (?:-h, )?--([a-z0-9][a-z0-9-]*)", line):
-                box[flag[1]] = line[26:].strip() if line[24:26] == "  " else ""
+                box[flag[1]] = line.strip().partition("  ")[2].strip()
             elif line[:8].isspace() and line.strip():
                 box[list(box)[-1]] = f"{box[list(box)[-1]]} {line.strip()}".strip()
         return boxes
@@ -272,7 +280,8 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     script = SCRIPTS[name]
     kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
     boxes = help_of(script.Args)
-    assert list(boxes) == ["options", *(f"{group} options" for group in GROUPS[kind])]
+    groups = [group for group in GROUPS[kind] if group != "correction" or name != "dpo"]  # has no ratio
+    assert list(boxes) == ["options", *(f"{group} options" for group in groups)]
     spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]
     assert len(spelled) == len(set(spelled)) and set(spelled) == fields(script)
     inherited = {name for base in script.Args.__bases__ for name in (field.name for field in dataclasses.fields(base))}

@@ -1,4 +1,4 @@
-"""Several nodes: two torchrun agents of one rank, as on two machines, do what one agent with two ranks does.
+"""Several nodes: two torchrun agents of one rank, as on two machines, do what two ranks of one machine do.
 
 Run by torchrun this file is a worker: `test_nodes.py FOLDER` trains once for each entry of FOLDER/runs.json.
 """
@@ -21,7 +21,7 @@ from rl import models
 from rl.engines import hf
 from rl.scoring.pool import Scorer
 
-TIMEOUT = 300  # seconds for each of the two launches; they take 10 on two idle cores, 30 on busy ones
+TIMEOUT = 300  # seconds for each of the two launches; they take 5 and 10 on two idle cores, 30 on busy ones
 RUNS = {
     "sharded": {},  # over both ranks, hence over both nodes
     "hybrid": {"fsdp_size": 1},  # a copy of the model on each node
@@ -40,10 +40,10 @@ def train(folder: Path) -> None:
     h.run_entries(runs)
 
 
-def train_on(nodes: int, task: h.Task, folder: Path, names: list[str]) -> list[tuple[int, str]]:
-    """Train `names` in turn on two ranks, one agent a node; returns each agent's exit status and output."""
+def plan(task: h.Task, folder: Path, names: list[str]) -> None:
+    """Write down what two ranks will train in turn: the first in the group that their launcher has prepared."""
     folder.mkdir()
-    meeting_point, *ports = launch.free_ports(len(names))
+    ports = launch.free_ports(len(names) - 1)
     runs = [
         {"script": "train_grpo", "port": port, "settings": h.grpo_settings(task, folder / name, **RUNS[name])}
         for name, port in zip(names, [None, *ports], strict=True)
@@ -53,12 +53,17 @@ def train_on(nodes: int, task: h.Task, folder: Path, names: list[str]) -> list[t
         if name == "crashed":  # after the check before training and step 1, which is written in the background
             run["crash_at"] = [1, 2, str(folder / name / "global_step_1")]
     (folder / "runs.json").write_text(json.dumps(runs))
-    torchrun = [*launch.TORCHRUN, "--nnodes", nodes, "--nproc_per_node", 2 // nodes]
+
+
+def train_on_nodes(folder: Path) -> list[tuple[int, str]]:
+    """Train what is planned on two nodes of one rank; returns exit status and output of each node's agent."""
+    (meeting_point,) = launch.free_ports(1)
+    torchrun = [*launch.TORCHRUN, "--nnodes", 2, "--nproc_per_node", 1]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{meeting_point}"]
     address = ["--local_addr", "127.0.0.1"]  # this machine's name need not resolve
     command = [*torchrun, *rendezvous, *address, __file__, folder]
-    agents = [launch.start(*command, PYTHONPATH=launch.PATHS) for _ in range(nodes)]
-    with ThreadPoolExecutor(nodes) as pool:  # both at once, so that neither waits for its output to be read
+    agents = [launch.start(*command, PYTHONPATH=launch.PATHS) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:  # both at once, so that neither waits for its output to be read
         outputs = list(pool.map(lambda agent: launch.finish(agent, timeout=TIMEOUT), agents))
     return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
 
@@ -70,10 +75,10 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_node(task, tmp_path_factory):
-    """Folder of the runs of one agent with two ranks."""
+    """Folder of the runs of two ranks on one node."""
     folder = tmp_path_factory.mktemp("nodes") / "one"
-    ((status, output),) = train_on(1, task, folder, ["sharded", "hybrid", "unbroken"])
-    assert status == 0, output
+    plan(task, folder, ["sharded", "hybrid", "unbroken"])
+    launch.run_file(__file__, folder, nproc=2, timeout=TIMEOUT, PYTHONPATH=launch.PATHS)
     return folder
 
 
@@ -81,7 +86,8 @@ def one_node(task, tmp_path_factory):
 def crash(task, tmp_path_factory):
     """Folder of the runs of two agents with one rank each, and how the agents ended."""
     folder = tmp_path_factory.mktemp("nodes") / "two"
-    return folder, train_on(2, task, folder, ["sharded", "hybrid", "unbroken", "crashed"])
+    plan(task, folder, ["sharded", "hybrid", "unbroken", "crashed"])
+    return folder, train_on_nodes(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reinforce
@@ -87,7 +88,7 @@ def test_length_models_share_weights_and_differ_in_stop_ids(tmp_path):
 
 def test_step_time_end_to_end(tmp_path):
     flags = "--shape tiny --steps 3 --warmup 1 --bare-rounds 1 --prompt-length 20 --engine hf"
-    output = launch.run(
+    output = launch.run_file(
         "benchmarks/step_time.py",
         *flags.split(),
         *("--cache", tmp_path, "--out", tmp_path / "out", "--", "--rollout-n", 2, "--ppo-max-token-len-per-gpu", 128),
@@ -178,7 +179,7 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 
 def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    scripts = {f"{x.__name__}.py": x for x in (train_grpo, train_ppo, train_dapo, train_reinforce)}
+    scripts = {f"{x.__name__}.py": x for x in (train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo)}
     parsed = {}
     for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
         script, *flags = job.command.split()
@@ -187,11 +188,14 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
         assert (
             x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
         )
-        assert x.train_batch_size * x.rollout_n == 256 and x.total_training_steps == 60
+        assert x.train_batch_size * x.rollout_n == (32 if job.name == "spin" else 256)
+        assert x.total_training_steps == 60
     for script in (train_grpo, train_reinforce):
         assert {x.adv_estimator for x in parsed.values() if isinstance(x, script.Args)} == set(script.ADVANTAGES)
     losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
     assert losses == set(train_grpo.LOSSES)
+    losses = {x.loss_type for x in parsed.values() if isinstance(x, train_dpo.Args)}
+    assert losses == set(train_dpo.LOSSES)
     # One part of DAPO is off in each of the four.
     parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
     off = [name for name in parsed if name.startswith("dapo_no")]
@@ -372,7 +376,7 @@ def test_data_with_larger_totals(tmp_path):
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_sampling_overhead_measures_both_ways_to_sample():
-    output = launch.run(launch.ROOT / "benchmarks" / "sampling_overhead.py")
+    output = launch.run_file("benchmarks/sampling_overhead.py", "--prompts", 8, "--tokens", 40)
     rows = dict(re.findall(r"^(rl/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
     assert rows.keys() == {"rl/engines/vllm.py", "vLLM's generate"}
     for row in rows.values():

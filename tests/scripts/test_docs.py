@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
-ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce"]
+ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo"]
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
@@ -108,7 +108,7 @@ def test_a_flag_of_another_script_would_be_found():
     assert unknown_flags("`--overlong-buffer`, `--no-filter-groups`, `--lr`", None) == {"--overlong-buffer"}
 
 
-@pytest.mark.parametrize("name", ["train_ppo", "train_dapo"])
+@pytest.mark.parametrize("name", ALGORITHMS[1:])
 def test_a_page_explains_the_flags_that_train_grpo_does_not_have(name):
     own = {field.name for field in dataclasses.fields(module_of(name).Args)}
     own -= {field.name for field in dataclasses.fields(module_of("train_grpo").Args)}
@@ -146,7 +146,8 @@ def test_every_formula_is_in_papers_and_every_name_there_exists():
     named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
     named = {(module, function) for module, function in named if (ROOT / "rl" / f"{module}.py").exists()}
     existing = {(path.stem, name) for path in (ROOT / "rl").glob("*.py") for name in public_functions(path)}
-    formulas = {(m, f) for m, f in existing if m in ("advantages", "losses", "correction", "schedule", "critic")}
+    known = ("advantages", "losses", "correction", "preference", "schedule", "critic")
+    formulas = {(m, f) for m, f in existing if m in known}
     assert len(formulas) > 30
     assert named - existing == set()
     assert formulas - named == set()
@@ -188,7 +189,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     both_kl = dict(use_kl_loss=True, use_kl_in_reward=True)
     common = dict(total_training_steps=1, val_before_train=True, custom_reward_function=(str(folder / "parts.py"),))
     common |= dict(val_n=2, val_temperature=1.0)
-    changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}}
+    changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}, "train_dpo": {}}
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -209,7 +210,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
 
 
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
-TRAINING = section(METRICS, "train_grpo.py, train_ppo.py, train_dapo.py, train_reinforce.py")
+TRAINING = section(METRICS, "Reinforcement learning")
 
 
 @pytest.mark.parametrize("script", [*ALGORITHMS, "sft"])
@@ -229,7 +230,12 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
 
 @pytest.mark.parametrize(
     ("title", "script"),
-    [("Critic", "train_ppo"), ("Dynamic sampling", "train_dapo"), ("Baselines", "train_reinforce")],
+    [
+        ("Critic", "train_ppo"),
+        ("Dynamic sampling", "train_dapo"),
+        ("Baselines", "train_reinforce"),
+        ("Pairs", "train_dpo"),
+    ],
 )
 def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logged, title, script):
     names = documented(section(TRAINING, title))

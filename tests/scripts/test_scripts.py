@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval as evaluation
 import sft
 import train_dapo
+import train_dpo
 import train_grpo
 import train_ppo
 import train_reinforce
@@ -40,6 +41,7 @@ SCRIPTS = {
     "train_ppo": train_ppo,
     "train_dapo": train_dapo,
     "train_reinforce": train_reinforce,
+    "train_dpo": train_dpo,
     "sft": sft,
     "train_reward": train_reward,
     "eval": evaluation,
@@ -86,7 +88,7 @@ def trained(task, tmp_path_factory):
         log_freq=15,
         save_freq=20,
     )
-    output = launch.run("sft.py", *h.flags(settings))
+    output = launch.run_file("sft.py", *h.flags(settings))
     (folder / "output.txt").write_text(output)
     return folder
 
@@ -198,8 +200,7 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         pytest.importorskip("vllm")
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
-    run = launch.run_file if engine == "vllm" else launch.run
-    output = run("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
+    output = launch.run_file("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
     rows = pq.read_table(task.test).to_pylist()
     assert [x["row_index"] for x in written] == list(range(16))
@@ -231,7 +232,7 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
 
 
 def test_help_from_the_command_line():
-    text = launch.run("train_grpo.py", "--help")
+    text = launch.run_file("train_grpo.py", "--help")
     assert "--adv-estimator" in text and "GRPO: sample a group of responses" in text
 
 
@@ -286,6 +287,7 @@ def test_gdpo_compares_the_parts_of_a_score(grpo, tmp_path):
             "with a weight for each or for none",
         ),
         (dict(adv_estimator="gdpo", gdpo_reward_keys=("a",), use_kl_in_reward=True), "--use-kl-in-reward is no part"),
+        (dict(ref_update_steps=2), "--ref-update-steps 2 needs --use-kl-loss or --use-kl-in-reward"),
         (dict(loss_mode="luspo"), "--loss-mode luspo needs --loss-agg-mode seq-mean-token-sum"),
         (dict(loss_mode="gspo"), "--loss-mode gspo needs --loss-agg-mode seq-mean-token-mean"),
     ],
@@ -440,6 +442,19 @@ def test_kl_estimators(grpo):
         weighted[kind] = grpo.weights(grpo.count, 1)
     h.assert_same(weighted["k3+"], weighted["k2"])  # "+": the gradient of k2
     assert h.distance(weighted["k3"], weighted["k2"]) > 1e-6
+
+
+def test_a_reference_that_follows_is_the_policy_of_the_step(grpo):
+    """With a refresh at every step the KL is measured from the policy that starts it, 0 before its first update."""
+    common = dict(use_kl_loss=True, total_training_steps=3, lr=3e-3)
+    grpo(**common, ref_update_steps=1)
+    grpo(**common, ref_update_steps=2)
+    grpo(**common)
+    always, second, never = ([x["actor/kl_loss"] for x in grpo.lines(i)] for i in (1, 2, 3))
+    assert always == pytest.approx([0, 0, 0], abs=1e-9)
+    assert second[:2] == never[:2] and second[1] > 1e-6 and second[2] == pytest.approx(0, abs=1e-9) and never[2] > 1e-6
+    saved = [h.saved_state(grpo.dir(i) / "global_step_3") for i in (1, 3)]
+    assert ["reference/model/model.norm.weight" in state for state in saved] == [True, False]
 
 
 def test_entropy_bonus(grpo):

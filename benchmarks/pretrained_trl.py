@@ -1,0 +1,187 @@
+"""TRL's GRPOTrainer with the settings and flags of train_grpo.py in benchmarks/pretrained.py, which starts this.
+
+    pip install trl==1.16.0 datasets liger-kernel
+    python benchmarks/pretrained_trl.py --model CHECKPOINT --train-files train.parquet --val-files test.parquet
+
+Equal to train_grpo.py: checkpoint, prompts and their order, responses a prompt, lengths, temperature 1, updates a step,
+token-mean loss (TRL's "dapo"), no KL term, AdamW, float32 weights with products in bfloat16, vLLM in-process.
+TRL has its fastest settings from benchmarks/compare_trl.py: no activation checkpointing, Liger's kernels, no
+detokenizer in vLLM, no correction for the sampler. Not equal: TRL adds 1e-4 to a group's standard deviation,
+train_grpo.py 1e-6.
+
+Writes config.json and metrics.jsonl with the names of train_grpo.py; timing_s/step is the time from the begin of a step
+to its end, without evaluations. Flags of train_grpo.py that are not listed are ignored.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of train_grpo.py."""
+
+    model: str
+    train_files: tuple[str, ...]
+    val_files: tuple[str, ...]
+    default_local_dir: Path
+    train_batch_size: int = 64
+    rollout_n: int = 8
+    ppo_mini_batch_size: int | None = None
+    max_prompt_length: int = 512
+    max_response_length: int = 256
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    seed: int = 0
+    test_freq: int = 10
+    total_training_steps: int = 200
+    gpu_memory_utilization: float = 0.3
+    per_device_train_batch_size: int = 64
+    """Responses in one of TRL's micro-batches."""
+
+
+def updates(args: Args) -> int:
+    """Updates a step of train_grpo.py."""
+    return args.train_batch_size // (args.ppo_mini_batch_size or args.train_batch_size)
+
+
+def settings(args: Args) -> dict[str, Any]:
+    """Arguments of TRL's GRPOConfig, whose step is one update."""
+    responses = args.train_batch_size * args.rollout_n
+    return dict(
+        output_dir=str(args.default_local_dir),
+        max_steps=args.total_training_steps * updates(args),
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=responses // updates(args) // args.per_device_train_batch_size,
+        steps_per_generation=responses // args.per_device_train_batch_size,
+        num_generations=args.rollout_n,
+        num_iterations=1,
+        max_completion_length=args.max_response_length,
+        temperature=1.0,
+        top_p=1.0,
+        shuffle_dataset=False,  # the rows come in the order of train_grpo.py
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=args.weight_decay,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        epsilon=0.2,
+        beta=0.0,
+        mask_truncated_completions=False,
+        bf16=True,
+        gradient_checkpointing=False,
+        use_liger_kernel=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=args.gpu_memory_utilization,
+        vllm_max_model_length=args.max_prompt_length + args.max_response_length,
+        vllm_importance_sampling_correction=False,
+        generation_kwargs=dict(detokenize=False),
+        seed=args.seed,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=updates(args),
+        disable_tqdm=True,
+        model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
+    )
+
+
+def main(args: Args) -> None:
+    """Train with TRL in this process."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from vllm import SamplingParams
+
+    from rewards.by_data_source import compute_score
+    from rl.data import prompts_for_step, read_rows
+
+    args.default_local_dir.mkdir(parents=True, exist_ok=True)
+    shown = {"train_batch_size": args.train_batch_size, "rollout_n": args.rollout_n}
+    (args.default_local_dir / "config.json").write_text(json.dumps(shown | settings(args), indent=2) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    train_rows, val_rows = read_rows(args.train_files[0]), read_rows(args.val_files[0])
+    steps = range(args.total_training_steps)
+    in_order = [row for i in steps for row in prompts_for_step(train_rows, i, args.train_batch_size, args.seed)]
+    columns = ("prompt", "data_source")
+    dataset = [{k: row[k] for k in columns} | {"truth": row["reward_model"]["ground_truth"]} for row in in_order]
+
+    def score(completions: list, data_source: list[str], truth: list[str], **others: Any) -> list[float]:
+        return [
+            compute_score(source, completion[0]["content"], answer)
+            for completion, source, answer in zip(completions, data_source, truth, strict=True)
+        ]
+
+    def write(**line: Any) -> None:
+        with open(args.default_local_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    class Report(TrainerCallback):
+        """Times of steps, TRL's metrics under our names, and greedy held-out accuracy by TRL's own engine."""
+
+        def on_train_begin(self, config, state, control, **others):
+            self.evaluate(0)
+
+        def on_step_begin(self, config, state, control, **others):
+            if state.global_step % updates(args) == 0:
+                self.began = time.perf_counter()
+
+        def on_step_end(self, config, state, control, **others):
+            self.seconds = time.perf_counter() - self.began
+
+        def on_log(self, config, state, control, logs, **others):
+            step, rest = divmod(state.global_step, updates(args))
+            if "reward" not in logs or rest:
+                return
+            names = {
+                "critic/score/mean": "reward",
+                "response_length/mean": "completions/mean_length",
+                "response_length/clip_ratio": "completions/clipped_ratio",
+                "actor/entropy": "entropy",
+                "actor/grad_norm": "grad_norm",
+            }
+            found = {ours: logs[theirs] for ours, theirs in names.items() if theirs in logs}
+            write(step=step, **found, **{"timing_s/step": self.seconds})
+            print(f"step {step} {found} {self.seconds:.2f} s", flush=True)
+            if step % args.test_freq == 0 or step == args.total_training_steps:
+                self.evaluate(step)
+
+        def evaluate(self, step):
+            engine = trainer.vllm_generation
+            engine.sync_weights()
+            prompts = [
+                {"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+                for row in val_rows
+                for text in [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)]
+            ]
+            greedy = SamplingParams(temperature=0, max_tokens=args.max_response_length)
+            scores = [
+                compute_score(row["data_source"], output.outputs[0].text, row["reward_model"]["ground_truth"])
+                for row, output in zip(val_rows, engine.llm.generate(prompts, greedy, use_tqdm=False), strict=True)
+            ]
+            write(step=step, **{"val/accuracy": sum(scores) / len(scores)})
+            print(f"step {step} accuracy {sum(scores) / len(scores):.4f}", flush=True)
+
+    trainer = GRPOTrainer(
+        model=args.model,
+        reward_funcs=score,
+        args=GRPOConfig(**settings(args)),
+        train_dataset=Dataset.from_list(dataset),
+        processing_class=tokenizer,
+        callbacks=[Report()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__, return_unknown_args=True)[0])

@@ -1,0 +1,151 @@
+"""Make word problems: somebody's things become more and fewer, and a question asks how many are left.
+
+    python data/word_problems.py --output-dir data/word_problems
+
+    Lena has 14 shells. Lena buys 3 bags with 6 shells each. Lena gives 9 shells to Omar. How many shells does Lena
+    have?
+
+    Lena buys 3*6=18 shells, so now Lena has 14+18=32 shells.
+    Now Lena has 32-9=23 shells.
+    #### 23
+
+A problem has 2 to 5 such steps of six kinds, and every count is a whole number from 1 to 999. No two problems are the
+same, so those of the test file are in neither of the others. Answers end as GSM8K's do, and the same rule grades them.
+
+Writes sft.parquet (prompt, response), train.parquet and test.parquet (verl's RL schema). The problems of sft.parquet
+are not in train.parquet.
+"""
+
+import dataclasses
+import hashlib
+import random
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from data.gsm8k import INSTRUCTION  # noqa: E402
+
+NAMES = "Ada Ben Chen Dina Emil Fatima Goran Hana Ivan Juno Kofi Lena Mika Nora Omar Priya Ravi Sara Tomas Uma".split()
+THINGS = "apples books cards coins eggs marbles pens shells stamps stickers".split()
+MOST = 999  # largest count
+
+
+@dataclasses.dataclass
+class Args:
+    output_dir: Path = Path("data/word_problems")
+    """folder to write to"""
+    num_sft: int = 1000
+    """demonstrations"""
+    num_train: int = 6400
+    """RL prompts"""
+    num_test: int = 1000
+    """held-out problems"""
+    seed: int = 0
+    """decides the problems"""
+
+
+def take_step(count: int, name: str, things: str, rng: random.Random) -> tuple[int, str, str] | None:
+    """One thing that happens to a count: the new count, the sentence, and the line that works it out.
+
+    None if the kind that was drawn does not fit the count; draw again then.
+    """
+    friend = rng.choice([other for other in NAMES if other != name])
+    kind = rng.randrange(6)
+    if kind == 0:
+        more = rng.randint(2, 90)
+        new, work = count + more, f"{count}+{more}"
+        sentence = f"{name} finds {more} more {things}."
+    elif kind == 1:
+        fewer = rng.randint(1, min(90, count))
+        new, work = count - fewer, f"{count}-{fewer}"
+        sentence = f"{name} gives {fewer} {things} to {friend}."
+    elif kind == 2:
+        bags, each = rng.randint(2, 9), rng.randint(2, 12)
+        new = count + bags * each
+        sentence = f"{name} buys {bags} bags with {each} {things} each."
+        line = (
+            f"{name} buys {bags}*{each}={bags * each} {things}, so now {name} has {count}+{bags * each}={new} {things}."
+        )
+        return (new, sentence, line) if new <= MOST else None
+    elif kind == 3:
+        times = rng.randint(2, 4)
+        new, work = count * times, f"{count}*{times}"
+        sentence = f"A month later {name} has {times} times as many {things}."
+    elif kind == 4:
+        parts = rng.randint(2, 5)
+        if count % parts:
+            return None
+        new, work = count // parts, f"{count}/{parts}"
+        sentence = f"{name} puts the {things} into {parts} equal piles and keeps one pile."
+    else:
+        friends, each = rng.randint(2, 6), rng.randint(2, 9)
+        new = count - friends * each
+        sentence = f"{name} gives {each} {things} to each of {friends} friends."
+        line = (
+            f"{name} gives away {friends}*{each}={friends * each} {things}, so now {name} has "
+            f"{count}-{friends * each}={new} {things}."
+        )
+        return (new, sentence, line) if new >= 1 else None
+    return (new, sentence, f"Now {name} has {work}={new} {things}.") if 1 <= new <= MOST else None
+
+
+def problem(rng: random.Random) -> tuple[str, str, int]:
+    """A question, its solution, and the answer."""
+    name, things, count = rng.choice(NAMES), rng.choice(THINGS), rng.randint(5, 60)
+    sentences, lines = [f"{name} has {count} {things}."], []
+    num_steps = rng.randint(2, 5)
+    while len(lines) < num_steps:
+        if (found := take_step(count, name, things, rng)) is not None:
+            count, sentence, line = found
+            sentences.append(sentence)
+            lines.append(line)
+    question = " ".join([*sentences, f"How many {things} does {name} have?"])
+    return question, "\n".join([*lines, f"#### {count}"]), count
+
+
+def prompt(question: str) -> list[dict[str, str]]:
+    """The user's turn."""
+    return [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
+
+
+def rl_row(found: tuple[str, str, int], split: str, index: int) -> dict:
+    """One row in verl's RL schema."""
+    question, solution, answer = found
+    return {
+        "data_source": "word_problems",
+        "prompt": prompt(question),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"split": split, "index": index, "answer": solution, "question": question},
+    }
+
+
+def main(args: Args) -> dict[str, int]:
+    """Write the files; returns the number of rows of each."""
+    sizes = {"test": args.num_test, "train": args.num_train, "sft": args.num_sft}
+    if min(sizes.values()) < 1:
+        raise ValueError(
+            f"--num-sft {args.num_sft}, --num-train {args.num_train}, --num-test {args.num_test}: at least 1"
+        )
+    rng, found = random.Random(args.seed), {}
+    while len(found) < sum(sizes.values()):
+        question, *rest = problem(rng)
+        found.setdefault(question, (question, *rest))
+    problems = iter(found.values())
+    tables = {name: [next(problems) for _ in range(size)] for name, size in sizes.items()}
+    rows = {name: [rl_row(x, name, i) for i, x in enumerate(tables[name])] for name in ("train", "test")}
+    rows["sft"] = [{"prompt": prompt(question), "response": solution} for question, solution, _ in tables["sft"]]
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, table in rows.items():
+        path = args.output_dir / f"{name}.parquet"
+        pq.write_table(pa.Table.from_pylist(table), path, compression="zstd", write_page_checksum=True)
+        print(f"{path}: {len(table)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return {name: len(table) for name, table in rows.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
