@@ -12,9 +12,9 @@ import pytest
 from launch import ROOT
 
 # First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
-MARKS = r"import (math)$|(ADVANTAGES|PAIRS) = |@(dataclass)|def (\w+)\(|    for (step) in "
+MARKS = r"import (math)$|(ADVANTAGES|PAIRS|DISTANCES) = |@(dataclass)|def (\w+)\(|    for (step) in "
 MARKS += r"| +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "PAIRS", "6"}  # each script's own
+OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "6"}  # each script's own
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (2, 3),
@@ -52,6 +52,19 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "5": (7, 3),
         "7": (28, 13),
         "8": (8, 5),
+        "9": (0, 0),
+        "close": (0, 0),
+    },
+    ("train_grpo", "train_distill"): {
+        "math": (3, 4),
+        "dataclass": (22, 16),
+        "validate": (2, 16),
+        "main": (4, 5),
+        "step": (1, 1),
+        "4": (1, 1),
+        "5": (4, 4),
+        "7": (14, 8),
+        "8": (3, 1),
         "9": (0, 0),
         "close": (0, 0),
     },
