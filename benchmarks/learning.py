@@ -74,6 +74,8 @@ SETTINGS = {
 FOUR_UPDATES = "--ppo-mini-batch-size 8"
 PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --critic-lr 1e-3"
 DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
+# TEACHER is the checkpoint of a run of train_grpo.py with the setting's flags, which is made first.
+DISTILL = "train_distill.py --teacher-model TEACHER --distill-top-k 8 --train-batch-size 64 --rollout-n 1"
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
     "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
@@ -143,6 +145,13 @@ RUNS = {
         "dpo_all_pairs": "train_dpo.py --pairs all",
         "spin": "train_dpo.py --pairs solution --rollout-n 1 --ref-update-steps 10",
     },
+    "distillation from a policy that GRPO has trained, one response a prompt": {
+        "distill_sampled": f"{DISTILL} --loss-mode sampled",
+        "distill_forward_kl": f"{DISTILL} --loss-mode forward_kl",
+        "distill_reverse_kl": f"{DISTILL} --loss-mode reverse_kl",
+        "distill_jsd": f"{DISTILL} --loss-mode jsd",
+        "distill_and_reward": "train_distill.py --teacher-model TEACHER --reward-coef 1 --distillation-loss-coef 0.1",
+    },
 }
 NAMES = [name for runs in RUNS.values() for name in runs]
 
@@ -202,6 +211,24 @@ def prepare(args: Args) -> str:
     return f"{folder}/sft/global_step_{setting.sft_steps}/huggingface"
 
 
+def teacher_of(args: Args) -> Path:
+    """Where the teacher of distillation runs is."""
+    words = SETTINGS[args.setting].train.split()
+    steps = words[words.index("--total-training-steps") + 1]
+    return args.work_dir / args.setting / "teacher" / f"global_step_{steps}" / "huggingface"
+
+
+def prepare_teacher(args: Args, model: str) -> None:
+    """Train the teacher of distillation runs with GRPO from the checkpoint of `prepare`, unless there is one."""
+    if not teacher_of(args).exists():
+        folder = args.work_dir / args.setting
+        files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
+        train = SETTINGS[args.setting].train.replace("--save-freq 0", "--save-freq -1")
+        command = f"train_grpo.py {files} {train} --default-local-dir {folder}/teacher"
+        print(f"python {command}", flush=True)
+        subprocess.run([sys.executable, *shlex.split(command)], check=True)
+
+
 def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) -> list[Job]:
     """One job a run and seed, seed by seed, so that all runs have their first seed early."""
     folder = args.work_dir / args.setting
@@ -213,6 +240,7 @@ def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) 
             run_dir = folder / name / f"seed_{seed}"
             words = [script, files, SETTINGS[args.setting].train, *flags, args.extra, f"--seed {seed}"]
             command = " ".join([word for word in words if word] + [f"--default-local-dir {run_dir}"])
+            command = command.replace("TEACHER", str(teacher_of(args)))
             jobs.append(Job(name, seed, command, run_dir))
     return jobs
 
@@ -420,6 +448,8 @@ def main(args: Args) -> list[dict]:
     jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
     done = [job for job in jobs if (x := result(job)) and x["error"] is None]
     print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)
+    if any(str(teacher_of(args)) in job.command for job in jobs if job not in done):
+        prepare_teacher(args, model)
     end_on_sigterm()
     run_all([job for job in jobs if job not in done], args.jobs, args.timeout)
     seeds = sorted({int(path.name.removeprefix("seed_")) for path in args.work_dir.glob(f"{args.setting}/*/seed_*")})

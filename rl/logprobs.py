@@ -103,9 +103,17 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
 
     Args: model, as in `run_packed`; head, a function that takes the model, the hidden states (R, H) of the tokens right
-    before those R, their ids (R,), and `args`, and returns tensors (R,). Returns: each of these as (b, T), where
-    position t is about token t, zero where response_mask is zero.
+    before those R, their ids (R,), and `args`, and returns tensors (R, ...). Returns: each of these as (b, T, ...),
+    where position t is about token t, zero where response_mask is zero.
     """
+    scored = sampled_positions(batch)
+    before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
+    outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
+    return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
+
+
+def sampled_positions(batch: Batch) -> torch.Tensor:
+    """Which tokens of a batch `run_on_responses` hands to a head: (b, T) bool, those with response_mask 1."""
     b, T = batch.input_ids.shape
     assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
         f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
@@ -113,10 +121,13 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     position = torch.arange(T, device=batch.input_ids.device)
     scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
     scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
-    before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
-    outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
-    grids = (torch.zeros(b, T, dtype=x.dtype, device=x.device).masked_scatter(scored, x) for x in outputs)
-    return tuple(grid * batch.response_mask.to(grid.dtype) for grid in grids)
+    return scored
+
+
+def _to_grid(x: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x (R, ...), one entry for each scored token -> (b, T, ...), zero where the mask (b, T) is."""
+    here, mask = (y.view(*y.shape, *[1] * (x.ndim - 1)) for y in (scored, mask))
+    return x.new_zeros(*scored.shape, *x.shape[1:]).masked_scatter(here, x) * mask.to(x.dtype)
 
 
 def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
@@ -254,13 +265,21 @@ def response_logprobs(
     return torch.cat(logps), torch.cat(entropies)
 
 
+def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32; for heads of `run_on_responses`."""
+    return _logits(model if model.packed.own_head else model.get_output_embeddings().weight, hidden, temperature)
+
+
+def _logits(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = nn.functional.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+
+
 def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
     """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32. Logits come from `source`,
     the weight (V, H) of a plain head, or else the model.
     """
-    is_weight = isinstance(source, torch.Tensor)
-    logits = nn.functional.linear(hidden, source) if is_weight else _own_logits(source, hidden)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (C, V)
+    logits = _logits(source, hidden, temperature)
     sampled = logits.gather(-1, targets[:, None])[:, 0]
     if kept is not None:
         left_out = logits.detach() < truncation(logits.detach(), *kept)[:, None]

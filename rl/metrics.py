@@ -63,10 +63,10 @@ class Means:
         logp: torch.Tensor,
         old_logp: torch.Tensor,
         rollout_logp: torch.Tensor,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None = None,
     ) -> None:
-        """How far apart the policies are that sampled, that began the step and that learn; log-probs and the weights of
-        `correction.weights`, (b, T).
+        """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
+        any, the weights of `correction.weights`, (b, T).
 
         With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
         and means over all tokens where nothing else is said:
@@ -98,10 +98,12 @@ class Means:
                 "rollout_corr/k3_kl": ratio + gap - 1,
                 "rollout_corr/rollout_is_mean": ratio,
                 "rollout_corr/chi2_token": ratio.square() - 1,
-                "rollout_corr/weight_mean": weights,
-                "rollout_corr/rollout_rs_masked_fraction": (weights == 0).to(weights.dtype),
             },
         )
+        if weights is not None:
+            masked = (weights == 0).to(weights.dtype)
+            of_weights = {"rollout_corr/weight_mean": weights, "rollout_corr/rollout_rs_masked_fraction": masked}
+            self.over_tokens(mask, of_weights)
         perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()
         of_rows = {"rollout_corr/chi2_seq": whole, "rollout_corr/ppl_ratio": perplexities}
         self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})

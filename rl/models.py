@@ -99,13 +99,13 @@ def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), x
 
 
-def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32, flag: str = "--model") -> nn.Module:
     """A causal LM with master weights in `dtype` on the host.
 
     Rank 0 reads the files; other ranks get storage that `shard` fills. Raises ValueError if the files lack weights.
     """
     model, missing = load_pretrained(AutoModelForCausalLM, path, ranks, dtype=dtype)
-    check_whole(path, missing)
+    check_whole(path, missing, flag=flag)
     return add_packed_forward(model)
 
 

@@ -127,7 +127,9 @@ class Batch:
     response_mask: torch.Tensor  # (B, T) float32
     rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
     old_logp: torch.Tensor | None = None  # (B, T) by the policy that starts the step
-    ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference
+    ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
+    top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's likeliest tokens
+    top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
@@ -160,7 +162,7 @@ def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
 
 
 def _empty_row(batch: Batch, device: torch.device | str | None) -> Batch:
-    zeros = {name: x.new_zeros((1, 2)[: x.ndim]) for name, x in _tensors(batch).items()}
+    zeros = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in _tensors(batch).items()}
     return Batch(**{name: x.to(device) for name, x in (zeros | {"lengths": torch.tensor([2])}).items()})
 
 

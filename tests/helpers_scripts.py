@@ -136,6 +136,11 @@ def dpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     return grpo_settings(task, run_dir) | changes
 
 
+def distill_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_distill.py that takes a fraction of a second; the teacher is the student before training."""
+    return grpo_settings(task, run_dir) | dict(teacher_model=task.model, distill_top_k=8) | changes
+
+
 def sft_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of an sft.py that takes a fraction of a second."""
     return dict(

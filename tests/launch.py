@@ -33,7 +33,16 @@ SHARED = ROOT.parent / "shared" / "data"  # real data sets; tests that need them
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
 TORCHRUN = ("-m", "torch.distributed.run")
-SCRIPTS = ("train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "sft", "train_reward")
+SCRIPTS = (
+    "train_grpo",
+    "train_ppo",
+    "train_dapo",
+    "train_reinforce",
+    "train_dpo",
+    "train_distill",
+    "sft",
+    "train_reward",
+)
 
 
 def environment(**changes: object) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
 import train_dapo
+import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
@@ -179,7 +180,8 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 
 def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    scripts = {f"{x.__name__}.py": x for x in (train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo)}
+    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill
+    scripts = {f"{x.__name__}.py": x for x in modules}
     parsed = {}
     for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
         script, *flags = job.command.split()
@@ -188,7 +190,9 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
         assert (
             x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
         )
-        assert x.train_batch_size * x.rollout_n == (32 if job.name == "spin" else 256)
+        assert x.train_batch_size * x.rollout_n == (
+            256 if x.rollout_n > 1 or script == "train_ppo.py" else x.train_batch_size
+        )
         assert x.total_training_steps == 60
     for script in (train_grpo, train_reinforce):
         assert {x.adv_estimator for x in parsed.values() if isinstance(x, script.Args)} == set(script.ADVANTAGES)
@@ -196,6 +200,8 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
     assert losses == set(train_grpo.LOSSES)
     losses = {x.loss_type for x in parsed.values() if isinstance(x, train_dpo.Args)}
     assert losses == set(train_dpo.LOSSES)
+    losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_distill.Args)}
+    assert losses == set(train_distill.DISTANCES)
     # One part of DAPO is off in each of the four.
     parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
     off = [name for name in parsed if name.startswith("dapo_no")]

@@ -12,9 +12,9 @@ import pytest
 from launch import ROOT
 
 # First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
-MARKS = r"import (math)$|(ADVANTAGES|PAIRS) = |@(dataclass)|def (\w+)\(|    for (step) in "
+MARKS = r"import (math)$|(ADVANTAGES|PAIRS|DISTANCES) = |@(dataclass)|def (\w+)\(|    for (step) in "
 MARKS += r"| +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "clips_of", "PAIRS", "6"}  # each script's own
+OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "clips_of", "6"}  # each script's own
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (3, 4),
@@ -65,6 +65,19 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "5": (7, 1),
         "7": (23, 13),
         "8": (8, 5),
+        "9": (0, 0),
+        "close": (0, 0),
+    },
+    ("train_grpo", "train_distill"): {
+        "math": (4, 5),
+        "dataclass": (26, 17),
+        "validate": (9, 16),
+        "main": (6, 6),
+        "step": (1, 1),
+        "4": (1, 1),
+        "5": (6, 4),
+        "7": (14, 13),
+        "8": (3, 1),
         "9": (0, 0),
         "close": (0, 0),
     },

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
 import train_dapo
+import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
@@ -218,6 +219,7 @@ RETURNING = {
     "train_dapo": (train_dapo, h.dapo_settings, RL_EVALUATION),
     "train_reinforce": (train_reinforce, h.reinforce_settings, RL_EVALUATION),
     "train_dpo": (train_dpo, h.dpo_settings, RL_EVALUATION),
+    "train_distill": (train_distill, h.distill_settings, RL_EVALUATION),
     "sft": (sft, h.sft_settings, {"val/loss"}),
     "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),
 }

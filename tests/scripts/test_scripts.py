@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eval as evaluation
 import sft
 import train_dapo
+import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
@@ -42,6 +43,7 @@ SCRIPTS = {
     "train_dapo": train_dapo,
     "train_reinforce": train_reinforce,
     "train_dpo": train_dpo,
+    "train_distill": train_distill,
     "sft": sft,
     "train_reward": train_reward,
     "eval": evaluation,

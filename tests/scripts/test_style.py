@@ -17,7 +17,9 @@ from rl import correction, flags
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
-FORMULAS = [ROOT / "rl" / f"{name}.py" for name in ("advantages", "losses", "correction", "preference", "schedule")]
+FORMULAS = ("advantages", "correction", "distillation", "losses", "preference", "schedule")
+FORMULAS = [ROOT / "rl" / f"{name}.py" for name in FORMULAS]
+FORMULA_NAMES = {*(path.stem for path in FORMULAS), "ADVANTAGES", "DISTANCES", "LOSSES", "PAIRS"}
 SCRIPT_NAMES = {path.stem for path in SCRIPTS}
 LINES = {"sft": 200, "train_reward": 200, "eval": 200}  # else 330
 BEFORE_THE_LOOP = 40  # lines of main, at most
@@ -183,15 +185,7 @@ def test_what_is_learned_is_decided_by_the_script_alone(path):
     else:
         assert path.stem in ("sft", "train_reward")
     for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func).split(".")[0] in (
-            "advantages",
-            "losses",
-            "preference",
-            "schedule",
-            "ADVANTAGES",
-            "LOSSES",
-            "PAIRS",
-        ):
+        if ast.unparse(call.func).split(".")[0] in FORMULA_NAMES:
             assert not set(re.findall(r"\bargs\.(\w+)", ast.unparse(call))) & SHARED, ast.unparse(call)
 
 

@@ -1,0 +1,295 @@
+"""train_distill.py for real: whole steps computed again by the book; teachers on a server and on the host."""
+
+import contextlib
+import json
+import math
+import statistics
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import helpers_scripts as h
+import launch
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train_distill
+from data import arithmetic
+from rl import models, sharding, teacher
+from rl.engines import hf
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def distill(task, tiny_model, tmp_path):
+    return h.Runs(train_distill, partial(h.distill_settings, task, teacher_model=tiny_model), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole steps, computed again
+
+
+def log_probs(model, prompt, ids, temperature=1.0):
+    """All log-probs (L, V) at the places of a response."""
+    return (model.lm_head(h.hidden_before(model, prompt, ids)) / temperature).log_softmax(-1)
+
+
+def distance_by_hand(kind, student, other, beta):
+    """Distance of two lists of probabilities, in plain Python but for the student's gradients."""
+    terms = []
+    for p, t in zip(student, other, strict=True):
+        if kind == "forward_kl":
+            terms.append(t * (math.log(t) - p.log()))
+        elif kind == "reverse_kl":
+            terms.append(p * (p.log() - math.log(t)))
+        else:
+            m = beta * t + (1 - beta) * p
+            terms.append(beta * t * (math.log(t) - m.log()) + (1 - beta) * p * (p.log() - m.log()))
+    return sum(terms)
+
+
+def plain_distill(task, args, rounds):
+    """Distillation by the book: one update a step, PPO's surrogate at ratio 1. Returns weights and reports."""
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+    model = AutoModelForCausalLM.from_pretrained(task.model).double()
+    master = AutoModelForCausalLM.from_pretrained(args.teacher_model).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    reports = []
+    for one_round in rounds:
+        count = sum(len(c.token_ids) for _, group in one_round for c in group)
+        loss, gaps, distances, student_mass = 0.0, [], [], []
+        for prompt, group in one_round:
+            texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+            scores = [h.parity(text, truths[tuple(prompt)]) for text in texts]
+            for c, score in zip(group, scores, strict=True):
+                ids = torch.tensor(c.token_ids)
+                places = torch.arange(len(ids))
+                mine = log_probs(model, prompt, c.token_ids, args.temperature)
+                with torch.no_grad():
+                    theirs = log_probs(master, prompt, c.token_ids, args.temperature)
+                gap = torch.tensor(c.logprobs).double() - theirs[places, ids]
+                gaps += gap.tolist()
+                advantage = 0.0
+                if args.reward_coef:
+                    advantage = args.reward_coef * (score - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-6)
+                if args.loss_mode == "sampled":
+                    loss = loss - ((advantage - args.distillation_loss_coef * gap) * mine[places, ids]).sum() / count
+                    continue
+                loss = loss - advantage * mine[places, ids].sum() / count
+                for row, other in zip(mine.exp(), theirs.exp(), strict=True):
+                    if args.distill_top_k == -1:
+                        p, t = list(row), other.tolist()
+                    else:
+                        best = sorted(range(len(other)), key=lambda v: -other[v].item())[: args.distill_top_k]
+                        p, t = [row[v] for v in best], [other[v].item() for v in best]
+                        p, t = [*p, 1 - sum(p)], [*t, 1 - sum(t)]
+                        student_mass.append(sum(p[:-1]).item())
+                    distances.append(distance_by_hand(args.loss_mode, p, t, args.jsd_beta))
+                    loss = loss + args.distillation_loss_coef * distances[-1] / count
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = {"distillation/kl": statistics.mean(gaps), "actor/grad_norm": norm}
+        if distances:
+            report["distillation/loss"] = statistics.mean(x.item() for x in distances)
+        if student_mass:
+            report["distillation/student_mass"] = statistics.mean(student_mass)
+        reports.append(report)
+    return dict(model.named_parameters()), reports
+
+
+CASES = {
+    "sampled": dict(loss_mode="sampled", temperature=0.8),
+    "sampled with a reward": dict(loss_mode="sampled", reward_coef=0.5, distillation_loss_coef=0.3),
+    "forward": dict(loss_mode="forward_kl", distill_top_k=5, temperature=0.7, teacher_offload=True),
+    "reverse": dict(loss_mode="reverse_kl", distill_top_k=1),
+    "jsd": dict(loss_mode="jsd", jsd_beta=0.3, distill_top_k=8, reward_coef=1.0, distillation_loss_coef=2.0),
+    "all tokens": dict(loss_mode="jsd", distill_top_k=-1, rollout_n=1, train_batch_size=3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_what_plain_transformers_computes(case, distill, task, tiny_model, tmp_path, monkeypatch, in_double):
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
+    changes = dict(total_training_steps=2, lr=2e-3, grad_clip=0.5, ppo_max_token_len_per_gpu=120) | CASES[case]
+    changes |= dict(ppo_mini_batch_size=changes.get("train_batch_size", 4))
+    distill(**changes)
+    args = train_distill.Args(**h.distill_settings(task, tmp_path, teacher_model=tiny_model, **changes))
+    weights, reports = plain_distill(task, args, rounds)
+    for line, report in zip(distill.lines(1), reports, strict=True):
+        assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=1e-5)  # float32 log-probs
+    assert abs(reports[0]["distillation/kl"]) > 0.05
+    assert (
+        h.distance(distill.weights(1, 2), weights) < 1e-4 < 1e-3 < h.distance(distill.weights(1, 2), h.original(task))
+    )
+
+
+def test_several_updates_a_step_are_clipped_and_the_teacher_is_asked_once(distill, monkeypatch):
+    calls = []
+    ask = teacher.teacher_logprobs
+    monkeypatch.setattr(teacher, "teacher_logprobs", lambda *a, **kw: calls.append(1) or ask(*a, **kw))
+    distill(ppo_mini_batch_size=2, ppo_epochs=3, lr=1e-2, total_training_steps=1)
+    assert distill.lines(1)[0]["actor/pg_clipfrac"] > 0 and len(calls) == 1
+
+
+def test_a_student_that_is_its_teacher_learns_nothing(distill, task):
+    for mode in ("reverse_kl", "jsd", "sampled"):
+        distill(teacher_model=task.model, loss_mode=mode, total_training_steps=1, weight_decay=0.0)
+        line = distill.lines(distill.count)[0]
+        assert line["actor/grad_norm"] < 1e-4 and abs(line["distillation/loss"]) < 1e-5
+
+
+def test_an_offloaded_teacher_is_on_the_host_but_while_it_is_asked(distill, monkeypatch):
+    moves = []
+    for name in ("offload", "onload"):
+        moved = lambda model, *where, name=name: moves.append(name) or getattr(sharding, name)(model, *where)  # noqa: E731
+        monkeypatch.setattr(teacher, name, moved)
+    distill(teacher_offload=True)
+    assert moves == ["offload"] + ["onload", "offload"] * 2
+
+
+def test_two_ranks_learn_what_one_does(distill, task, tiny_model, tmp_path, monkeypatch, in_double):
+    """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
+    changes = dict(train_batch_size=1, ppo_mini_batch_size=1, loss_mode="forward_kl", lr=1e-4, total_training_steps=2)
+    changes |= dict(ppo_max_token_len_per_gpu=44, reward_coef=1.0, teacher_offload=True)
+    settings = h.distill_settings(task, tmp_path / "two", teacher_model=tiny_model, **changes)
+    entry = {"script": "train_distill", "settings": settings, "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
+    distill(**changes)
+    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
+    for line, expected in zip(lines, h.timeless(distill.lines(1)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    final = h.weights(tmp_path / "two" / "global_step_2")
+    assert h.distance(final, distill.weights(1, 2)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A teacher behind a server
+
+
+class Server(ThreadingHTTPServer):
+    """What vLLM says of prompts, by transformers: /tokenize, and /v1/completions with prompt_logprobs."""
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        self.requests, self.failures, self.url = [], 0, f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(body)
+        if self.server.failures:
+            self.server.failures -= 1
+            return self.send_error(503)
+        if body["model"] != "the-teacher":
+            return self.send_error(404, "there is no such model")
+        if self.path == "/tokenize":
+            return self.answer({"tokens": self.server.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]})
+        ids, k = body["prompt"], body["prompt_logprobs"]
+        with torch.no_grad():
+            logps = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        found = [None]
+        for token, row in zip(ids[1:], logps, strict=False):
+            shown = {v.item(): rank for rank, v in enumerate(row.topk(k).indices, 1)} | {token: 0}
+            found.append({str(v): {"logprob": row[v].item(), "rank": r, "decoded_token": ""} for v, r in shown.items()})
+        self.answer({"choices": [{"text": "", "prompt_logprobs": found}]})
+
+    def answer(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tiny_model):
+    with contextlib.closing(Server(tiny_model)) as running:
+        running.close = running.server_close
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["sampled", "jsd"])
+def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
+    distill(loss_mode=mode)
+    monkeypatch.setattr(teacher, "load_causal_lm", None)  # nothing is loaded
+    server.failures = 1
+    monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
+    distill(loss_mode=mode, teacher_url=f"{server.url}/v1", teacher_model="the-teacher")
+    for line, expected in zip(h.timeless(distill.lines(2)), h.timeless(distill.lines(1)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert h.distance(distill.weights(1, 2), distill.weights(2, 2)) < 1e-5
+    asked = [x for x in server.requests if "prompt_logprobs" in x]
+    assert len(asked) == 2 * 16 and {x["prompt_logprobs"] for x in asked} == {0 if mode == "sampled" else 8}
+
+
+def test_a_server_that_is_away_or_knows_another_model_or_tokenizer_is_named(distill, server, task, monkeypatch):
+    monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
+    with pytest.raises(RuntimeError, match="--teacher-url http://127.0.0.1:9: /tokenize failed 3 times: .*running"):
+        distill(teacher_url="http://127.0.0.1:9", teacher_model="the-teacher")
+    with pytest.raises(ValueError, match="/tokenize was refused with 404"):
+        distill(teacher_url=server.url, teacher_model="another")
+    server.tokenizer = lambda text, add_special_tokens: {"input_ids": [1, 2, 3]}
+    with pytest.raises(ValueError, match="its tokenizer is not that of --model"):
+        distill(teacher_url=server.url, teacher_model="the-teacher")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+MISTAKES = {
+    "no mixture": (dict(loss_mode="jsd", jsd_beta=0.0), ["--jsd-beta 0.0", "forward_kl"]),
+    "no such mixture": (dict(jsd_beta=1.5), ["--jsd-beta 1.5", "within 0 and 1"]),
+    "truncated": (dict(loss_mode="forward_kl", top_p=0.9), ["--loss-mode forward_kl", "--top-p"]),
+    "warm server": (dict(teacher_url="http://x", temperature=0.5), ["--temperature 0.5", "server"]),
+    "whole server": (
+        dict(teacher_url="http://x", loss_mode="jsd", distill_top_k=-1),
+        ["--distill-top-k -1", "server", "number"],
+    ),
+    "none": (dict(distill_top_k=0), ["--distill-top-k 0", "at least 1, or -1"]),
+    "coefficient": (dict(distillation_loss_coef=-1.0), ["--distillation-loss-coef -1.0", "at least 0"]),
+    "no teacher": (dict(teacher_model="/nowhere"), ["--teacher-model /nowhere", "no tokenizer"]),
+    "timeout": (dict(teacher_timeout=0.0), ["--teacher-timeout 0.0", "positive"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_distill_refuses(case, distill, monkeypatch):
+    """Before a model is loaded, and naming the flag, the value and the fix."""
+    monkeypatch.setattr(models, "load_pretrained", None)
+    changes, words = MISTAKES[case]
+    with pytest.raises(ValueError) as error:
+        distill(**changes)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+    assert not distill.dir(1).exists()
+
+
+def test_a_teacher_with_other_tokens_is_refused(distill, tmp_path):
+    arithmetic.save_model(tmp_path / "other", seed=0)
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    a, b = list(vocabulary)[10:12]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"--teacher-model .*other: its tokenizer is not that of --model .*family"):
+        distill(teacher_model=str(tmp_path / "other"))
