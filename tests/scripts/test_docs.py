@@ -113,7 +113,7 @@ def test_a_page_explains_the_flags_that_train_grpo_does_not_have(name):
     own = {field.name for field in dataclasses.fields(module_of(name).Args)}
     own -= {field.name for field in dataclasses.fields(module_of("train_grpo").Args)}
     text = (ROOT / "docs" / f"{name}.md").read_text()
-    assert len(own) > 5
+    assert own
     assert [flag for flag in own if f"`--{flag.replace('_', '-')}" not in text] == []
 
 
