@@ -198,12 +198,12 @@ def serve(fd: int) -> None:
             text = ""
         for args in (error.args, (text,)):
             try:
-                shown = (objects.describe(error), tuple(args), text)
+                shown = (error, tuple(args), text)
                 return sandbox_wire.encode((kind, shown, None, printed()), objects.describe, 1 << 16, 1000)
             except BaseException:  # arguments that are too long, or an exception that lies about itself
                 continue
         plain = RuntimeError("an exception that cannot be shown")
-        shown = (objects.describe(plain), plain.args, str(plain))
+        shown = (plain, plain.args, str(plain))
         return sandbox_wire.encode((kind, shown, None, ""), objects.describe, 1 << 16, 1000)
 
     code, names, capture, in_place = sandbox_wire.decode(sandbox_wire.receive(fd), find, sandbox_wire.MAX_REQUEST)

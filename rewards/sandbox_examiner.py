@@ -336,7 +336,9 @@ class Candidate:
             builtin = Exception if issubclass(builtin, BaseExceptionGroup) else builtin  # which needs arguments
             bases = tuple(self._kind(*parent) for parent in parents)
             if not any(issubclass(base, builtin) for base in bases):
-                bases += (builtin,) if bases else (Raised, builtin)
+                bases += (builtin,)
+            if not any(issubclass(base, Raised) for base in bases):
+                bases = (Raised,) if issubclass(Raised, builtin) else (builtin, Raised)
             space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
         else:
             bases = (_Stand,)

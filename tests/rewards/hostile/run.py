@@ -60,16 +60,24 @@ def read_cases() -> dict[str, Case]:
 
 
 def children() -> list[str]:
-    """The state of every process that this one is the parent of."""
-    found = []
+    """The state of every process below this one, except the server that the sandbox forks from."""
+    processes = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().rpartition(")")
         except OSError:
             continue
-        if rest.split()[1] == str(os.getpid()):
-            found.append(name + ") " + rest[:20])
-    return found
+        processes[int(stat.parent.name)] = (int(rest.split()[1]), name + ") " + rest[:20])
+    below = {os.getpid()}
+    while more := {pid for pid, (parent, _) in processes.items() if parent in below} - below:
+        below |= more
+    return [processes[pid][1] for pid in below - {os.getpid(), sandbox_server()}]
+
+
+def sandbox_server() -> int:
+    from rewards import sandbox
+
+    return sandbox._server(os.getpid()).process.pid
 
 
 def main() -> None:
