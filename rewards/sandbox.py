@@ -313,7 +313,7 @@ def _server(process: int) -> _Server:
     return _Server()
 
 
-_STARTING = threading.Lock()
+_STARTING = threading.RLock()  # of the server and the self-test, which threads may ask for at the same time
 
 
 class _Pair:
@@ -805,7 +805,8 @@ def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
     Raises:
         SandboxUnavailable: a layer is missing and allow_unsafe is not set, or no sandbox can be started.
     """
-    layers = _probe()
+    with _STARTING:
+        layers = _probe()
     missing = [name for name, holds in layers.items() if not holds]
     if allow_unsafe is None:
         allow_unsafe = os.environ.get(UNSAFE) == "1"

@@ -198,6 +198,8 @@ def serve(fd: int) -> None:
             text = ""
         for args in (error.args, (text,)):
             try:
+                if isinstance(error, OSError) and len(args) == 2 and error.filename is not None:
+                    args = (*args, error.filename)
                 shown = (error, tuple(args), text)
                 return sandbox_wire.encode((kind, shown, None, printed()), objects.describe, 1 << 16, 1000)
             except BaseException:  # arguments that are too long, or an exception that lies about itself

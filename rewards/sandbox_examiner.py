@@ -39,8 +39,8 @@ class _Stand:
     __slots__ = ("_glassrl_number", "_glassrl_made")
 
 
-class _Kind(type):
-    """A class of the candidate's, as the tests see it."""
+class _Kind(type):  # a class of the candidate's, as the tests see it
+    __doc__ = property(lambda cls: _candidate.attribute(cls, "__doc__"))
 
     def __call__(cls, *args, **kwargs):
         return _candidate.call(cls, args, kwargs)
@@ -129,7 +129,7 @@ def _equal(self: object, other: object) -> bool:
     if _candidate.own_eq:
         return bool(_candidate.ask("eq", self, other))
     made = [x for x in (self, other) if isinstance(x, _Stand) and x._glassrl_made is not None]
-    if isinstance(other, _Stand) and made and not any(map(_as_made, made)):
+    if not all(map(_as_made, made)):
         return False
     if (_bits(self) | _bits(other)) & sandbox_child.IS_DATA:
         return _plain(self) == _plain(other)
@@ -139,9 +139,9 @@ def _equal(self: object, other: object) -> bool:
 
 
 def _as_made(x: object) -> bool:
-    """Whether an object that a test made, as in `f(2) == Point(4, 6)`, holds the arguments that the test gave.
+    """Whether an object that a test made and did nothing with, as in `f(2) == Point(4, 6)`, holds what it was given.
 
-    Objects of a class that ignores them would be equal to every expected one.
+    Objects of a class that ignores its arguments would be equal to every expected one.
     """
     args, kwargs = x._glassrl_made
     if _bits(x) & sandbox_child.HAS_FIELDS:
@@ -250,7 +250,7 @@ class Candidate:
 
     def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool):
         self.fd, self.end, self.objects, self.own_eq = fd, end, objects, own_eq
-        self.traffic = 0
+        self.traffic, self.looks = 0, False
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
 
@@ -280,6 +280,9 @@ class Candidate:
                 sys.stdout.write(printed)
                 with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
                     error.__init__(*args)
+                if isinstance(error, OSError) and len(args) == 3:
+                    error.errno, error.strerror, error.filename = args
+                    args = args[:2]
                 error.args = args
                 vars(error).update(status="memory" if kind == "memory" else "fail", text=text)
                 raise error
@@ -287,6 +290,7 @@ class Candidate:
 
     def ask(self, operation: str, *arguments: object) -> object:
         """One of sandbox_child's operations on the candidate's objects."""
+        self.looks = operation in ("base", "fields", "hash", "isinstance")  # and changes nothing
         return self.exchange([operation, *arguments])
 
     def attribute(self, x: object, name: str) -> object:
@@ -304,6 +308,8 @@ class Candidate:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
         if isinstance(type(x), _Kind):
+            if isinstance(x, _Stand) and not self.looks:
+                object.__setattr__(x, "_glassrl_made", None)
             return (object.__getattribute__(x, "_glassrl_number"),)
         self.end("bad", f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from hostile import answers
 from hostile.run import read_cases
 from launch import ROOT, TESTS, until
 
@@ -98,6 +99,20 @@ def test_verdict(passes, name, user):
     assert verdict["status"] in case.expected, verdict
     expected = verdict["total"] if verdict["status"] == "pass" else case.passed or 0
     assert (verdict["passed"], verdict["total"]) == (expected, len(case.tests)), verdict
+
+
+@pytest.mark.parametrize("user", ["self", "nobody"])
+def test_no_hostile_answer_earns_anything(passes, user):
+    """Objects that equal everything, bombs, forged messages, exceptions: each test fails, and the worker lives."""
+    result, programs = of(passes, user), answers.cases()
+    assert len(programs) >= 110 and result["answers"].keys() == programs.keys()
+    earned = {
+        name: verdict
+        for name, verdict in result["answers"].items()
+        if verdict["status"] in ("pass", "sandbox_error") or verdict["passed"] > len(programs[name][2])
+    }
+    assert earned == {}
+    assert result["peak MiB"] < 150
 
 
 @pytest.mark.parametrize("user", ["self", "nobody"])
