@@ -329,17 +329,14 @@ def _tests_passed_strict(code: str, tests: list[str], setup: str) -> int | None:
     """How many tests pass by GRAIL's rule: code, setup and assertion run to the end together, in a fresh process each.
 
     The code can fool such a test (an object whose `__eq__` is always true), but not leave the sandbox. None if the
-    sandbox itself failed twice.
+    sandbox itself failed.
     """
     from rewards.sandbox import run_tests
 
     passed = 0
     for test in tests:
         program = f"{code}\n\n{setup}\n{test}\ndef reached_the_end_of_the_test(): return True\n"
-        for _ in range(2):
-            verdict = run_tests(program, ["assert reached_the_end_of_the_test() is True"])
-            if verdict.status != "sandbox_error":
-                break
+        verdict = run_tests(program, ["assert reached_the_end_of_the_test() is True"])
         if verdict.status == "sandbox_error":
             return None
         passed += verdict.passed

@@ -28,7 +28,7 @@ def compute_score(
     Returns:
         score: share of the asserts that hold, 0 to 1. acc (all of them hold), loaded (it compiled and did not raise at
         import) and timeout (the first assert that failed did so by running out of time): 1.0 or 0.0 each. None if the
-        sandbox could not judge the code, twice in a row.
+        sandbox could not judge the code; it says why on stderr.
 
     Raises:
         ValueError: the ground truth has another form, or its tests cannot be used. Importing this file raises
@@ -37,8 +37,6 @@ def compute_score(
     tests, setup = _tests(ground_truth)
     code = extract_code(solution_str)
     verdict = run_tests(code, tests, setup=setup)
-    if verdict.status == "sandbox_error":
-        verdict = run_tests(code, tests, setup=setup)
     if verdict.status == "sandbox_error":
         return None
     return {

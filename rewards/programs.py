@@ -1,20 +1,20 @@
 """Grade Python programs by inputs and outputs, in a sandbox. For APPS, TACO, CodeContests and Codeforces."""
 
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
-from rewards import programs_child
+from rewards import programs_child, programs_compare
 from rewards.mbpp import extract_code
 from rewards.sandbox import run_tests, self_test
 
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
 MAX_TESTS = 10  # the first so many of a problem count
-TIMEOUT_S = 2.0  # CPU seconds for each; all together stay below --reward-timeout by the clock
+TIMEOUT_S = 2.0  # CPU seconds for each
+TOTAL_S = 20.0  # for all of them; with what they may sleep, it stays below --reward-timeout by the clock
 
 _RUNNER = Path(programs_child.__file__).read_text()
+_COMPARE = Path(programs_compare.__file__).read_text()
 
 
 def compute_score(
@@ -47,7 +47,7 @@ def compute_score(
     Returns:
         score: share of the tests that hold, 0 to 1. acc (all of them hold), loaded (the program compiled) and timeout
         (the first test that failed did so by running out of time): 1.0 or 0.0 each. None if the sandbox could not judge
-        the program, twice in a row.
+        the program; it says why on stderr.
 
     Raises:
         ValueError: the ground truth has another form. Importing this file raises SandboxUnavailable if the machine
@@ -55,9 +55,7 @@ def compute_score(
     """
     tests, setup = _tests(ground_truth)
     code = f"{_RUNNER}\nprogram = compile({extract_code(solution_str)!r}, 'solution.py', 'exec', dont_inherit=True)"
-    verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S)
-    if verdict.status == "sandbox_error":
-        verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S)
+    verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S, total_s=TOTAL_S)
     if verdict.status == "sandbox_error":
         return None
     return {
@@ -66,42 +64,6 @@ def compute_score(
         "loaded": float(verdict.status != "error"),
         "timeout": float(verdict.status == "timeout"),
     }
-
-
-def same_output(found: Any, expected: str) -> bool:
-    """Whether two texts have the same words on the same lines; a word with a decimal point is compared as a number."""
-    if type(found) is not str:
-        return False
-    lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (found, expected))
-    return len(lines) == len(wanted) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(lines, wanted, strict=True)
-    )
-
-
-def same_value(found: Any, expected: Any) -> bool:
-    """Whether a call returned what JSON spells; some data sets put that into a list of its own."""
-    found = _as_json(found)
-    return found == expected or isinstance(expected, list) and len(expected) == 1 and found == expected[0]
-
-
-_DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(?:\.[0-9]{0,300})?(?:[eE][-+]?[0-9]{1,3})?")
-
-
-def _same_word(a: str, b: str) -> bool:
-    if a == b:
-        return True
-    if "." not in b or not _DECIMAL.fullmatch(a) or not _DECIMAL.fullmatch(b):
-        return False
-    return math.isclose(float(a), float(b), rel_tol=1e-5, abs_tol=1e-8)
-
-
-def _as_json(value: Any) -> Any:
-    """Tuples as lists, and dicts with texts as keys, as JSON would write them."""
-    if type(value) in (list, tuple):
-        return [_as_json(item) for item in value]
-    if type(value) is dict:
-        return {key if type(key) is str else json.dumps(key, default=str): _as_json(v) for key, v in value.items()}
-    return value
 
 
 def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
@@ -123,7 +85,7 @@ def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
         if name
         else "same_output(run(CASES[%d][0]), CASES[%d][1])"
     )
-    setup = f"from rewards.programs import same_output, same_value\nCASES = {cases!r}"
+    setup = f"{_COMPARE}\nCASES = {cases!r}"
     return [f"assert {test % (i, i)}" for i in range(len(cases))], setup
 
 

@@ -1,25 +1,25 @@
 """Run model-written Python against assert statements, so that only right answers pass; docs/sandbox.md has the design.
 
-Two processes. The judge is the process that calls `run_tests`: it evaluates the asserts, and knows the expected values.
-The candidate's code runs in a locked-up child that only answers calls: it gets arguments, and sends back plain data.
-What it returns that is not plain data stays there, and reaches the judge as a `Handle`, which equals only itself.
+Three processes. The worker is the process that calls `run_tests`; it only reads verdicts, clocks and exit codes. The
+test process runs the asserts, and knows the expected values. The candidate's process runs the code; it gets arguments
+and sends back data. The last two are forked from a clean interpreter and locked up before they see any of it.
 
     >>> run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
     Verdict(status='pass', passed=1, total=1, detail='')
 
-The tests and their setup code are run as they are: they come from the data set, and are trusted as it is. Needs Linux
-5.13 or later with Landlock, on x86-64; no privileges, no namespaces, and nothing outside the standard library.
+The tests and their setup code come from the data set, and are trusted as it is. Needs Linux 5.13 or later with
+Landlock, on x86-64; no privileges, no namespaces, and nothing outside the standard library.
 """
 
 import ast
 import builtins
 import ctypes
 import functools
-import importlib
 import marshal
 import math
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -33,19 +33,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from rewards import sandbox_child
+from rewards import sandbox_wire
 
 UNSAFE = "GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"
 NOBODY = 65534
-MAX_TRAFFIC = 32 << 20  # bytes that the candidate may send in one evaluation
 MAX_TIMEOUTS = 2  # in one evaluation; the tests after that many are not run
 MAX_CODE = 1 << 18  # characters
-WALL_FACTOR = 4  # wall time allowed, over the CPU time allowed
+MAX_THREADS = 64  # of the candidate's process
+MAX_PROCESSES = 1024  # of user nobody, threads included, when the sandbox belongs to it
+WALL_FACTOR = 4  # what an evaluation may sleep, over the CPU time of one test
+WALL_S = 36.0  # wall time of an evaluation, below the 40 s that a response has by default
+EXAMINER_MB = 1024  # address space of the test process
 POLL_S = 0.1
+RETRY_S = (0.1, 0.5)  # pauses before an evaluation goes on whose processes ended by no fault of the candidate's
 
-Status = Literal["pass", "fail", "error", "timeout", "memory", "crash", "sandbox_error"]
+Status = Literal["pass", "fail", "error", "timeout", "memory", "crash", "overload", "sandbox_error"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ class Verdict:
     Attributes:
         status: pass: every test held. Otherwise what happened at the first that did not: fail (wrong answer or
             exception), timeout, memory (MemoryError), crash (the process ended or broke the protocol). error: the code
-            did not compile, or raised while it was loaded. sandbox_error: says nothing about the code; try again, or do
-            not score it.
-        passed: tests that held, whatever the status. After a timeout or crash the other tests run in a new process.
+            did not compile, or raised while it was loaded. overload: what a test did with an answer used up the test
+            process's time or memory. sandbox_error: says nothing about the code; do not score it.
+        passed: tests that held, whatever the status; 0 after an overload. After a timeout or crash the other tests run
+            in new processes.
         total: all tests.
         detail: for people, not for rewards: the candidate chooses part of the text.
     """
@@ -72,23 +77,8 @@ class SandboxUnavailable(RuntimeError):
     """This machine lacks a layer of protection."""
 
 
-class _Stopped(BaseException):
-    """The child is of no further use. Not an Exception, so that no `except Exception` in a test can catch it."""
-
-    def __init__(self, status: Status, detail: str):
-        self.status, self.detail = status, detail
-
-
-class _CandidateError(Exception):
-    """The candidate's code raised."""
-
-    def __init__(self, status: Status, detail: str):
-        super().__init__(detail)
-        self.status = status
-
-
-class _BadTest(BaseException):
-    """The tests or their setup are wrong, whatever the code is: a mistake in the data."""
+class _Unavailable(Exception):
+    """No process could be started, or one ended for reasons that are not the candidate's."""
 
 
 # === the layers ===
@@ -160,10 +150,11 @@ def _landlock_abi() -> int:
 
 
 def _readable_folders() -> list[str]:
-    """What the interpreter in the sandbox needs to read: its standard library and shared libraries."""
+    """What the interpreter in the sandbox needs to read: its standard library, shared libraries, time zones."""
     library = os.path.dirname(os.__file__)
     prefix = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
-    return [path for path in (library, *prefix, "/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.isdir(path)]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
+    return [path for path in (library, *prefix, *system) if os.path.isdir(path)]
 
 
 def _landlock_ruleset(abi: int) -> int:
@@ -214,28 +205,24 @@ class _Layers:
     uid: int | None
     home: int
     """file descriptor of the interpreter's prefix"""
-    code: bytes
-    """sandbox_child.py, compiled"""
 
 
 @functools.cache
 def _layers() -> _Layers:
     """The layers that this machine has. Two file descriptors stay open for the life of the process."""
     abi = _landlock_abi()
-    child = Path(sandbox_child.__file__)
     return _Layers(
         program=_seccomp_program() if _seccomp_available() else b"",
         ruleset=_landlock_ruleset(abi) if abi else -1,
         uid=_sandbox_uid(),
         home=os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
-        code=marshal.dumps(compile(child.read_text(), child.name, "exec")),
     )
 
 
-def _limits(cpu_s: float, memory_mb: int) -> dict[int, int]:
+def _limits(cpu_s: float, memory_mb: int, uid: int | None) -> dict[int, int]:
     """{resource: value}, none above the hard limit that this process has itself."""
     wanted = {
-        resource.RLIMIT_CPU: math.ceil(cpu_s),  # the judge is stricter; this is for a child that has lost its judge
+        resource.RLIMIT_CPU: math.ceil(cpu_s),  # the worker is stricter; this is for a process that has lost it
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 32,
@@ -243,100 +230,43 @@ def _limits(cpu_s: float, memory_mb: int) -> dict[int, int]:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_STACK: 8 << 20,
     }
+    if uid is not None:
+        wanted[resource.RLIMIT_NPROC] = MAX_PROCESSES
     ceilings = {name: resource.getrlimit(name)[1] for name in wanted}
     return {name: value if ceilings[name] < 0 else min(value, ceilings[name]) for name, value in wanted.items()}
 
 
-# === the child ===
+# === the processes ===
 
+# What a fresh interpreter does: make modules of the sandbox's files, which come over the socket, then serve.
 _BOOT = """
-import marshal, os
+import marshal, os, resource, sys, types
+limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
 def read(n):
     data = b""
     while len(data) < n: data += os.read({fd}, n - len(data)) or os._exit(0)
     return data
-space = {{"__name__": "sandbox_child"}}
-exec(marshal.loads(read(int.from_bytes(read(4), "big"))), space)
-space["serve"]({fd})
+package = sys.modules["rewards"] = types.ModuleType("rewards")
+for name, code in marshal.loads(read(int.from_bytes(read(4), "big"))):
+    module = types.ModuleType("rewards." + name)
+    setattr(package, name, module)
+    sys.modules["rewards." + name] = module
+    exec(code, vars(module))
+package.sandbox_server.serve({fd})
 """
+_FILES = ("sandbox_wire", "sandbox_child", "sandbox_examiner", "sandbox_server")
 
 
-class Handle:
-    """An object that stays in the sandbox: a function, a class, an instance of one.
+class _Server:
+    """A clean interpreter, from which the processes of each evaluation are forked; see rewards/sandbox_server.py."""
 
-    Calls, attributes, items, iteration, length, truth and str() are answered there. In all else it is like a plain
-    object() of this process: it equals only itself and has no order. `in` iterates there, and compares here.
-    """
-
-    def __init__(self, child: "_Child", number: int):
-        object.__setattr__(self, "_child", child)
-        object.__setattr__(self, "_number", number)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._child.request("call", self, list(args), kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._child.request("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._child.request("setattr", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._child.request("getitem", self, key)
-
-    def __iter__(self) -> Any:
-        return _iterate(self._child.request("iter", self))
-
-    def __len__(self) -> int:
-        try:
-            length = self._child.request("len", self)
-        except _CandidateError as error:
-            raise TypeError(str(error)) from error  # list() asks every iterable, and takes a TypeError for "unknown"
-        if length > sandbox_child.MAX_ANSWER_VALUES:
-            raise TypeError("too long")  # list() reserves that much memory
-        return length
-
-    def __bool__(self) -> bool:
-        return self._child.request("bool", self)
-
-    def __str__(self) -> str:
-        return self._child.request("str", self)
-
-
-def _iterate(iterator: Any) -> Iterable[Any]:
-    """The items of an iterator in the sandbox, one request each."""
-    while True:
-        try:
-            item = iterator._child.request("next", iterator)
-        except _CandidateError as error:
-            if str(error).startswith("StopIteration:"):
-                return
-            raise
-        yield item
-
-
-class _Child:
-    """One sandboxed process, from its start to its end. `allow` renews its allowance of time, `close` ends it."""
-
-    def __init__(self, *, timeout_s: float, total_s: float, memory_mb: int):
-        """Start a process and lock it up.
-
-        Args:
-            timeout_s: CPU seconds that each allowance is worth.
-            total_s: CPU seconds after which the kernel ends it, whatever the judge does.
-            memory_mb: its address space, MiB.
-
-        Raises:
-            _Stopped: with status sandbox_error.
-        """
+    def __init__(self):
         layers = _layers()
-        limits = _limits(total_s, memory_mb)
-        self.timeout_s = timeout_s
-        self.cpu_used, self.cpu_end = 0.0, limits[resource.RLIMIT_CPU]
-        self.waited = self.cpu_start = self.delay_start = 0.0
-        self.traffic = 0
-        self.handles: dict[int, Handle] = {}
-        self.socket, theirs = socket.socketpair()
+        folder = Path(__file__).parent
+        code = [(name, compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec")) for name in _FILES]
+        self.lock = threading.Lock()
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             fd = theirs.fileno()
             try:
@@ -351,155 +281,105 @@ class _Child:
                     pass_fds=[x for x in (fd, layers.home, layers.ruleset) if x >= 0],
                     start_new_session=True,
                 )
+                message = marshal.dumps(code)
+                self.socket.sendall(struct.pack(">I", len(message)) + message)
             except OSError as error:
                 self.socket.close()
-                raise _Stopped("sandbox_error", f"could not start {sys._base_executable}: {error}") from error
-        self.socket.setblocking(False)
-        self.poll = select.poll()
+                raise _Unavailable(f"could not start {sys._base_executable}: {error}") from error
+
+    def request(self, command: str, *arguments: Any, fds: Iterable[int] = ()) -> Any:
+        """Send a command, return the reply. Raises _Unavailable if there is none, or if it is a problem in words."""
+        with self.lock:
+            try:
+                socket.send_fds(self.socket, [marshal.dumps((command, *arguments))], list(fds))
+                reply = self.socket.recv(1 << 16)
+            except OSError:
+                reply = b""
+        if not reply:
+            _server.cache_clear()  # the next evaluation starts another
+            self.socket.close()
+            self.process.kill()
+            self.process.wait()
+            raise _Unavailable("the process that starts the others ended")
+        reply = marshal.loads(reply)
+        if isinstance(reply, str):
+            raise _Unavailable(reply)
+        return reply
+
+
+@functools.lru_cache(maxsize=1)
+def _server(process: int) -> _Server:
+    """The server of this process; `process` is its number, since a fork of it needs one of its own."""
+    return _Server()
+
+
+_STARTING = threading.RLock()  # of the server and the self-test, which threads may ask for at the same time
+
+
+class _Pair:
+    """The test process and the candidate's process of one evaluation, or of the rest of it after a crash."""
+
+    def __init__(self, *, total_s: float, memory_mb: int):
+        """Start both and lock them up. `total_s`: CPU seconds after which the kernel ends them, whatever happens here.
+
+        Raises _Unavailable.
+        """
+        layers = _layers()
+        common = {"uid": layers.uid, "ruleset": layers.ruleset, "program": layers.program}
+        plans = [common | {"limits": _limits(total_s + 1, size, layers.uid)} for size in (memory_mb, EXAMINER_MB)]
+        with _STARTING:
+            self.server = _server(os.getpid())
+        self.reports, theirs = socket.socketpair()
+        asks, answers = socket.socketpair()
         try:
-            self.allow()
-            self._send(layers.code)
-            plan = {
-                "judge": os.getpid(),
-                "limits": limits,
-                "uid": layers.uid,
-                "ruleset": layers.ruleset,
-                "program": layers.program,
-            }
-            self.ask(plan)
-        except (_Stopped, _CandidateError) as error:  # nothing of the candidate's has run yet
-            self.close()
-            raise _Stopped("sandbox_error", f"could not lock the child up: {error!r}") from error
-        except BaseException:
-            self.close()
+            with theirs, asks, answers:
+                fds = [theirs.fileno(), asks.fileno(), answers.fileno()]
+                self.candidate, self.examiner = self.server.request("start", *plans, fds=fds)
+        except _Unavailable:
+            self.reports.close()
             raise
+        self.last_cpu = {self.candidate: 0.0, self.examiner: 0.0}
+        self.closed = False
 
-    def allow(self) -> None:
-        """From now on, `timeout_s` of CPU time, and WALL_FACTOR times that of wall time, less what it has slept."""
-        cpu, delay = self._cpu(), _run_delay(self.process.pid)
-        self.waited = max(0.0, self.waited - (cpu - self.cpu_start) - (delay - self.delay_start))
-        self.cpu_start, self.delay_start = cpu, delay
-
-    def ask(self, message: Any) -> Any:
-        """Send a message, return the value of the answer.
-
-        Raises:
-            ValueError: the message is too long or too deep.
-            _BadTest: it holds something that is neither plain data nor a handle of this child.
-            _CandidateError: the answer is an exception.
-            _Stopped: there is no answer, or not a well-formed one.
-        """
-        limit = sandbox_child.MAX_REQUEST
-        self._send(sandbox_child.encode(message, self._to_number, limit, limit))
-        size = int.from_bytes(self._receive(4), "big")
-        if size > sandbox_child.MAX_ANSWER:
-            raise _Stopped("crash", f"the answer has {size} bytes")
+    def cpu(self, pid: int) -> float:
+        """CPU seconds used by a process's threads: the clock that clock_getcpuclockid(3) names."""
         try:
-            answer = sandbox_child.decode(self._receive(size), self._from_number, sandbox_child.MAX_ANSWER_VALUES)
-        except ValueError as error:
-            raise _Stopped("crash", "the answer is malformed") from error
-        match answer:
-            case ("value", value):
-                return value
-            case ("error" | "memory" as kind, str(text)):
-                raise _CandidateError("memory" if kind == "memory" else "fail", text[:300])
-        raise _Stopped("crash", "the answer is malformed")
-
-    def request(self, operation: str, *arguments: Any) -> Any:
-        """One of sandbox_child's operations on one of its objects; see `ask`."""
-        return self.ask([operation, *arguments])
-
-    def close(self) -> None:
-        """End the process and everything it may have started; any number of times."""
-        self.socket.close()
-        if self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own session, so its own group
-            except ProcessLookupError:
-                pass
-        self.process.wait()
-
-    def _to_number(self, value: Any) -> int:
-        if type(value) is Handle and value._child is self:
-            return value._number
-        raise _BadTest(
-            f"a test hands the candidate an object of type {type(value).__name__}: only plain data can cross"
-        )
-
-    def _from_number(self, number: int) -> Handle:
-        return self.handles.setdefault(number, Handle(self, number))
-
-    def _send(self, message: bytes) -> None:
-        data = memoryview(struct.pack(">I", len(message)) + message)
-        while data:
-            try:
-                data = data[self.socket.send(data, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                self._wait(select.POLLOUT)
-            except OSError:
-                raise self._ended() from None
-
-    def _receive(self, size: int) -> bytes:
-        self.traffic += size
-        if self.traffic > MAX_TRAFFIC:
-            raise _Stopped("crash", f"more than {MAX_TRAFFIC} bytes of answers")
-        data = bytearray()
-        while len(data) < size:
-            try:
-                chunk = self.socket.recv(size - len(data))
-            except BlockingIOError:
-                self._wait(select.POLLIN)
-                continue
-            except OSError:
-                chunk = b""
-            if not chunk:
-                raise self._ended()
-            data += chunk
-        return bytes(data)
-
-    def _wait(self, event: int) -> None:
-        """Until the socket is ready.
-
-        Raises:
-            _Stopped: the allowance is used up: timeout, or sandbox_error if the machine had no time for the child.
-        """
-        self.poll.register(self.socket, event)
-        while True:
-            cpu_left = self.cpu_start + self.timeout_s - self._cpu()
-            if cpu_left <= 0:
-                raise _Stopped("timeout", f"used {self.timeout_s:g} s of CPU time")
-            if self.waited >= WALL_FACTOR * self.timeout_s:
-                delay = _run_delay(self.process.pid) - self.delay_start
-                if delay > self.waited / 2:
-                    raise _Stopped("sandbox_error", f"waited {delay:.1f} of {self.waited:.1f} s for a core")
-                raise _Stopped("timeout", f"did not answer in {self.waited:.1f} s")
-            pause = min(POLL_S, max(cpu_left, 0.005))
-            start = time.monotonic()
-            ready = self.poll.poll(pause * 1000)
-            # Time that this process itself lost, stopped or waiting for a core, does not count against the child.
-            self.waited += min(time.monotonic() - start, pause)
-            if ready:
-                return
-
-    def _cpu(self) -> float:
-        """CPU seconds used by the child's threads: the clock that clock_getcpuclockid(3) names."""
-        try:
-            self.cpu_used = time.clock_gettime((~self.process.pid << 3) | 2)
+            self.last_cpu[pid] = time.clock_gettime((~pid << 3) | 2)
         except OSError:
-            pass  # it is gone; the socket will say so
-        return self.cpu_used
+            pass  # it has ended
+        return self.last_cpu[pid]
 
-    def _ended(self) -> _Stopped:
-        """What to say of a child that closed its end."""
+    def delay(self) -> float:
+        """Seconds that the two processes' main threads were ready to run and had no core.
+
+        Other threads do not count: a hundred that wait for each other's core are no sign of a busy machine.
+        """
+        return _run_delay(self.candidate) + _run_delay(self.examiner)
+
+    def threads(self) -> int:
+        """Threads of the candidate's process."""
         try:
-            code = self.process.wait(timeout=POLL_S)
-        except subprocess.TimeoutExpired:
-            return _Stopped("crash", "the process closed its connection")
-        if code == -signal.SIGKILL and self.cpu_used >= self.cpu_end - 1:
-            return _Stopped("timeout", f"used {self.cpu_end} s of CPU time in all")
-        if code == -signal.SIGKILL:  # which it cannot send to itself
-            return _Stopped("sandbox_error", "the process was killed from outside")
-        return _Stopped("crash", f"the process ended with {'signal ' if code < 0 else 'exit code '}{abs(code)}")
+            return int(Path(f"/proc/{self.candidate}/stat").read_text().rpartition(")")[2].split()[17])
+        except (OSError, IndexError):
+            return 0
+
+    def end(self, grace_s: float = 0.0) -> tuple["_End", "_End"]:
+        """Kill both, unless they end within `grace_s`; what became of the candidate's and the test process. Once."""
+        self.closed = True
+        self.reports.close()
+        candidate, examiner = self.server.request("end", [(self.candidate, grace_s), (self.examiner, grace_s)])
+        return _End(*candidate), _End(*examiner)
+
+
+class _End(NamedTuple):
+    """What became of a process: its exit code or minus its signal, its CPU seconds, whether the sandbox killed it."""
+
+    code: int
+    cpu: float
+    killed: bool
+
+    def how(self) -> str:
+        return f"{'signal ' if self.code < 0 else 'exit code '}{abs(self.code)}"
 
 
 def _environment(home: int) -> dict[str, str]:
@@ -519,17 +399,14 @@ def _environment(home: int) -> dict[str, str]:
 
 
 def _run_delay(pid: int) -> float:
-    """Seconds that the process's threads were ready to run and had no core; 0 where the kernel does not say."""
-    total = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total += int(path.read_text().split()[1])
-        except (OSError, IndexError):
-            continue  # the thread has ended
-    return total / 1e9
+    """Seconds that a process's main thread was ready to run and had no core; 0 where the kernel does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0  # it has ended
 
 
-# === the judge ===
+# === the tests ===
 
 
 @dataclass(frozen=True)
@@ -543,8 +420,13 @@ class _Program:
     modules: list[str]
     """standard modules that a test uses without importing them"""
     setup_uses_candidate: bool
+    objects: bool
+    """the tests name a class of the candidate's, as Vector or LRUCache: its operators are part of the task"""
+    capture: bool
+    """the tests look at what is printed"""
 
 
+_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
 
 
@@ -566,12 +448,39 @@ def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
             bound.add(node.arg)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound.add(node.name)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
     return read - bound, bound
 
 
-def _program(tests: list[str], setup: str) -> _Program:
+class _Marks(ast.NodeTransformer):
+    """Adds a call after each assert, and one at the start of each handler that would swallow a failed assert."""
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        return [node, self._call("__assert_held__", node)]
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        self.generic_visit(node)
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
+        if (node.type is None or names & {"Exception", "BaseException"}) and "AssertionError" not in names:
+            node.body.insert(0, self._call("__caught__", node))
+        return node
+
+    @staticmethod
+    def _call(name: str, at: ast.AST) -> ast.stmt:
+        call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
+        return ast.fix_missing_locations(ast.copy_location(call, at))
+
+
+def _compile(tree: ast.Module, name: str) -> CodeType:
+    return compile(_Marks().visit(tree), name, "exec", optimize=0)  # asserts stay under python -O, too
+
+
+@functools.lru_cache(maxsize=8)  # the responses to one prompt have the same tests
+def _program(tests: tuple[str, ...], setup: str) -> _Program:
     """Compile the tests, and decide whose each of their names is.
 
     A name is the setup's if that binds it; else Python's if it is a builtin; else a standard module's if it is one and
@@ -581,8 +490,9 @@ def _program(tests: list[str], setup: str) -> _Program:
     """
     setup_tree = _parse(setup, "setup code")
     trees = [_parse(test, f"test {i}") for i, test in enumerate(tests)]
+    in_setup = any(isinstance(node, ast.Assert) for node in ast.walk(setup_tree))  # as in HumanEval's check(candidate)
     for i, tree in enumerate(trees):
-        if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        if not in_setup and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
             raise ValueError(f"test {i} has no assert statement: {tests[i][:200]!r}; mend the data")
     setup_read, setup_bound = _names(setup_tree)
     free = set().union(*(_names(tree)[0] for tree in trees)) - setup_bound
@@ -590,87 +500,207 @@ def _program(tests: list[str], setup: str) -> _Program:
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     modules = {name for name in free | setup_read if name in sys.stdlib_module_names and name not in bare}
-    names = (free | setup_read) - modules - set(dir(builtins))
+    names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__"}
     if not names:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if len(names) != 1:
             raise ValueError(f"the tests name no function of the candidate's: {tests[0][:200]!r}; mend the data")
     return _Program(
-        setup=compile(setup_tree, "setup", "exec", optimize=0),  # asserts stay under python -O, too
-        tests=[compile(tree, f"test {i}", "exec", optimize=0) for i, tree in enumerate(trees)],
+        setup=_compile(setup_tree, "setup"),
+        tests=[_compile(tree, f"test {i}") for i, tree in enumerate(trees)],
         names=sorted(names),
         modules=sorted(modules),
         setup_uses_candidate=bool(setup_read & names),
+        objects=any(map(_CLASS_NAME.fullmatch, names)),
+        capture=any("stdout" in text for text in (setup, *tests)),
     )
 
 
-def _load(child: _Child, code: str, program: _Program) -> dict[str, Any]:
-    """Load the candidate's code and run the setup; returns the globals that each test starts from.
-
-    Raises:
-        _BadTest: the setup raises, and not by the candidate's doing.
-        _CandidateError, _Stopped: the code does not load.
-    """
-    try:
-        found = child.ask([code, program.names])
-    except _CandidateError as error:
-        raise _CandidateError("memory" if error.status == "memory" else "error", str(error)) from error
-    if type(found) is not dict or not found.keys() <= set(program.names):
-        raise _Stopped("crash", "the answer is malformed")
-    space = {name: importlib.import_module(name) for name in program.modules} | found
-    try:
-        exec(program.setup, space)
-    except _CandidateError:
-        raise
-    except Exception as error:
-        if not program.setup_uses_candidate:
-            raise _BadTest(f"setup code raises {error!r}") from error
-        raise _CandidateError("fail", f"setup: {error!r}") from error
-    return space
+# === the worker ===
 
 
-def _judge(code: str, program: _Program, timeout_s: float, memory_mb: int) -> Verdict:
-    """See `run_tests`."""
-    total = len(program.tests)
-    outcomes: list[tuple[Status, str]] = []
-    total_s = (total + 2) * timeout_s + 1
-    child, space = None, None
-    try:
-        for test in program.tests:
-            if sum(status == "timeout" for status, _ in outcomes) >= MAX_TIMEOUTS:
-                break
+@dataclass
+class _Spent:
+    """What an evaluation has used so far, and may use, over all its processes."""
+
+    timeout_s: float
+    """CPU seconds of one test"""
+    total_s: float
+    """CPU seconds of all"""
+    cpu: float = 0.0
+    delay: float = 0.0
+    waited: float = 0.0
+    """wall time; what the worker itself lost, stopped or waiting for a core, is not in it"""
+
+
+class _Stop(Exception):
+    """An evaluation's processes are of no further use: the status of the test that they are at, and why."""
+
+    def __init__(self, status: str, detail: str, last: bool = False):
+        super().__init__(status, detail)
+        self.status, self.detail, self.last = status, detail, last  # last: no other test is run
+
+
+class _Watch:
+    """Follows a pair of processes: hands out their reports, and stops them when they have used what they may."""
+
+    def __init__(self, pair: _Pair, spent: _Spent):
+        self.pair, self.spent = pair, spent
+        self.before = (spent.cpu, spent.delay)
+        self.buffer = bytearray()
+        self.started = (0.0, 0.0)  # CPU seconds of both when the current test began
+        self.poll = select.poll()
+        self.poll.register(pair.reports, select.POLLIN)
+        self.pause = 0.01
+
+    def send(self, job: bytes) -> None:
+        data = memoryview(struct.pack(">I", len(job)) + job)
+        self.pair.reports.setblocking(False)
+        while data:
             try:
-                if child is None:
-                    child = _Child(timeout_s=timeout_s, total_s=total_s, memory_mb=memory_mb)
-                    try:
-                        space = _load(child, code, program)
-                    except _CandidateError as error:
-                        return Verdict(error.status, sum(s == "pass" for s, _ in outcomes), total, str(error))
-                child.allow()
-                exec(test, dict(space))
-                outcomes.append(("pass", ""))
-            except _CandidateError as error:
-                outcomes.append((error.status, str(error)))
-            except Exception as error:  # AssertionError: wrong answer; others: one that the test cannot use
-                outcomes.append(
-                    ("fail", type(error).__name__)
-                )  # its text may hold a Handle, and str() of that is a call
-            except _BadTest as error:
-                raise ValueError(f"{error}; mend the data") from error.__cause__
-            except _Stopped as stop:
-                if stop.status == "sandbox_error":
-                    return Verdict("sandbox_error", 0, total, stop.detail)
-                outcomes.append((stop.status, stop.detail))
-                child.close()
-                child = None
-                if space is None:
-                    break  # the code does not even load
+                data = data[self.pair.reports.send(data, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                self._look(0.001)
+                time.sleep(0.001)
+            except OSError:
+                return  # it ended; `report` finds out
+
+    def report(self) -> tuple[str, str]:
+        """The next report of the test process. Raises _Stop, and _Unavailable if the processes ended by no fault."""
+        while True:
+            size = int.from_bytes(self.buffer[:4], "big")
+            if len(self.buffer) >= 4 and len(self.buffer) >= 4 + size:
+                message = bytes(self.buffer[4 : 4 + size])
+                del self.buffer[: 4 + size]
+                self.started = (self.pair.cpu(self.pair.candidate), self.pair.cpu(self.pair.examiner))
+                try:
+                    kind, why = sandbox_wire.decode(message, str, 3)
+                except (ValueError, TypeError) as error:
+                    raise _Stop("overload", "the test process sent nonsense", last=True) from error
+                return str(kind), str(why)
+            start = time.monotonic()
+            ready = self.poll.poll(self.pause * 1000)
+            self.spent.waited += min(time.monotonic() - start, self.pause)
+            self.pause = min(2 * self.pause, POLL_S)
+            if not ready:
+                self._look()
+                continue
+            try:
+                data = self.pair.reports.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            self.buffer += data
+            if not data or size > 1 << 16:
+                raise self.end()
+
+    def _look(self, waited: float = 0.0) -> None:
+        """Raise _Stop if the processes have used what they may."""
+        pair, spent = self.pair, self.spent
+        spent.waited += waited
+        candidate, examiner = pair.cpu(pair.candidate), pair.cpu(pair.examiner)
+        spent.cpu, spent.delay = self.before[0] + candidate + examiner, self.before[1] + pair.delay()
+        if pair.threads() > MAX_THREADS:
+            raise _Stop("crash", f"more than {MAX_THREADS} threads", last=True)
+        if candidate - self.started[0] >= spent.timeout_s:
+            raise _Stop("timeout", f"used {spent.timeout_s:g} s of CPU time")
+        if examiner - self.started[1] >= spent.timeout_s:
+            raise _Stop("overload", f"the test used {spent.timeout_s:g} s of CPU time on an answer", last=True)
+        if spent.cpu >= spent.total_s:
+            raise _Stop("timeout", f"used {spent.total_s:g} s of CPU time in all", last=True)
+        if spent.waited - spent.cpu - spent.delay >= WALL_FACTOR * spent.timeout_s:
+            raise _Stop("timeout", f"slept {WALL_FACTOR * spent.timeout_s:g} s in all", last=True)
+        if spent.waited >= WALL_S:
+            if spent.delay > spent.waited / 2:
+                raise _Stop("sandbox_error", f"waited {spent.delay:.1f} of {spent.waited:.1f} s for a core", last=True)
+            raise _Stop("timeout", f"did not answer in {spent.waited:.1f} s", last=True)
+
+    def end(self, gone: str | None = None) -> _Stop:
+        """End both processes; what to say if one of them ended before, or the test process gave the other up.
+
+        Args:
+            gone: the candidate's process is of no further use, says the test process, and why if that is not its end.
+
+        Raises _Unavailable if a process was killed from outside.
+        """
+        candidate, examiner = self.pair.end(POLL_S)
+        self.spent.cpu = self.before[0] + candidate.cpu + examiner.cpu
+        if gone is None:
+            return _Stop("overload", f"an answer ended the test process ({examiner.how()})", last=True)
+        if gone:
+            return _Stop("crash", gone)
+        if candidate.code != -signal.SIGKILL:
+            return _Stop("crash", f"the process ended with {candidate.how()}")
+        if candidate.killed:
+            return _Stop("crash", "the process closed its connection")
+        if candidate.cpu >= self.spent.total_s:
+            return _Stop("timeout", f"used {self.spent.total_s:g} s of CPU time in all", last=True)
+        raise _Unavailable("the candidate's process was killed from outside")  # it cannot send itself that signal
+
+    def close(self) -> None:
+        """End both processes, at once."""
+        if not self.pair.closed:
+            candidate, examiner = self.pair.end()
+            self.spent.cpu = self.before[0] + candidate.cpu + examiner.cpu
+
+
+def _attend(job: dict[str, Any], tests: list[CodeType], memory_mb: int, spent: _Spent, outcomes: list) -> _Stop | None:
+    """Run the tests that have no outcome yet in a new pair of processes, and add the outcomes.
+
+    Returns why it ended before the last test, or None. Raises _Unavailable, and ValueError if the tests are unusable.
+    """
+    watch = _Watch(_Pair(total_s=spent.total_s, memory_mb=memory_mb), spent)
+    loaded = False
+    try:
+        watch.send(marshal.dumps(job | {"tests": tests[len(outcomes) :]}))
+        while len(outcomes) < len(tests):
+            kind, why = watch.report()
+            if kind == "broken":
+                raise _Unavailable(why)
+            if kind == "bad":
+                raise ValueError(f"{why}; mend the data")
+            if kind == "gone":
+                raise watch.end(why)
+            if not loaded and kind != "loaded":
+                return _Stop(kind if kind in ("error", "memory") else "fail", why, last=True)
+            if loaded:
+                outcomes.append((kind if kind in ("pass", "memory") else "fail", why))
+            loaded = True
+    except _Stop as stop:
+        return stop if loaded else _Stop(stop.status, stop.detail, last=True)
     finally:
-        if child is not None:
-            child.close()
+        watch.close()
+    return None
+
+
+def _judge(job: dict[str, Any], tests: list[CodeType], memory_mb: int, spent: _Spent) -> Verdict:
+    """See `run_tests`."""
+    outcomes: list[tuple[Status, str]] = []
+    pauses = iter(RETRY_S)
+    while len(outcomes) < len(tests) and sum(status == "timeout" for status, _ in outcomes) < MAX_TIMEOUTS:
+        try:
+            stop = _attend(job, tests, memory_mb, spent, outcomes)
+        except _Unavailable as error:
+            pause = next(pauses, None)
+            if pause is None:
+                return Verdict("sandbox_error", 0, len(tests), str(error))
+            time.sleep(pause)
+            continue
+        if stop is None:
+            break
+        if stop.status == "sandbox_error":
+            return Verdict("sandbox_error", 0, len(tests), stop.detail)
+        if stop.status == "overload":
+            return Verdict("overload", 0, len(tests), stop.detail)
+        outcomes.append((stop.status, stop.detail))
+        if stop.last:
+            break
     passed = sum(status == "pass" for status, _ in outcomes)
+    if outcomes[-1][0] == "error":
+        return Verdict("error", passed, len(tests), outcomes[-1][1])
     status, detail = next((outcome for outcome in outcomes if outcome[0] != "pass"), ("pass", ""))
-    return Verdict(status, passed, total, detail)
+    return Verdict(status, passed, len(tests), detail)
 
 
 def run_tests(
@@ -679,21 +709,31 @@ def run_tests(
     *,
     setup: str = "",
     timeout_s: float = 3.0,
+    total_s: float | None = None,
     memory_mb: int = 512,
+    own_eq: bool = False,
+    in_place: bool = False,
 ) -> Verdict:
     """Run model-written code and say which tests hold.
 
-    The code is loaded once, as a module that is not __main__, then each test in turn calls it. Arguments cross as
-    copies: a test cannot see that the code changed one. Numbers compare as in Python, so 3.0 may stand for 3.
+    The code is loaded once, as a module that is not __main__, then each test in turn calls it. A test holds if at least
+    one of its asserts, or of the setup's, was reached and all that were reached held. Numbers compare as in Python, so
+    3.0 may stand for 3.
 
     Args:
         code: Python source, from anybody.
-        tests: Python with an assert statement each, such as `assert f(1) == 2`, trusted.
-        setup: code that the tests need: imports, constants; trusted. It runs here, not in the sandbox: the candidate's
-            code does not see its names. It may use the candidate's.
-        timeout_s: CPU seconds for loading the code, and for each test. Each also ends after 4 times as much wall
-            time; what the code sleeps counts for all tests together. After two timeouts no further test is run.
-        memory_mb: address space of the sandboxed process in MiB; an interpreter alone takes about 20.
+        tests: Python with an assert statement each, such as `assert f(1) == 2`, trusted. If the setup has some, as in
+            `def check(candidate): ...`, a test may be `check(f)`.
+        setup: code that the tests need: imports, constants; trusted. It runs in the test process, with the standard
+            library: the candidate's code does not see its names. It may use the candidate's.
+        timeout_s: CPU seconds for loading the code, and for each test. What the processes sleep is counted over all
+            tests, up to 4 times this. After two timeouts no further test is run.
+        total_s: CPU seconds for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
+        memory_mb: address space of the candidate's process in MiB; an interpreter alone takes about 40.
+        own_eq: let == and hash() of the candidate's own classes decide. Then a class that is equal to everything passes
+            `assert f(2) == Point(4, 6)`; use it only for tests that compare objects of a class with an own __eq__.
+        in_place: a test sees how every call changed its arguments; else only if the call returned None. With it,
+            `assert f(x) == sorted(x)` holds for code that empties x and returns [].
 
     Raises:
         ValueError: the tests, the setup or a limit are unusable, whatever the code is.
@@ -701,13 +741,23 @@ def run_tests(
     """
     if not tests:
         raise ValueError("tests is empty: there is nothing to judge the code by; mend the data")
-    if timeout_s <= 0 or memory_mb < 64:
-        raise ValueError(f"timeout_s {timeout_s} must be positive and memory_mb {memory_mb} at least 64")
-    program = _program(tests, setup)
+    total_s = WALL_FACTOR * timeout_s if total_s is None else total_s
+    if timeout_s <= 0 or total_s < timeout_s or memory_mb < 64:
+        raise ValueError(
+            f"timeout_s {timeout_s} must be positive, total_s {total_s} no less, and memory_mb {memory_mb} at least 64"
+        )
+    program = _program(tuple(tests), setup)
     self_test()
     if len(code) > MAX_CODE:
         return Verdict("error", 0, len(tests), f"the code has {len(code)} characters")
-    return _judge(code, program, timeout_s, memory_mb)
+    job = {name: getattr(program, name) for name in _JOB} | {"code": code, "own_eq": own_eq, "in_place": in_place}
+    verdict = _judge(job, program.tests, memory_mb, _Spent(timeout_s, total_s))
+    if verdict.status == "sandbox_error":
+        print(f"sandbox: a program was not judged: {verdict.detail}", file=sys.stderr)
+    return verdict
+
+
+_JOB = ("setup", "names", "modules", "setup_uses_candidate", "objects", "capture")
 
 
 # === the self-test ===
@@ -735,27 +785,28 @@ def probe():
         "list": blocked(os.listdir, "/"),
         "write": blocked(os.open, "/dev/null", os.O_WRONLY),
         "proc": blocked(os.open, "/proc/self/status", os.O_RDONLY),
-        "limits": {n: resource.getrlimit(n) for n in NAMES},
-        "users": set(os.getresuid() + os.getresgid()),
-        "variables": set(os.environ),
+        "limits": {n: resource.getrlimit(n) for n in LIMITS},
+        "users": sorted(set(os.getresuid() + os.getresgid())),
+        "variables": sorted(os.environ),
     }
 """
 
 
 def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
-    """Start a sandbox, try from inside what each layer must stop, say which layers hold; 30 ms, once a process.
+    """Start a sandbox, try from inside what each layer must stop, say which layers hold; once a process.
 
     Args:
         allow_unsafe: run code even if a layer is missing. None: if the environment variable
             GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION is 1.
 
     Returns:
-        {layer: it holds} for seccomp, landlock, limits, user, environment.
+        {layer: it holds, in both processes} for seccomp, landlock, limits, user, environment.
 
     Raises:
         SandboxUnavailable: a layer is missing and allow_unsafe is not set, or no sandbox can be started.
     """
-    layers = _probe()
+    with _STARTING:
+        layers = _probe()
     missing = [name for name, holds in layers.items() if not holds]
     if allow_unsafe is None:
         allow_unsafe = os.environ.get(UNSAFE) == "1"
@@ -774,20 +825,20 @@ def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
 def _probe() -> dict[str, bool]:
     """See `self_test`."""
     eperm, eacces = 1, 13
-    expected = _limits(10, 512)
-    try:
-        child = _Child(timeout_s=10, total_s=10, memory_mb=512)
-        try:
-            seen = child.ask([_PROBE.replace("NAMES", str(list(expected))), ["probe"]])["probe"]()
-        finally:
-            child.close()
-    except (_Stopped, _CandidateError) as error:
-        raise SandboxUnavailable(f"the sandbox does not start: {error!r} {error}") from error
     layers = _layers()
+    limits = [_limits(11, size, layers.uid) for size in (512, EXAMINER_MB)]
+    probe = _PROBE.replace("LIMITS", str(list(limits[0])))
+    program = _program(("assert False, repr((candidate(), probe()))",), probe)
+    job = {name: getattr(program, name) for name in _JOB} | {"own_eq": False, "in_place": False}
+    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0))
+    try:
+        seen = ast.literal_eval(verdict.detail.removeprefix("AssertionError: "))
+    except (ValueError, SyntaxError) as error:
+        raise SandboxUnavailable(f"the sandbox does not start: {verdict.detail}") from error
     return {
-        "seccomp": bool(layers.program) and seen["socket"] == seen["fork"] == seen["kill"] == eperm,
-        "landlock": layers.ruleset >= 0 and seen["list"] == seen["write"] == seen["proc"] == eacces,
-        "limits": seen["limits"] == {name: (value, value) for name, value in expected.items()},
-        "user": layers.uid is None or seen["users"] == {layers.uid},
-        "environment": seen["variables"] <= _environment(0).keys(),
+        "seccomp": bool(layers.program) and all(x["socket"] == x["fork"] == x["kill"] == eperm for x in seen),
+        "landlock": layers.ruleset >= 0 and all(x["list"] == x["write"] == x["proc"] == eacces for x in seen),
+        "limits": [x["limits"] for x in seen] == [{n: (v, v) for n, v in own.items()} for own in limits],
+        "user": layers.uid is None or all(x["users"] == [layers.uid] for x in seen),
+        "environment": all(set(x["variables"]) <= _environment(0).keys() for x in seen),
     }

@@ -1,175 +1,36 @@
-"""The inside of the sandbox: lock this process up, load the candidate's code, answer the judge's calls.
+"""The candidate's process in the sandbox: lock it up, load the candidate's code, answer the test process's calls.
 
-`rewards/sandbox.py` sends this file to a fresh interpreter, so it imports nothing from the project and little from the
-standard library. It also holds the wire format, which both sides use. After `lock_up` nothing in this process is
-trusted any more: the candidate's code may change every object in it. What keeps the judge safe is the kernel, and that
-`decode` only ever builds plain data.
+rewards/sandbox.py sends this file into the sandbox. After `lock_up` nothing in this process is trusted any more: the
+candidate's code may change every object in it. What keeps the others safe is the kernel, and that
+`sandbox_wire.decode` only builds plain data and stand-ins for what stays here.
 """
 
+import builtins
+import copy
 import ctypes
+import dataclasses
+import io
+import operator
 import os
 import resource
 import struct
 import sys
 import types
-from _collections_abc import (
-    Callable,
-)  # built into the interpreter; collections.abc and typing would cost 5 ms each time
+from _collections_abc import Callable
 
-MAX_ANSWER = 1 << 20  # bytes
-MAX_ANSWER_VALUES = 10_000  # numbers, texts and containers; so few that a set of colliding numbers costs a second
-MAX_REQUEST = 16 << 20  # bytes
-MAX_DEPTH = 60
-_CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
-_TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
-_DICTS = {("collections", "Counter"), ("collections", "defaultdict"), ("collections", "OrderedDict")}
-_TYPES = {kind.__name__: kind for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict)}
+from rewards import sandbox_wire
 
-
-def encode(value: object, to_number: Callable[[object], int], max_bytes: int, max_values: int) -> bytes:
-    """Write `value` as bytes.
-
-    Data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict and range, and the builtin
-    types that _TYPES lists. Types are exact: an object of a subclass of int is not an int. Only a Counter,
-    defaultdict or OrderedDict is written as the dict that it holds. Every other object is written as the number that
-    `to_number` gives it. A value is one letter, a 4-byte size, and that many bytes or values.
-
-    Raises:
-        ValueError: nested deeper than MAX_DEPTH, or more bytes or values than allowed.
-    """
-    parts: list[bytes] = []
-    left = [max_bytes, max_values]
-
-    def put(tag: bytes, size: int, payload: bytes = b"") -> None:
-        left[0] -= 5 + len(payload)
-        left[1] -= 1
-        if min(left) < 0:
-            raise ValueError(f"too long to cross: more than {max_bytes} bytes or {max_values} values")
-        parts.append(tag + struct.pack(">I", size) + payload)
-
-    def data(tag: bytes, payload: bytes) -> None:
-        put(tag, len(payload), payload)
-
-    def write(x: object, depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        kind = type(x)
-        if x is None:
-            data(b"N", b"")
-        elif kind is bool:
-            data(b"B", b"\1" if x else b"\0")
-        elif kind is int:
-            data(b"i", x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
-        elif kind is float:
-            data(b"f", struct.pack(">d", x))
-        elif kind is complex:
-            data(b"c", struct.pack(">dd", x.real, x.imag))
-        elif kind is str:
-            data(b"u", x.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            data(b"b", x)
-        elif kind in _TAGS:
-            put(_TAGS[kind], len(x))
-            for item in x:
-                write(item, depth + 1)
-        elif kind is range:
-            put(b"r", 3)
-            for item in (x.start, x.stop, x.step):
-                write(item, depth + 1)
-        elif kind is dict or (kind.__module__, kind.__name__) in _DICTS:
-            put(b"d", len(x))
-            for key, item in x.items():
-                write(key, depth + 1)
-                write(item, depth + 1)
-        elif kind is type and _TYPES.get(x.__name__) is x:
-            data(b"y", x.__name__.encode())
-        else:
-            data(b"h", struct.pack(">I", to_number(x)))
-
-    write(value, 0)
-    return b"".join(parts)
-
-
-def decode(message: bytes, from_number: Callable[[int], object], max_values: int) -> object:
-    """Read what `encode` wrote, from anybody: builds nothing but plain data and what `from_number` returns.
-
-    Raises:
-        ValueError: not a message that `encode` could have written with this many values.
-    """
-    at = 0
-    values = 0
-
-    def read(depth: int) -> object:
-        nonlocal at, values
-        values += 1
-        if depth > MAX_DEPTH or values > max_values or at + 5 > len(message):
-            raise ValueError("malformed message")
-        tag, size = message[at : at + 1], int.from_bytes(message[at + 1 : at + 5], "big")
-        at += 5
-        if tag in _CONTAINERS:
-            return _CONTAINERS[tag]([read(depth + 1) for _ in range(size)])
-        if tag == b"d":
-            return dict([(read(depth + 1), read(depth + 1)) for _ in range(size)])
-        payload = message[at : at + size]
-        at += size
-        if len(payload) != size:
-            raise ValueError("malformed message")
-        if tag == b"N" and not payload:
-            return None
-        if tag == b"B" and payload in (b"\0", b"\1"):
-            return payload == b"\1"
-        if tag == b"i":
-            return int.from_bytes(payload, "big", signed=True)
-        if tag == b"f":
-            return struct.unpack(">d", payload)[0]
-        if tag == b"c":
-            return complex(*struct.unpack(">dd", payload))
-        if tag == b"u":
-            return payload.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return payload
-        if tag == b"y":
-            return _TYPES[payload.decode()]
-        if tag == b"h":
-            return from_number(struct.unpack(">I", payload)[0])
-        raise ValueError("malformed message")
-
-    try:
-        value = read(0)
-    except (struct.error, TypeError, LookupError) as error:  # wrong width, a list in a set, unknown names
-        raise ValueError("malformed message") from error
-    if at != len(message):
-        raise ValueError("malformed message")
-    return value
-
-
-def _read(fd: int, size: int) -> bytes:
-    """Exactly `size` bytes; ends the process when the judge is gone."""
-    chunks = []
-    while size:
-        chunk = os.read(fd, size)
-        if not chunk:
-            os._exit(0)
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
-
-
-def _receive(fd: int) -> bytes:
-    return _read(fd, int.from_bytes(_read(fd, 4), "big"))
-
-
-def _send(fd: int, message: bytes) -> None:
-    data = memoryview(struct.pack(">I", len(message)) + message)
-    while data:
-        data = data[os.write(fd, data) :]
+# What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
+METHODS = "__call__ __iter__ __next__ __len__ __getitem__ __enter__ __contains__".split()
+METHOD_BITS = {name: 1 << i for i, name in enumerate(METHODS)}
+IS_DATA, HAS_FIELDS = 1 << len(METHODS), 2 << len(METHODS)  # of a subclass of a data type; a dataclass
 
 
 def lock_up(plan: dict[str, object]) -> None:
     """Give up, for good, all that the candidate's code does not need.
 
     Args:
-        plan: judge: process id that must be this process's parent. limits: {resource: value}. uid: user and group to
+        plan: parent: process id that must be this process's parent. limits: {resource: value}. uid: user and group to
             become, or None. ruleset: Landlock file descriptor, or -1. program: seccomp filter, or no bytes.
 
     Raises:
@@ -194,8 +55,8 @@ def lock_up(plan: dict[str, object]) -> None:
     must("capset", libc.capset(header, nothing))
     prctl("PR_SET_DUMPABLE", 4, 0, 0, 0, 0)  # /proc/<pid> of this process now belongs to root
     prctl("PR_SET_PDEATHSIG", 1, 9, 0, 0, 0)  # after the change of user, which clears it
-    if os.getppid() != plan["judge"]:
-        os._exit(0)  # the judge died before the line above
+    if os.getppid() != plan["parent"]:
+        os._exit(0)  # it died before the line above
     prctl("PR_SET_NO_NEW_PRIVS", 38, 1, 0, 0, 0)
     if plan["ruleset"] >= 0:
         must("landlock_restrict_self", libc.syscall(446, plan["ruleset"], 0))
@@ -206,61 +67,179 @@ def lock_up(plan: dict[str, object]) -> None:
         prctl("PR_SET_SECCOMP", 22, 2, ctypes.c_char_p(fprog), 0, 0)
 
 
+def _fields(x: object) -> dict[str, object]:
+    """The fields of a dataclass's object that its generated == compares."""
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.compare}
+
+
+def _leave(manager: object, error: BaseException | None) -> bool:
+    """The end of a with statement."""
+    trace = None if error is None else error.__traceback__
+    return bool(type(manager).__exit__(manager, error and type(error), error, trace))
+
+
+def _run(coroutine: object) -> object:
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
-    "getitem": lambda container, key: container[key],
+    "delattr": delattr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "contains": operator.contains,
     "iter": iter,
     "next": next,
     "len": len,
     "bool": bool,
     "str": str,
+    "repr": repr,
+    "format": format,
+    "hash": hash,
+    "round": round,
+    "divmod": divmod,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "isinstance": isinstance,
+    "issubclass": issubclass,
+    "enter": lambda manager: type(manager).__enter__(manager),
+    "exit": _leave,
+    "base": sandbox_wire.base,
+    "fields": _fields,
+    "run": _run,
+    **{name: getattr(operator, name) for name in "eq lt le gt ge neg pos abs invert index".split()},
+    **{
+        prefix + name: getattr(operator, prefix + name + ("_" if prefix + name in ("and", "or") else ""))
+        for prefix in ("", "i")
+        for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
+    },
 }
 
 
+def _is_builtin(cls: type) -> bool:
+    return vars(builtins).get(cls.__name__) is cls
+
+
+class _Objects:
+    """The objects that the test process knows by number, and how it is told of them."""
+
+    def __init__(self):
+        self.by_number: list[object] = []  # keeps them alive, so that no other object gets their id
+        self.numbers: dict[int, int] = {}
+        self.kinds: dict[int, tuple] = {}  # descriptions of classes
+
+    def number(self, x: object) -> int:
+        if id(x) not in self.numbers:
+            self.numbers[id(x)] = len(self.by_number)
+            self.by_number.append(x)
+        return self.numbers[id(x)]
+
+    def kind(self, cls: type) -> tuple:
+        """(number, name, bits, builtin exception or "", own base classes if it is an exception)."""
+        number = self.number(cls)
+        if number not in self.kinds:
+            line = type.mro(cls) if isinstance(cls, type) else []
+            has = set().union(*(vars(base) for base in line))
+            bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
+            bits |= IS_DATA * issubclass(cls, sandbox_wire.DATA_BASES) | HAS_FIELDS * ("__dataclass_fields__" in has)
+            name, parents = "", ()
+            if issubclass(cls, BaseException):
+                name = next(base.__name__ for base in line if _is_builtin(base))
+                own = [base for base in cls.__bases__ if issubclass(base, BaseException) and not _is_builtin(base)]
+                parents = () if _is_builtin(cls) else tuple(map(self.kind, own))
+            self.kinds[number] = (number, str(cls.__name__), bits, name, parents)
+        return self.kinds[number]
+
+    def describe(self, x: object) -> tuple:
+        """(number, description of its class, description of itself if it is a class)."""
+        own = self.kind(x) if isinstance(x, type) else None
+        return (self.number(x), self.kind(type(x)), own)
+
+
 def serve(fd: int) -> None:
-    """Lock up, say so, load the candidate's code, then answer calls until the judge goes.
+    """Load the candidate's code, then answer calls until the test process goes.
 
-    Answers are ("value", v), ("error", what) or ("memory", what). All after the first one come from a process that the
-    candidate's code controls.
+    An answer is (kind, value, changed, printed): "value" and the value; "error" or "memory", with the exception, its
+    arguments and its text; the arguments of a call, if it changed them; and what was printed since the last one. All
+    come from a process that the candidate's code controls.
     """
-    objects: dict[int, object] = {}  # keeps them alive, so that no other object gets their id
-    numbers: dict[int, int] = {}
+    objects = _Objects()
+    find = objects.by_number.__getitem__
+    most, values = sandbox_wire.MAX_ANSWER, sandbox_wire.MAX_ANSWER_VALUES
 
-    def to_number(x: object) -> int:
-        if id(x) not in numbers:
-            numbers[id(x)] = len(objects)
-            objects[len(objects)] = x
-        return numbers[id(x)]
-
-    def answer(function: Callable[..., object], *args: object) -> None:
+    def answer(message: bytes, watch: bool, function: Callable[..., object], *args: object) -> None:
         try:
-            reply = encode(("value", function(*args)), to_number, MAX_ANSWER, MAX_ANSWER_VALUES)
-        except BaseException as error:  # SystemExit too: how the candidate's code fails is for the judge to know
-            kind = "memory" if isinstance(error, MemoryError) else "error"
-            try:
-                text = str(error)
-            except BaseException:
-                text = ""
-            reply = encode((kind, f"{type(error).__name__}: {text[:200]}"), to_number, MAX_ANSWER, 3)
-        _send(fd, reply)
+            value = function(*args)
+            changed = None
+            if watch and (value is None or in_place) and any(map(_mutable, (*args[1], *args[2].values()))):
+                if sandbox_wire.encode(["call", *args], number_only, most, values) != message:
+                    changed = args[1:]
+            reply = sandbox_wire.encode(("value", value, changed, printed()), objects.describe, most, values)
+        except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
+            reply = failure(error)
+        sandbox_wire.send(fd, reply)
 
-    plan = decode(_receive(fd), objects.__getitem__, MAX_REQUEST)
-    answer(lock_up, plan)
-    code, names = decode(_receive(fd), objects.__getitem__, MAX_REQUEST)
+    def number_only(x: object) -> tuple[int]:
+        return (objects.number(x),)
+
+    def failure(error: BaseException) -> bytes:
+        kind = "memory" if isinstance(error, MemoryError) else "error"
+        try:
+            text = str(error)[:10_000]
+        except BaseException:
+            text = ""
+        for args in (error.args, (text,)):
+            try:
+                if isinstance(error, OSError) and len(args) == 2 and error.filename is not None:
+                    args = (*args, error.filename)
+                shown = (error, tuple(args), text)
+                return sandbox_wire.encode((kind, shown, None, printed()), objects.describe, 1 << 16, 1000)
+            except BaseException:  # arguments that are too long, or an exception that lies about itself
+                continue
+        plain = RuntimeError("an exception that cannot be shown")
+        shown = (plain, plain.args, str(plain))
+        return sandbox_wire.encode((kind, shown, None, ""), objects.describe, 1 << 16, 1000)
+
+    code, names, capture, in_place = sandbox_wire.decode(sandbox_wire.receive(fd), find, sandbox_wire.MAX_REQUEST)
+    output = io.StringIO()
+    if capture:
+        sys.stdout = output
+
+    def printed() -> str:
+        text = output.getvalue() if capture else ""
+        output.seek(0)
+        output.truncate()
+        return text
+
     module = types.ModuleType("solution")
     sys.modules["solution"] = module  # dataclasses and typing look their module up here
 
     def load() -> dict[str, object]:
         try:
-            program = compile(code, "solution.py", "exec", dont_inherit=True)
+            program = compile(code, "solution.py", "exec", dont_inherit=True, optimize=0)
         except MemoryError:
             raise SyntaxError("too deeply nested") from None
         exec(program, vars(module))
         return {name: vars(module)[name] for name in names if name in vars(module)}
 
-    answer(load)
+    answer(b"", False, load)
     while True:
-        operation, *arguments = decode(_receive(fd), objects.__getitem__, MAX_REQUEST)
-        answer(_OPERATIONS[operation], *arguments)
+        try:
+            message = sandbox_wire.receive(fd)
+        except EOFError:
+            os._exit(0)
+        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_REQUEST)
+        answer(message, operation == "call", _OPERATIONS[operation], *arguments)
+
+
+def _mutable(x: object) -> bool:
+    """Whether a value that came over the wire holds something that a call can change."""
+    return isinstance(x, sandbox_wire.MUTABLE) or type(x) is tuple and any(map(_mutable, x))

@@ -89,15 +89,10 @@ def test_ground_truth_of_another_form(truth):
         score(block(RIGHT), truth)
 
 
-def test_a_verdict_that_says_nothing_is_retried_once(monkeypatch):
-    """The sandbox itself cannot be made to fail on demand, so its answers are given here."""
-    lost, found = Verdict("sandbox_error", 0, 3), Verdict("pass", 3, 3)
-    for answers, expected, calls in [([lost, found], 1.0, 2), ([lost, lost, found], None, 2), ([found], 1.0, 1)]:
-        seen = []
-        monkeypatch.setattr(mbpp, "run_tests", lambda *a, s=seen, r=answers, **k: s.append(a) or r[len(s) - 1])
-        result = score(block(RIGHT))
-        assert (result and result["score"]) == expected
-        assert len(seen) == calls
+def test_a_verdict_that_says_nothing_is_no_score(monkeypatch):
+    """The sandbox itself cannot be made to fail on demand, so its answer is given here."""
+    monkeypatch.setattr(mbpp, "run_tests", lambda *args, **options: Verdict("sandbox_error", 0, 3))
+    assert score(block(RIGHT)) is None
 
 
 @pytest.mark.parametrize(

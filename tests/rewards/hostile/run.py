@@ -15,7 +15,11 @@ import socket
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from answers import cases  # noqa: E402
 
 SECRET = "canary-4711"
 ADD = ["assert f(1, 2) == 3", "assert f(0, 0) == 0", "assert f(-5, 2) == -3"]
@@ -60,16 +64,36 @@ def read_cases() -> dict[str, Case]:
 
 
 def children() -> list[str]:
-    """The state of every process that this one is the parent of."""
-    found = []
+    """The state of every process below this one, except the server that the sandbox forks from."""
+    processes = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().rpartition(")")
         except OSError:
             continue
-        if rest.split()[1] == str(os.getpid()):
-            found.append(name + ") " + rest[:20])
-    return found
+        processes[int(stat.parent.name)] = (int(rest.split()[1]), name + ") " + rest[:20])
+    below = {os.getpid()}
+    while more := {pid for pid, (parent, _) in processes.items() if parent in below} - below:
+        below |= more
+    return [processes[pid][1] for pid in below - {os.getpid(), sandbox_server()}]
+
+
+def sandbox_server() -> int:
+    from rewards import sandbox
+
+    return sandbox._server(os.getpid()).process.pid
+
+
+def judge_answers(sandbox) -> dict[str, dict]:
+    """The verdicts on the programs of answers.py; two at a time, since the work is in the sandboxes."""
+    programs = cases()
+    sandbox._program.cache_clear()
+
+    def judge(program: tuple) -> dict:
+        return dataclasses.asdict(sandbox.run_tests(*program[:2], timeout_s=TIMEOUT_S))
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(programs, pool.map(judge, programs.values()), strict=True))
 
 
 def main() -> None:
@@ -99,7 +123,7 @@ def main() -> None:
     if args.only:
         cases = {name: cases[name] for name in args.only}
 
-    verdicts, left = {}, []
+    verdicts, left, answers = {}, [], {}
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(folder, 0o777)
         secret = Path(folder) / "secret"
@@ -116,10 +140,15 @@ def main() -> None:
             now = sorted(os.listdir("/proc/self/fd"))
             left += [f"{name}: process {child}" for child in children()]
             left += [f"{name}: file descriptors {fds} -> {now}"] if now != fds else []
+        if not args.only and args.without is None:
+            answers = judge_answers(sandbox)
+            left += [f"after the answers: process {child}" for child in children()]
         left += [f"file {file}" for file in os.listdir(folder) if file != "secret"]
         left += [] if secret.read_text() == SECRET else ["the secret was changed"]
         left += [f"mode {secret.stat().st_mode:o}"] if secret.stat().st_mode & 0o777 != 0o644 else []
-    print(json.dumps({"verdicts": verdicts, "left": left, "layers": layers}))
+    status = Path("/proc/self/status").read_text()  # getrusage also knows what the process was before exec
+    peak = int(status.partition("VmHWM:")[2].split()[0]) >> 10
+    print(json.dumps({"verdicts": verdicts, "answers": answers, "left": left, "layers": layers, "peak MiB": peak}))
 
 
 if __name__ == "__main__":

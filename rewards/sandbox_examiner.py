@@ -1,0 +1,480 @@
+"""The test process in the sandbox: run the asserts, and ask the candidate's process for what they call.
+
+rewards/sandbox.py sends this file into the sandbox. This process knows the expected values. It is locked up as the
+candidate's is, since what a test does with an answer can use up time and memory. What is not plain data stays in the
+candidate's process; the tests get a stand-in, whose class stands for the object's class and passes on what is done to
+it. A stand-in never gives the tests a special attribute (`__annotations__`, `__reduce__`): such texts get evaluated.
+"""
+
+import asyncio
+import builtins
+import collections
+import contextlib
+import importlib
+import marshal
+import os
+import sys
+import types
+from _collections_abc import Callable, Iterator
+
+from rewards import sandbox_child, sandbox_wire
+
+MAX_TRAFFIC = 64 << 20  # bytes that the candidate may send to one test process
+_SAFE = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__")  # special attributes that can be asked for
+
+
+class Raised(Exception):
+    """What the candidate's code raised; each such exception is also one of the builtin class that it is there."""
+
+    status = "fail"
+
+
+class _Stand:
+    """A stand-in for an object of the candidate's; subclasses have the methods that the object's class has.
+
+    It equals itself, and what it is by its data: a number of an IntEnum is that number, and objects of a dataclass are
+    equal if their fields are. Its own == decides only where the data set says so (`own_eq`).
+    """
+
+    __slots__ = ("_glassrl_number", "_glassrl_made")
+
+
+class _Kind(type):  # a class of the candidate's, as the tests see it
+    __doc__ = property(lambda cls: _candidate.attribute(cls, "__doc__"))
+
+    def __call__(cls, *args, **kwargs):
+        return _candidate.call(cls, args, kwargs)
+
+    def __getattr__(cls, name):
+        return _candidate.attribute(cls, name)
+
+    def __setattr__(cls, name, value):
+        _candidate.ask("setattr", cls, name, value)
+
+    def __instancecheck__(cls, x):
+        return type(x) is cls or isinstance(type(x), _Kind) and _candidate.ask("isinstance", x, cls)
+
+    def __subclasscheck__(cls, x):
+        return isinstance(x, _Kind) and _candidate.ask("issubclass", x, cls)
+
+    def __iter__(cls):
+        return _items(_candidate.ask("iter", cls))
+
+    def __getitem__(cls, key):
+        return _candidate.ask("getitem", cls, key)
+
+    def __len__(cls):
+        return _candidate.ask("len", cls)
+
+    def __bool__(cls):
+        return True
+
+    def __repr__(cls):
+        return _candidate.ask("repr", cls)
+
+
+def _items(iterator: object) -> Iterator[object]:
+    """The items of an iterator of the candidate's, one question each."""
+    while True:
+        try:
+            item = _candidate.ask("next", iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+def _operator(name: str, swapped: bool = False) -> Callable[[object, object], object]:
+    """A method for a binary operator.
+
+    The candidate's class decides if the tests name a class of its own; else the data in the objects does. Otherwise
+    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0.
+    """
+
+    def method(self: object, other: object) -> object:
+        pair = (other, self) if swapped else (self, other)
+        if _candidate.objects:
+            return _candidate.ask(name, *pair)
+        if _bits(self) & sandbox_child.IS_DATA:
+            return sandbox_child._OPERATIONS[name](*map(_plain, pair))
+        return NotImplemented
+
+    return method
+
+
+def _function(name: str) -> Callable[..., object]:
+    """A method for what Python asks of an object that it takes for a number: the same rule."""
+
+    def method(self: object, *arguments: object) -> object:
+        if _candidate.objects and name != "hash":
+            return _candidate.ask(name, self, *arguments)
+        if _bits(self) & sandbox_child.IS_DATA:
+            return sandbox_child._OPERATIONS[name](_plain(self), *arguments)
+        raise TypeError(f"{type(self).__name__!r} object is not a number")
+
+    return method
+
+
+def _bits(x: object) -> int:
+    return vars(type(x)).get("_glassrl_bits", 0) if isinstance(type(x), _Kind) else 0
+
+
+def _plain(x: object) -> object:
+    """The data in an object of a subclass of a data type; everything else as it is."""
+    return _candidate.ask("base", x) if _bits(x) & sandbox_child.IS_DATA else x
+
+
+def _equal(self: object, other: object) -> bool:
+    if self is other:
+        return True
+    if _candidate.own_eq:
+        return bool(_candidate.ask("eq", self, other))
+    made = [x for x in (self, other) if isinstance(x, _Stand) and x._glassrl_made is not None]
+    if not all(map(_as_made, made)):
+        return False
+    if (_bits(self) | _bits(other)) & sandbox_child.IS_DATA:
+        return _plain(self) == _plain(other)
+    if type(self) is type(other) and _bits(self) & sandbox_child.HAS_FIELDS:
+        return _candidate.ask("fields", self) == _candidate.ask("fields", other)
+    return False
+
+
+def _as_made(x: object) -> bool:
+    """Whether an object that a test made and did nothing with, as in `f(2) == Point(4, 6)`, holds what it was given.
+
+    Objects of a class that ignores its arguments would be equal to every expected one.
+    """
+    args, kwargs = x._glassrl_made
+    if _bits(x) & sandbox_child.HAS_FIELDS:
+        fields = _candidate.ask("fields", x)
+        return list(fields.values())[: len(args)] == list(args) and kwargs.items() <= fields.items()
+    value = _plain(x)
+    if type(value) is tuple:  # a named tuple, or one that is made of one iterable
+        given = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
+        return value[: len(given)] == tuple(given) and all(item in value for item in kwargs.values())
+    try:
+        return type(value)(*args, **kwargs) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _hash(self: object) -> int:
+    if _candidate.own_eq:
+        return _candidate.ask("hash", self)
+    if _bits(self) & sandbox_child.IS_DATA:
+        return hash(_plain(self))
+    if _bits(self) & sandbox_child.HAS_FIELDS:
+        return hash(tuple(_candidate.ask("fields", self).values()))
+    return object.__hash__(self)
+
+
+def _length(self: object) -> int:
+    length = _candidate.ask("len", self)
+    if type(length) is not int or length > sandbox_wire.MAX_ANSWER_VALUES:
+        raise TypeError("no length, or a long one")  # list() reserves that much memory
+    return length
+
+
+def _iterate(self: object) -> Iterator[object]:
+    if _bits(self) & sandbox_child.METHOD_BITS["__next__"]:
+        return self
+    if _bits(self) & sandbox_child.IS_DATA and not _candidate.objects:
+        return iter(_plain(self))
+    return _items(_candidate.ask("iter", self))
+
+
+def _contains(self: object, item: object) -> bool:
+    """As for operators, the candidate's class decides only if the tests name one; else its items do."""
+    if _candidate.objects:
+        return bool(_candidate.ask("contains", self, item))
+    return any(item is x or item == x for x in self)
+
+
+def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
+    """The end of a with statement. The candidate's class may end its own exceptions there, but no failed assert."""
+    if isinstance(error, Raised):
+        return bool(_candidate.ask("exit", self, error))
+    _candidate.ask("exit", self, None)
+    return False
+
+
+# What a stand-in's class gets: always, or if the object's class has the method.
+_ALWAYS = {
+    "__eq__": _equal,
+    "__hash__": _hash,
+    "__bool__": lambda self: bool(_candidate.ask("bool", self)),
+    "__str__": lambda self: _candidate.ask("str", self),
+    "__repr__": lambda self: _candidate.ask("repr", self),
+    "__format__": lambda self, spec: _candidate.ask("format", self, spec),
+    "__getattr__": lambda self, name: _candidate.attribute(self, name),
+    "__setattr__": lambda self, name, value: _candidate.ask("setattr", self, name, value),
+    "__delattr__": lambda self, name: _candidate.ask("delattr", self, name),
+    "__copy__": lambda self: _candidate.ask("copy", self),
+    "__deepcopy__": lambda self, memo: _candidate.ask("deepcopy", self),
+    "__doc__": property(lambda self: _candidate.attribute(self, "__doc__")),
+    **{f"__{name}__": _operator(name) for name in "lt le gt ge".split()},
+    **{
+        f"__{prefix}{name}__": _operator(name, prefix == "r")
+        for prefix in ("", "r")
+        for name in "add sub mul matmul truediv floordiv mod pow divmod lshift rshift and xor or".split()
+    },
+    **{f"__{name}__": _function(name) for name in "neg pos abs invert index int float complex round".split()},
+}
+_IN_PLACE = {
+    f"__i{name}__": _operator(f"i{name}")
+    for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
+}
+_BY_METHOD = {
+    "__call__": {"__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs)},
+    "__iter__": {"__iter__": _iterate},
+    "__next__": {"__next__": lambda self: _candidate.ask("next", self)},
+    "__len__": {"__len__": _length},
+    "__contains__": {"__contains__": _contains},
+    "__getitem__": {
+        "__getitem__": lambda self, key: _candidate.ask("getitem", self, key),
+        "__setitem__": lambda self, key, value: _candidate.ask("setitem", self, key, value),
+        "__delitem__": lambda self, key: _candidate.ask("delitem", self, key),
+    },
+    "__enter__": {"__enter__": lambda self: _candidate.ask("enter", self), "__exit__": _leave},
+}
+
+
+class Candidate:
+    """The candidate's process, asked through a socket; what it answers is data and stand-ins.
+
+    Args:
+        fd: the socket.
+        end: called with ("gone" or "bad", why), does not return: the process is of no further use, or the tests are.
+        objects: the tests name a class of the candidate's, so its operators decide.
+        own_eq: its == decides.
+    """
+
+    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool):
+        self.fd, self.end, self.objects, self.own_eq = fd, end, objects, own_eq
+        self.traffic, self.looks = 0, False
+        self.kinds: dict[int, _Kind] = {}
+        self.stands: dict[int, object] = {}
+
+    def exchange(self, message: object) -> object:
+        """Send a message, return the value of the answer, or raise what the candidate's code raised."""
+        limit = sandbox_wire.MAX_REQUEST
+        try:
+            sandbox_wire.send(self.fd, sandbox_wire.encode(message, self._number, limit, limit))
+            size = int.from_bytes(sandbox_wire.read(self.fd, 4), "big")
+            self.traffic += size
+            if size > sandbox_wire.MAX_ANSWER or self.traffic > MAX_TRAFFIC:
+                self.end("gone", f"an answer of {size} bytes, {self.traffic} in all")
+            answer = sandbox_wire.read(self.fd, size)
+        except (EOFError, OSError):
+            self.end("gone", "")
+        try:
+            answer = sandbox_wire.decode(answer, self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
+        except ValueError:
+            self.end("gone", "the answer is malformed")
+        match answer:
+            case ("value", value, changed, str(printed)):
+                sys.stdout.write(printed)
+                if changed is not None:
+                    _restore(message[2:], changed)
+                return value
+            case ("error" | "memory" as kind, (Raised() as error, tuple(args), str(text)), None, str(printed)):
+                sys.stdout.write(printed)
+                with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
+                    error.__init__(*args)
+                if isinstance(error, OSError) and len(args) == 3:
+                    error.errno, error.strerror, error.filename = args
+                    args = args[:2]
+                error.args = args
+                vars(error).update(status="memory" if kind == "memory" else "fail", text=text)
+                raise error
+        self.end("gone", "the answer is malformed")
+
+    def ask(self, operation: str, *arguments: object) -> object:
+        """One of sandbox_child's operations on the candidate's objects."""
+        self.looks = operation in ("base", "fields", "hash", "isinstance")  # and changes nothing
+        return self.exchange([operation, *arguments])
+
+    def attribute(self, x: object, name: str) -> object:
+        if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl_"):
+            raise AttributeError(name)
+        return self.ask("getattr", x, name)
+
+    def call(self, function: object, args: tuple, kwargs: dict) -> object:
+        result = self.ask("call", function, list(args), kwargs)
+        if isinstance(function, _Kind) and type(result) is function and not issubclass(function, BaseException):
+            object.__setattr__(result, "_glassrl_made", (args, kwargs))
+        return result
+
+    def _number(self, x: object) -> tuple[int]:
+        if isinstance(x, _Kind):
+            return (vars(x)["_glassrl_class"],)
+        if isinstance(type(x), _Kind):
+            if isinstance(x, _Stand) and not self.looks:
+                object.__setattr__(x, "_glassrl_made", None)
+            return (object.__getattribute__(x, "_glassrl_number"),)
+        self.end("bad", f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
+
+    def _stand(self, number: int, kind: tuple, own: tuple | None) -> object:
+        """The stand-in for an object that an answer describes; the same one each time."""
+        if type(number) is not int:
+            raise ValueError("malformed message")
+        if own is not None:
+            return self._kind(*own)
+        if number not in self.stands:
+            cls = self._kind(*kind)
+            stand = cls.__new__(cls)
+            object.__setattr__(stand, "_glassrl_number", number)
+            if isinstance(stand, _Stand):
+                object.__setattr__(stand, "_glassrl_made", None)
+            self.stands[number] = stand
+        return self.stands[number]
+
+    def _kind(self, number: int, name: str, bits: int, exception: str, parents: tuple) -> _Kind:
+        """The class that stands for one of the candidate's."""
+        if number in self.kinds:
+            return self.kinds[number]
+        if (type(number), type(name), type(bits), type(exception)) != (int, str, int, str):
+            raise ValueError("malformed message")
+        space: dict[str, object] = {"_glassrl_bits": bits, "_glassrl_class": number}
+        if exception:
+            builtin = getattr(builtins, exception)
+            if not issubclass(builtin, BaseException):
+                raise ValueError("malformed message")
+            builtin = Exception if issubclass(builtin, BaseExceptionGroup) else builtin  # which needs arguments
+            bases = tuple(self._kind(*parent) for parent in parents)
+            if not any(issubclass(base, builtin) for base in bases):
+                bases += (builtin,)
+            if not any(issubclass(base, Raised) for base in bases):
+                bases = (Raised,) if issubclass(Raised, builtin) else (builtin, Raised)
+            space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
+        else:
+            bases = (_Stand,)
+            space |= {"__slots__": (), **_ALWAYS, **(_IN_PLACE if self.objects else {})}
+            for method, bit in sandbox_child.METHOD_BITS.items():
+                space |= _BY_METHOD[method] if bits & bit else {}
+        try:
+            kind = _Kind(name if name.isidentifier() else "Object", bases, space)
+        except TypeError:  # bases that do not go together
+            kind = _Kind("Object", (Raised,), space)
+        self.kinds[number] = kind
+        return kind
+
+
+def _text(error: Raised) -> str:
+    return vars(error)["text"] if "text" in vars(error) else _candidate.ask("str", error)
+
+
+def _restore(old: object, new: object) -> None:
+    """Give a mutable object, and those in it, the contents that it has after a call."""
+    if isinstance(old, tuple) or type(old) is list and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            if type(old) is list:
+                old[i] = _restored(a, b)
+            else:
+                _restored(a, b)
+    elif isinstance(old, dict):
+        items = [(key, _restored(old.get(key), value)) for key, value in new.items()]
+        old.clear()
+        old.update(items)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, types.SimpleNamespace):
+        _restore(vars(old), vars(new))
+    elif isinstance(old, collections.deque):
+        old.clear()
+        old.extend(new)
+    else:  # list, bytearray, array
+        old[:] = new
+
+
+def _restored(old: object, new: object) -> object:
+    """What stands in the place of `old` after a call: itself, changed, if it can be."""
+    if type(old) is not type(new) or not isinstance(old, (tuple, *sandbox_wire.MUTABLE)):
+        return new
+    if type(old) is tuple and len(old) != len(new):
+        return new
+    _restore(old, new)
+    return new if type(old) is tuple and old != new else old
+
+
+# === the tests ===
+
+_candidate: Candidate  # set once, by `serve`
+
+
+def serve(reports: int, fd: int, problem: str) -> None:
+    """Wait for the job, load the candidate's code and the setup, then run one test after the other; does not return.
+
+    Args:
+        reports: where the job comes from and what became of it goes: ("loaded", ""), then for each test (status, why).
+            At another place: ("error", "memory" or "fail", why): the code does not load; "bad": the tests are wrong,
+            whatever the code is; "gone": the candidate's process ended or broke the protocol; "broken": it could not
+            be locked up.
+        fd: the socket to the candidate's process.
+        problem: why this process could not be locked up, if so.
+    """
+    global _candidate
+
+    def report(kind: str, why: str) -> None:
+        sandbox_wire.send(reports, sandbox_wire.encode([kind, why[:4000]], lambda x: (), 1 << 15, 3))
+
+    def end(kind: str, why: str) -> None:
+        report(kind, why)
+        os._exit(0)
+
+    job = marshal.loads(sandbox_wire.receive(reports))
+    try:
+        problem = problem or sandbox_wire.receive(fd).decode()
+    except EOFError:
+        problem = "it ended"
+    if problem:
+        end("broken", f"could not lock a process up: {problem}")
+    _candidate = Candidate(fd, end, job["objects"], job["own_eq"])
+    asyncio.run = lambda main, **options: _candidate.ask("run", main)  # coroutines stay there, and so does their loop
+    held = [0]  # asserts that held in the current test
+
+    def holds() -> None:
+        held[0] += 1
+
+    try:
+        found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
+        if type(found) is not dict or not found.keys() <= set(job["names"]):
+            end("gone", "the answer is malformed")
+    except BaseException as error:
+        end("memory" if _status(error) == "memory" else "error", _why(error))
+    space = {name: importlib.import_module(name) for name in job["modules"]} | found
+    space |= {"__name__": "tests", "__assert_held__": holds, "__caught__": _caught}
+    try:
+        exec(job["setup"], space)
+    except BaseException as error:
+        if job["setup_uses_candidate"]:
+            end(_status(error), f"setup: {_why(error)}")
+        end("bad", f"setup code raises {_why(error)}")
+    report("loaded", "")
+    for test in job["tests"]:
+        held[0] = 0
+        try:
+            exec(test, dict(space))
+        except BaseException as error:
+            report(_status(error), _why(error))
+        else:
+            report("pass" if held[0] else "fail", "" if held[0] else "no assert was reached")
+    os._exit(0)
+
+
+def _status(error: BaseException) -> str:
+    return vars(error).get("status", "fail") if isinstance(error, Raised) else "fail"
+
+
+def _why(error: BaseException) -> str:
+    """An exception in words; the text of one that a test raised may hold a stand-in, whose str() is a question."""
+    texts = [x for x in error.args if type(x) is str]
+    text = vars(error).get("text", "") if isinstance(error, Raised) else "".join(texts[:1])
+    return f"{type(error).__name__}: {text}" if text or isinstance(error, Raised) else type(error).__name__
+
+
+def _caught() -> None:
+    """At the start of each handler for all exceptions: a failed assert of the tests' own is not to be swallowed."""
+    error = sys.exc_info()[1]
+    if type(error) is AssertionError:
+        raise error

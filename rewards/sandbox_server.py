@@ -1,0 +1,147 @@
+"""The process that the sandbox's processes are forked from: a fresh interpreter with the standard library loaded.
+
+rewards/sandbox.py starts one for each process that judges, and sends it this file. It holds nothing secret, never sees
+a program or a test, and ends with the process that started it.
+"""
+
+import asyncio
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from _collections_abc import Callable
+from marshal import dumps, loads
+
+from rewards import sandbox_child, sandbox_examiner, sandbox_wire
+
+PRELOADED = """bisect calendar contextlib copy dataclasses enum functools heapq itertools json math numbers operator
+random re statistics string textwrap typing unittest"""  # what programs often import, loaded once for all of them
+
+
+class _Waker:
+    """A selector for event loops without a socket to wake them: sleeps until `wake`, or until the time is over."""
+
+    def __init__(self):
+        self.event = threading.Event()
+
+    def select(self, timeout: float | None = None) -> list:
+        self.event.wait(timeout)
+        self.event.clear()
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop with timers, tasks and threads, and without sockets, which the sandbox does not have."""
+
+    def __init__(self):
+        self.waker = _Waker()
+        super().__init__(self.waker)
+
+    def _make_self_pipe(self) -> None:
+        self._ssock = self._csock = None
+
+    def _close_self_pipe(self) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        self.waker.event.set()
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _Loop
+
+
+def _fork(keep: tuple[int, ...], close: list[int], plan: dict[str, object], then: Callable[[str], None]) -> int:
+    """Start a process that closes what is not its own, locks itself up and goes on with `then`; its number."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        for fd in close:
+            if fd not in keep:
+                os.close(fd)
+        problem = ""
+        try:
+            sandbox_child.lock_up(plan | {"parent": parent})
+        except OSError as error:
+            problem = str(error)
+        then(problem)
+    finally:
+        os._exit(1)
+
+
+def _candidate(fd: int) -> Callable[[str], None]:
+    def main(problem: str) -> None:
+        sandbox_wire.send(fd, problem.encode())
+        if not problem:
+            sandbox_child.serve(fd)
+
+    return main
+
+
+def _examiner(reports: int, fd: int) -> Callable[[str], None]:
+    return lambda problem: sandbox_examiner.serve(reports, fd, problem)
+
+
+def _end(pid: int, grace_s: float) -> tuple[int, float, bool]:
+    """Kill a process, unless it ends by itself within that time.
+
+    Returns its exit code or minus its signal, its CPU seconds, and whether it was killed here.
+    """
+    last = time.monotonic() + grace_s
+    found, status, usage = os.wait4(pid, os.WNOHANG)
+    while not found and time.monotonic() < last:
+        time.sleep(0.001)
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+    if not found:
+        os.kill(pid, signal.SIGKILL)
+        _, status, usage = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, not found
+
+
+def serve(fd: int) -> None:
+    """Answer ("start", plans of the candidate's and the test process) and ("end", [(process, grace)]) until the end."""
+    for name in PRELOADED.split():
+        importlib.import_module(name)
+    asyncio.set_event_loop_policy(_Policy())
+    control = socket.socket(fileno=fd)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    parent = os.getppid()
+    gc.collect()
+    gc.freeze()  # so that a collection in a forked process copies no memory
+    while True:
+        if not poll.poll(1000):
+            if os.getppid() != parent:  # it died, and somebody else holds its end of the socket
+                os._exit(0)
+            continue
+        message, fds, _, _ = socket.recv_fds(control, 1 << 16, 3)
+        if not message:
+            os._exit(0)
+        command, *arguments = loads(message)
+        try:
+            if command == "start":
+                reports, asks, answers = fds
+                rest = [fd, *fds]
+                first = _fork((answers,), rest, arguments[0], _candidate(answers))
+                try:
+                    reply = (first, _fork((reports, asks), rest, arguments[1], _examiner(reports, asks)))
+                except OSError:
+                    _end(first, 0)
+                    raise
+            else:
+                reply = [_end(*entry) for entry in arguments[0]]
+        except OSError as error:
+            reply = f"could not start a process: {error}"
+        for x in fds:
+            os.close(x)
+        control.send(dumps(reply))

@@ -1,0 +1,286 @@
+"""What crosses between the processes of the sandbox, as bytes: plain data, standard-library values, numbers of objects.
+
+rewards/sandbox.py sends this file into the sandbox, so it imports little, and nothing from the project. `decode` reads
+messages from anybody: it builds nothing but the types listed here, and what its caller makes of an object's number.
+"""
+
+import array
+import collections
+import datetime
+import decimal
+import fractions
+import os
+import pathlib
+import struct
+import types
+import uuid
+import zoneinfo
+from _collections_abc import Callable
+
+MAX_ANSWER = 16 << 20  # bytes
+MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
+MAX_REQUEST = 16 << 20  # bytes
+MAX_DEPTH = 60
+_CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
+_TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
+_ARRAYS = {int: (b"I", "q"), float: (b"F", "d")}  # lists of numbers of 8 bytes, written at once
+_SHORT = 8  # shorter lists are written value by value
+
+
+def _zone(zone: datetime.tzinfo | None) -> bool:
+    return zone is None or type(zone) in (datetime.timezone, zoneinfo.ZoneInfo) and getattr(zone, "key", "") is not None
+
+
+def _clock(x: datetime.time) -> tuple:
+    return (x.hour, x.minute, x.second, x.microsecond, x.tzinfo)
+
+
+# Standard-library values: {name: (type, value -> its parts, parts -> value)}. No parts: it crosses as an object.
+_STANDARD: dict[str, tuple[type, Callable, Callable]] = {
+    "bytearray": (bytearray, lambda x: (bytes(x),), lambda data: bytearray(memoryview(data))),
+    "slice": (slice, lambda x: (x.start, x.stop, x.step), slice),
+    "Ellipsis": (type(...), lambda x: (), lambda: ...),
+    "dict_keys": (type({}.keys()), lambda x: (list(x),), lambda keys: dict.fromkeys(keys).keys()),
+    "dict_items": (type({}.items()), lambda x: (list(x),), lambda pairs: dict(pairs).items()),
+    "deque": (collections.deque, lambda x: (list(x), x.maxlen), collections.deque),
+    "Counter": (collections.Counter, lambda x: (dict(x),), collections.Counter),
+    "OrderedDict": (collections.OrderedDict, lambda x: (dict(x),), collections.OrderedDict),
+    "defaultdict": (
+        collections.defaultdict,
+        lambda x: (x.default_factory if x.default_factory in _TYPES.values() else None, dict(x)),
+        lambda factory, items: collections.defaultdict(factory if factory in _TYPES.values() else None, items),
+    ),
+    "Fraction": (fractions.Fraction, lambda x: (x.numerator, x.denominator), fractions.Fraction),
+    "Decimal": (decimal.Decimal, lambda x: (str(x),), decimal.Decimal),
+    "date": (datetime.date, lambda x: (x.year, x.month, x.day), datetime.date),
+    "time": (
+        datetime.time,
+        lambda x: (*_clock(x), x.fold) if _zone(x.tzinfo) else None,
+        lambda *parts: datetime.time(*parts[:-1], fold=parts[-1]),
+    ),
+    "datetime": (
+        datetime.datetime,
+        lambda x: (x.year, x.month, x.day, *_clock(x), x.fold) if _zone(x.tzinfo) else None,
+        lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]),
+    ),
+    "timedelta": (datetime.timedelta, lambda x: (x.days, x.seconds, x.microseconds), datetime.timedelta),
+    "timezone": (datetime.timezone, lambda x: x.__getinitargs__(), datetime.timezone),
+    "ZoneInfo": (zoneinfo.ZoneInfo, lambda x: (x.key,) if _zone(x) else None, zoneinfo.ZoneInfo),
+    "UUID": (uuid.UUID, lambda x: (x.int,), lambda number: uuid.UUID(int=number)),
+    "array": (array.array, lambda x: (x.typecode, x.tolist()), array.array),
+    "SimpleNamespace": (types.SimpleNamespace, lambda x: (vars(x),), lambda names: types.SimpleNamespace(**names)),
+    **{
+        kind.__name__: (kind, lambda x: (str(x),), kind)
+        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath)
+    },
+}
+_NAMES = {kind: name for name, (kind, _, _) in _STANDARD.items()}
+_TYPES = {
+    kind.__name__: kind
+    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, range, type(None), *_NAMES)
+}
+MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
+MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
+
+# The data inside an object of a subclass of a data type, whatever the subclass overrides; the first type that fits.
+_BASES: list[tuple[type, Callable]] = [
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (bytes, lambda x: bytes(memoryview(x))),
+    (complex, lambda x: complex.__add__(x, 0j)),
+    (list, lambda x: list.__getitem__(x, slice(None))),
+    (tuple, lambda x: tuple.__getitem__(x, slice(None))),
+    (set, lambda x: set(set.__iter__(x))),
+    (frozenset, lambda x: frozenset(frozenset.__iter__(x))),
+    *[
+        (kind, lambda x, build=build, parts=parts: build(*parts(x)))
+        for kind, parts, build in (_STANDARD[name] for name in ("bytearray", "deque", "Counter", "OrderedDict"))
+    ],
+    (collections.defaultdict, lambda x: collections.defaultdict(None, dict.items(x))),
+    (dict, lambda x: dict(dict.items(x))),
+    *[
+        (kind, lambda x, build=build, parts=parts: build(*parts(x)))
+        for kind, parts, build in (_STANDARD[n] for n in ("Fraction", "Decimal", "datetime", "date", "timedelta"))
+    ],
+]
+DATA_BASES = tuple(kind for kind, _ in _BASES)
+
+
+def base(x: object) -> object:
+    """The plain value inside an object of a subclass of a data type, such as the number of an IntEnum's member."""
+    return next(value for kind, value in _BASES if isinstance(x, kind))(x)
+
+
+def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_values: int) -> bytes:
+    """Write `value` as bytes.
+
+    Data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict and range, the types in
+    _STANDARD, and all these types themselves. Types are exact: an object of a subclass of int is not an int. Every
+    other object is written as the values that `other` gives for it. A value is one letter, a 4-byte size, and that
+    many bytes or values.
+
+    Raises:
+        ValueError: nested deeper than MAX_DEPTH, or more bytes or values than allowed.
+    """
+    parts: list[bytes] = []
+    left = [max_bytes, max_values]
+
+    def put(tag: bytes, size: int, payload: bytes = b"", values: int = 1) -> None:
+        left[0] -= 5 + len(payload)
+        left[1] -= values
+        if min(left) < 0:
+            raise ValueError(f"too long to cross: more than {max_bytes} bytes or {max_values} values")
+        parts.append(tag + struct.pack(">I", size) + payload)
+
+    def data(tag: bytes, payload: bytes) -> None:
+        put(tag, len(payload), payload)
+
+    def write(x: object, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        kind = type(x)
+        if x is None:
+            data(b"N", b"")
+        elif kind is bool:
+            data(b"B", b"\1" if x else b"\0")
+        elif kind is int:
+            data(b"i", x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
+        elif kind is float:
+            data(b"f", struct.pack(">d", x))
+        elif kind is complex:
+            data(b"c", struct.pack(">dd", x.real, x.imag))
+        elif kind is str:
+            data(b"u", x.encode("utf-8", "surrogatepass"))
+        elif kind is bytes:
+            data(b"b", x)
+        elif kind in _TAGS:
+            if kind is list and len(x) >= _SHORT and write_array(x):
+                return
+            put(_TAGS[kind], len(x))
+            for item in x:
+                write(item, depth + 1)
+        elif kind is range:
+            put(b"r", 3)
+            for item in (x.start, x.stop, x.step):
+                write(item, depth + 1)
+        elif kind is dict:
+            put(b"d", len(x))
+            for key, item in x.items():
+                write(key, depth + 1)
+                write(item, depth + 1)
+        elif kind in _NAMES and (values := _STANDARD[_NAMES[kind]][1](x)) is not None:
+            put(b"o", 1 + len(values))
+            for item in (_NAMES[kind], *values):
+                write(item, depth + 1)
+        elif kind is type and _TYPES.get(x.__name__) is x:
+            data(b"y", x.__name__.encode())
+        else:
+            values = other(x)
+            put(b"h", len(values))
+            for item in values:
+                write(item, depth + 1)
+
+    def write_array(x: list) -> bool:
+        """Whether the list holds small integers only, or floats only, and was written."""
+        tag, code = _ARRAYS.get(type(x[0]), (b"", ""))
+        if not tag or len(set(map(type, x))) > 1:
+            return False
+        try:
+            payload = array.array(code, x).tobytes()
+        except OverflowError:
+            return False
+        put(tag, len(payload), payload, len(x))
+        return True
+
+    write(value, 0)
+    return b"".join(parts)
+
+
+def decode(message: bytes, other: Callable[..., object], max_values: int) -> object:
+    """Read what `encode` wrote, from anybody: builds nothing but plain data and what `other` returns for an object.
+
+    Raises:
+        ValueError: not a message that `encode` could have written with this many values.
+    """
+    at = 0
+    values = 0
+
+    def read(depth: int) -> object:
+        nonlocal at, values
+        values += 1
+        if depth > MAX_DEPTH or values > max_values or at + 5 > len(message):
+            raise ValueError("malformed message")
+        tag, size = message[at : at + 1], int.from_bytes(message[at + 1 : at + 5], "big")
+        at += 5
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag]([read(depth + 1) for _ in range(size)])
+        if tag == b"d":
+            return dict([(read(depth + 1), read(depth + 1)) for _ in range(size)])
+        if tag == b"h":
+            return other(*[read(depth + 1) for _ in range(size)])
+        if tag == b"o":
+            name, *parts = [read(depth + 1) for _ in range(size)]
+            return _STANDARD[name][2](*parts)
+        payload = message[at : at + size]
+        at += size
+        if len(payload) != size:
+            raise ValueError("malformed message")
+        if tag == b"N" and not payload:
+            return None
+        if tag == b"B" and payload in (b"\0", b"\1"):
+            return payload == b"\1"
+        if tag == b"i":
+            return int.from_bytes(payload, "big", signed=True)
+        if tag == b"f":
+            return struct.unpack(">d", payload)[0]
+        if tag == b"c":
+            return complex(*struct.unpack(">dd", payload))
+        if tag == b"u":
+            return payload.decode("utf-8", "surrogatepass")
+        if tag == b"b":
+            return payload
+        if tag == b"y":
+            return _TYPES[payload.decode()]
+        for letter, code in _ARRAYS.values():
+            if tag == letter:
+                values += size // 8
+                if values > max_values:
+                    raise ValueError("malformed message")
+                return array.array(code, payload).tolist()
+        raise ValueError("malformed message")
+
+    try:
+        value = read(0)
+    except (struct.error, TypeError, LookupError, ArithmeticError, AttributeError, OSError) as error:
+        raise ValueError("malformed message") from error  # wrong width, a list in a set, unknown names, no such date
+    if at != len(message):
+        raise ValueError("malformed message")
+    return value
+
+
+def read(fd: int, size: int) -> bytes:
+    """Exactly `size` bytes; raises EOFError when the other end is closed."""
+    chunks = []
+    while size:
+        try:
+            chunk = os.read(fd, min(size, 1 << 20))
+        except OSError:  # reset: it died with something unread
+            chunk = b""
+        if not chunk:
+            raise EOFError
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
+
+
+def receive(fd: int) -> bytes:
+    """One message; raises EOFError when the other end is closed."""
+    return read(fd, int.from_bytes(read(fd, 4), "big"))
+
+
+def send(fd: int, message: bytes) -> None:
+    """Write one message; raises OSError when the other end is closed."""
+    data = memoryview(struct.pack(">I", len(message)) + message)
+    while data:
+        data = data[os.write(fd, data) :]
