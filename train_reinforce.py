@@ -1,4 +1,4 @@
-"""REINFORCE++ and ReMax: policy gradients from the reward of a whole response, with neither a critic nor a group.
+"""REINFORCE++ and ReMax: policy gradients from the reward of a whole response, without a critic.
 
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct                                    # one GPU, GSM8K
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct --adv-estimator remax --experiment-name remax
@@ -7,8 +7,9 @@ REINFORCE (Williams 1992) makes every token of a response likelier in proportion
 token on. That is right on average but noisy, so something is subtracted that the token cannot influence, a baseline.
   REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step, and divides by their standard deviation
   ReMax (arXiv 2310.10505)         the score of one greedy response to the same prompt, sampled beside the others
-Both charge every token for how far it is from the reference (a KL term in the reward), and work with any number of
-responses a prompt, one included. train_grpo.py explains other words, such as policy, advantage, ratio and clip.
+  optimal token baseline           a mean over the prompt's responses at the same token, which makes the noise smallest
+All charge every token for how far it is from the reference (a KL term in the reward). The first two work with any
+number of responses a prompt, one included. train_grpo.py explains other words, such as advantage, ratio and clip.
 
 Deviations from the papers:
   1. token-mean loss over the mini-batch (--loss-agg-mode; DAPO, arXiv 2503.14476);
@@ -32,15 +33,16 @@ from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
+from rl.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
 from rl.rollout import fold, sample_groups, scores_of, share, verify_engine
 from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
 from rl.types import select
 
-ADVANTAGES = {  # (returns (b, T), mask, baselines (b,), moments of all returns) -> advantages (b, T)
+ADVANTAGES = {  # (returns (b, T), mask, baselines (b, 1) or (b, T), moments of all returns) -> advantages (b, T)
     "reinforce_plus_plus": lambda returns, mask, _, moments: advantages.whiten(returns, mask, **moments),
     "remax": lambda returns, mask, baselines, _: advantages.remax(returns, mask, baselines),
+    "optimal_token_baseline": lambda returns, mask, baselines, _: advantages.remax(returns, mask, baselines),
 }
 
 
@@ -82,7 +84,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
 
     # --- algorithm
 
-    adv_estimator: Literal["reinforce_plus_plus", "remax"] = "reinforce_plus_plus"  # what returns are compared with
+    adv_estimator: Literal[*ADVANTAGES] = "reinforce_plus_plus"  # what returns are compared with
     gamma: Share = 1.0  # discount of a reward that comes one token later
     # how token losses become one number; Dr. GRPO: seq-mean-token-sum-norm, the GRPO paper: seq-mean-token-mean
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
@@ -119,6 +121,8 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
 def validate(args: Args) -> None:
     """Refuse settings that contradict each other, naming the flag, the value and the fix."""
     flags.check(args)
+    if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
+        raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
     if args.ref_update_steps and not (args.use_kl_loss or args.use_kl_in_reward):
         raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
 
@@ -207,7 +211,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
         # the reference, for the KL terms: they measure how far the policy has moved away from it.
-        if not on_policy or args.use_kl_in_reward:
+        if not on_policy or args.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
@@ -234,8 +238,14 @@ def main(args: Args) -> dict[str, float]:
                 )
         returns = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T)
         mean, var = ranks.moments(returns, mask)  # over all tokens of the step, on all ranks
-        baselines_b = baselines_P.repeat_interleave(args.rollout_n)[batch.rows]  # (b,)
-        compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines_b, dict(mean=mean, var=var))  # (b, T)
+        prompts = batch.rows // args.rollout_n  # (b,) of the step's P
+        baselines = baselines_P[prompts].view(-1, 1)  # (b, 1)
+        if args.adv_estimator == "optimal_token_baseline":  # one for every token, from the group at the same place
+            collisions = fixed_collisions(policy, batch, updates, sampling=sampling)
+            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # of the gradient up to each token
+            sums = ranks.all_reduce_sum(advantages.sums_by_group(returns, energy, mask, prompts, len(rows)))
+            baselines = advantages.token_baselines(sums)[prompts]  # (b, T)
+        compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines, dict(mean=mean, var=var))  # (b, T)
         batch = replace(batch, advantages=compared, returns=returns)
         clock("adv")
 

@@ -104,7 +104,7 @@ RUNS = {
         "grpo_batch": "train_grpo.py --adv-estimator grpo_batch",
         "grpo_passk": "train_grpo.py --adv-estimator grpo_passk",
         "max_rl": "train_grpo.py --adv-estimator max_rl",
-        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k overlong --gdpo-reward-weights 1 0.5 "
+        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k length_penalty --gdpo-reward-weights 1 0.5 "
         "--custom-reward-function rewards/gsm8k.py rewards/length_penalty.py:overlong:0.5",
         "top_entropy": "train_grpo.py --top-entropy-quantile 0.2",
         "unbiased_kl": f"train_grpo.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased --kl-loss-coef 0.01",
@@ -114,6 +114,7 @@ RUNS = {
     "REINFORCE++ and ReMax, one update a step": {
         "reinforce_plus_plus": "train_reinforce.py",
         "remax": "train_reinforce.py --adv-estimator remax",
+        "optimal_token_baseline": "train_reinforce.py --adv-estimator optimal_token_baseline",
         "reinforce_plus_plus_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1",
         "remax_n1": "train_reinforce.py --train-batch-size 256 --rollout-n 1 --adv-estimator remax",
     },

@@ -243,19 +243,47 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     return torch.where(sampled, returns, 0.0)
 
 
+def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    """What `token_baselines` needs of the rows of a rank; the sums of all ranks add up.
+
+    For every group and place t, over its rows i with mask 1 there: sum_i W_it * R_it, sum_i W_it, and their number.
+
+    Args: returns, weights, mask (B, T), as wide on all ranks; groups (B,) int64. Returns: (3, num_groups, T).
+    """
+    assert returns.dim() == 2 and returns.shape == weights.shape == mask.shape, _shapes(returns, weights, mask)
+    valid = mask.bool()
+    terms = torch.stack([weights * returns, weights, torch.ones_like(returns)])
+    terms = torch.where(valid, terms, 0.0)
+    return terms.new_zeros(3, num_groups, mask.shape[1]).index_add(1, groups, terms)
+
+
+def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """The baseline of every place in a group that makes the noise of the gradient smallest (optimal token baseline).
+
+    B_t = sum_i W_it * R_it / (sum_i W_it + eps), over the rows that have a token there; 0 where fewer than two have.
+    W_it is a measure of the squared gradient of all log-probs up to t: the running sum of 1 - 2 pi_t + sum_v pi(v)^2,
+    which is that of log pi_t with respect to the logits.
+
+    Args: sums (3, P, T), of all ranks, see `sums_by_group`. Returns: (P, T).
+    Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, PMLR 306, 2026.
+    """
+    assert sums.dim() == 3 and len(sums) == 3, _shapes(sums)
+    return torch.where(sums[2] > 1, sums[0] / (sums[1] + eps), 0.0)
+
+
 def remax(returns: Tensor, mask: Tensor, baselines: Tensor) -> Tensor:
-    """Return of every token against the score of the greedy response to the same prompt.
+    """Return of every token less a baseline: the score of the greedy response to the same prompt.
 
-    A_t = R_t - r_greedy. The baseline does not depend on the response, so it changes the variance and not the mean of
-    the gradient. Example: returns [1, 0.5], mask [1, 1], baseline 0.25 -> [0.75, 0.25].
+    A_t = R_t - b_t. The baseline does not depend on the token, so it changes the variance and not the mean of the
+    gradient. Example: returns [1, 0.5], mask [1, 1], baseline 0.25 -> [0.75, 0.25].
 
-    Args: returns, mask (B, T); baselines (B,). Returns: (B, T), 0 where mask is 0, which must be so in a row without a
-    baseline (NaN).
+    Args: returns, mask (B, T); baselines (B, 1), or (B, T). Returns: (B, T), 0 where mask is 0, which must be so in a
+    row without a baseline (NaN).
     Source: ReMax, algorithm 1, arXiv 2310.10505.
     """
     assert returns.dim() == 2 and returns.shape == mask.shape, _shapes(returns, mask)
-    assert returns.shape[:1] == baselines.shape, _shapes(returns, baselines)
-    return torch.where(mask.bool(), returns - baselines.unsqueeze(-1), 0.0)
+    assert baselines.shape in (returns.shape, (len(returns), 1)), _shapes(returns, baselines)
+    return torch.where(mask.bool(), returns - baselines, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-8) -> Tensor:

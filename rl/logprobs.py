@@ -83,6 +83,17 @@ def fixed_entropies(
     return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[1])
 
 
+def fixed_collisions(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
+    """As `fixed_logprobs`, the chance that two draws of a token agree: the sum over all tokens v of pi(v)^2."""
+
+    def per_token(micro: Batch) -> torch.Tensor:
+        return run_on_responses(model, micro, response_collisions, sampling)[0]
+
+    return over_micro_batches(model, batch, updates, per_token)
+
+
 @torch.no_grad()
 def over_micro_batches(
     model: nn.Module, batch: Batch, updates: Sequence[Update], per_token: Callable[[Batch], torch.Tensor]
@@ -273,6 +284,19 @@ def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> tor
 def _logits(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = nn.functional.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+
+
+def response_collisions(
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor]:
+    """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
+    kept, collisions = (sampling.top_k, sampling.top_p, sampling.min_p), []
+    for h in hidden.tensor_split(math.ceil(len(hidden) / HEAD_CHUNK)):  # one chunk of logits at a time
+        logits = logits_of(model, h, sampling.temperature)
+        if sampling.is_truncated:
+            logits = logits.masked_fill(logits < truncation(logits, *kept)[:, None], -torch.inf)
+        collisions.append(logits.softmax(-1).square().sum(-1))
+    return (torch.cat(collisions),)
 
 
 def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):

@@ -187,8 +187,36 @@ def test_gpg_matches_hand_values():
 def test_remax_matches_hand_values():
     # a score of 1 with a charge of 0.5 on its first token; a gap; a row that is not learned from
     returns, mask = f64([[0.5, 1.0, 1.0], [0.0, 9.0, 0.0], [NAN, 1.0, 1.0]]), f64([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
-    actual = advantages.remax(returns, mask, f64([0.25, 0.75, NAN]))
+    actual = advantages.remax(returns, mask, f64([[0.25], [0.75], [NAN]]))
     check(actual, [[0.25, 0.75, 0.75], [-0.75, 0.0, -0.75], [0.0, 0.0, 0.0]])
+
+
+def test_token_baselines_match_hand_values():
+    # Group 0: two rows, of which the second ends early; group 1: nothing; group 2: one row.
+    returns, weights = f64([[3.0, 2.0, 1.0], [5.0, 4.0, NAN], [7.0, 7.0, 7.0]]), f64([[1.0, 1.0, 5.0], [3.0, 1.0, NAN]])
+    weights = torch.cat([weights, f64([[1.0, 1.0, 1.0]])])
+    mask, groups = f64([[1, 1, 1], [1, 1, 0], [1, 1, 1]]), torch.tensor([0, 0, 2])
+    sums = advantages.sums_by_group(returns, weights, mask, groups, 3)
+    check(sums[:, 0], [[18.0, 6.0, 5.0], [4.0, 2.0, 5.0], [2.0, 2.0, 1.0]])
+    check(advantages.token_baselines(sums, eps=0.0), [[4.5, 3.0, 0.0], [0.0] * 3, [0.0] * 3])
+
+
+def test_token_baselines_do_not_depend_on_who_has_which_row():
+    returns, weights, mask = token_batch()
+    groups = torch.tensor([0, 1, 1, 0, 1])
+    whole = advantages.sums_by_group(returns, weights.abs(), mask, groups, 2)
+    parts = [[0, 2], [4, 1, 3], []]
+    rows = [advantages.sums_by_group(returns[i], weights[i].abs(), mask[i], groups[i], 2) for i in parts]
+    torch.testing.assert_close(sum(rows), whole, rtol=1e-12, atol=1e-12)
+    expected = [[0.0] * 11 for _ in range(2)]
+    for p, members in enumerate(([0, 3], [1, 2, 4])):
+        for t in range(11):
+            there = [i for i in members if mask[i, t]]
+            if len(there) > 1:
+                total = sum(weights[i, t].abs().item() for i in there)
+                expected[p][t] = sum((weights[i, t].abs() * returns[i, t]).item() for i in there) / (total + 1e-8)
+    check(advantages.token_baselines(whole), expected)
+    assert sum(x != 0 for row in expected for x in row) >= 8
 
 
 def test_remax_of_a_score_alone_is_the_score_less_the_greedy_one():
@@ -196,7 +224,7 @@ def test_remax_of_a_score_alone_is_the_score_less_the_greedy_one():
     scores, greedy = torch.rand(2, len(mask), dtype=torch.float64)
     is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
     returns = advantages.returns_to_go(is_last * scores.unsqueeze(-1), mask, gamma=1.0)
-    actual = advantages.remax(returns, mask, greedy)
+    actual = advantages.remax(returns, mask, greedy.view(-1, 1))
     torch.testing.assert_close(actual, (scores - greedy).unsqueeze(-1) * mask, rtol=1e-12, atol=1e-12)
 
 
@@ -466,7 +494,13 @@ CALLS = {
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
     "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
-    "remax": (advantages.remax, [BT, MASK, torch.linspace(0, 1, 5)], {}),
+    "remax": (advantages.remax, [BT, MASK, torch.linspace(0, 1, 5).view(5, 1)], {}),
+    "sums_by_group": (
+        lambda *x: advantages.sums_by_group(*x, torch.tensor([0, 0, 2, 2, 2]), 3),
+        [BT, BT + 1, MASK],
+        {},
+    ),
+    "token_baselines": (advantages.token_baselines, [torch.stack([PG, PG + 1, PG + 2])], {}),
     "gae": (advantages.gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
     "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
     "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),

@@ -45,11 +45,11 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_reinforce"): {
         "math": (2, 2),
         "dataclass": (13, 8),
-        "validate": (7, 0),
+        "validate": (7, 2),
         "main": (1, 3),
         "step": (3, 9),
         "4": (1, 1),
-        "5": (0, 0),
+        "5": (1, 1),
         "7": (1, 4),
         "8": (2, 5),
         "9": (0, 0),

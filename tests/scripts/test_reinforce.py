@@ -42,6 +42,23 @@ def is_greedy(model, prompt, response):
     return best.tolist() == list(response)
 
 
+def token_baselines(model, group, temperature):
+    """The optimal token baseline by the book: adds the list x["b"] to each response of a group that is learned from."""
+    for x in group:
+        with torch.no_grad():
+            logits = model.lm_head(h.hidden_before(model, x["prompt"], x["ids"])) / temperature
+        p = logits.softmax(-1)
+        drawn = p[torch.arange(len(x["ids"])), x["ids"]]
+        x["W"] = (1 - 2 * drawn + (p * p).sum(-1)).cumsum(0).tolist()
+    for x in group:
+        x["b"] = []
+        for t in range(len(x["ids"])):
+            there = [y for y in group if len(y["ids"]) > t]
+            total = sum(y["W"][t] for y in there)
+            mean = sum(y["W"][t] * y["R"][t] for y in there) / (total + 1e-8)
+            x["b"].append(mean if len(there) > 1 else 0.0)
+
+
 def plain_reinforce(task, args, rounds, score):
     """REINFORCE++ or ReMax by the book. `rounds` are what was sampled, as `h.record_rounds` has it: all prompts, and
     with ReMax all of them once more; score: (text, ground truth) -> s.
@@ -81,8 +98,14 @@ def plain_reinforce(task, args, rounds, score):
             x["R"] = [sum(args.gamma ** (k - t) * reward[k] for k in range(t, n)) for t in range(n)]
         everything = [value for x in learned for value in x["R"]]
         mean, std = statistics.mean(everything), math.sqrt(statistics.variance(everything) + 1e-8)
+        if args.adv_estimator == "optimal_token_baseline":
+            for i in range(args.train_batch_size):
+                group = [x for x in sequences[i * args.rollout_n : (i + 1) * args.rollout_n] if x in learned]
+                token_baselines(model, group, args.temperature)
         for x in learned:
             x["A"] = torch.tensor([r - x["baseline"] if remax else (r - mean) / std for r in x["R"]])
+            if "b" in x:
+                x["A"] = torch.tensor([r - b for r, b in zip(x["R"], x["b"], strict=True)])
         scored = [x for x in sequences if x["score"] is not None]
         mean_kl = sum(x["kl"] for x in learned) / len(scored)
         of_all = torch.cat([x["A"] for x in learned])
@@ -116,8 +139,10 @@ def plain_reinforce(task, args, rounds, score):
     return dict(model.named_parameters()), reports
 
 
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "remax"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("estimator", "n"),
+    [("reinforce_plus_plus", 1), ("reinforce_plus_plus", 3), ("remax", 1), ("remax", 3), ("optimal_token_baseline", 3)],
+)
 def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch, in_double, estimator, n):
     """With a discount, an adaptive KL in the reward, several updates, and responses and baselines without a score."""
     rounds = []
@@ -154,6 +179,11 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
     assert any(0 < report["critic/baselines/mean"] < 1 for report in reports) == (estimator == "remax")
     run_weights = h.weights(tmp_path / "run" / "global_step_3")
     assert h.distance(run_weights, weights) < 1e-5 < 1e-3 < h.distance(run_weights, h.original(task))
+
+
+def test_the_optimal_token_baseline_needs_two_responses():
+    with pytest.raises(ValueError, match="--rollout-n must be at least 2"):
+        train_reinforce.validate(train_reinforce.Args(adv_estimator="optimal_token_baseline"))
 
 
 class Echo:
