@@ -349,7 +349,8 @@ def run_all(
                 del running[process]
                 x = summarize(job, seconds, error)
                 (job.folder / "result.json").write_text(json.dumps(x) + "\n")
-                outcome = error or f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}"
+                curve_ends = f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}" if x["accuracy"] else "no evaluation"
+                outcome = error or curve_ends
                 print(f"{job.name}, seed {job.seed}: {outcome} ({seconds:.0f} s)", flush=True)
     finally:
         for process in running:
