@@ -23,6 +23,7 @@ import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
+import train_prime
 import train_reinforce
 from benchmarks import compare_trl, learning, learning_trl, models, pretrained, pretrained_trl, step_time
 from benchmarks.tables import RESULTS
@@ -181,7 +182,7 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 
 def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill
+    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill, train_prime
     scripts = {f"{x.__name__}.py": x for x in modules}
     parsed = {}
     for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
