@@ -76,6 +76,7 @@ PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --critic-lr 1e-3"
 DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
 # TEACHER is the checkpoint of a run of train_grpo.py with the setting's flags, which is made first.
 DISTILL = "train_distill.py --teacher-model TEACHER --distill-top-k 8 --train-batch-size 64 --rollout-n 1"
+PRIME = "train_prime.py --prm-lr 1e-4"
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
     "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
@@ -145,6 +146,11 @@ RUNS = {
         "dpo_ipo": "train_dpo.py --loss-type ipo",
         "dpo_all_pairs": "train_dpo.py --pairs all",
         "spin": "train_dpo.py --pairs solution --rollout-n 1 --ref-update-steps 10",
+    },
+    "PRIME, one update a step": {
+        "prime": PRIME,
+        "prime_after": f"{PRIME} --prime-update after",
+        "prime_filter": f"{PRIME} --gen-batch-size 64",
     },
     "distillation from a policy that GRPO has trained, one response a prompt": {
         "distill_sampled": f"{DISTILL} --loss-mode sampled",
@@ -350,7 +356,8 @@ def run_all(
                 del running[process]
                 x = summarize(job, seconds, error)
                 (job.folder / "result.json").write_text(json.dumps(x) + "\n")
-                outcome = error or f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}"
+                curve_ends = f"{x['accuracy'][0]:.3f} -> {x['accuracy'][-1]:.3f}" if x["accuracy"] else "no evaluation"
+                outcome = error or curve_ends
                 print(f"{job.name}, seed {job.seed}: {outcome} ({seconds:.0f} s)", flush=True)
     finally:
         for process in running:

@@ -310,7 +310,8 @@ def main(args: Args) -> list[dict]:
             learning.run_all(jobs, args.jobs, args.timeout, gpus=args.gpus, stagger=args.stagger)
             measured.result()
     found = [json.loads(file.read_text()) for file in args.work_dir.glob(f"{args.task}/*/seed_*/result.json")]
-    results = sorted((x for x in found if x["name"] in NAMES), key=lambda x: (NAMES.index(x["name"]), x["seed"]))
+    found = [x for x in found if x["name"] in NAMES and x["accuracy"]]
+    results = sorted(found, key=lambda x: (NAMES.index(x["name"]), x["seed"]))
     if results:
         write_results(args, results)
     return results

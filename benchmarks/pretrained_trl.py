@@ -124,7 +124,7 @@ def main(args: Args) -> None:
 
     def write(**line: Any) -> None:
         with open(args.default_local_dir / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"time": time.time()}) + "\n")
 
     class Report(TrainerCallback):
         """Times of steps, TRL's metrics under our names, and greedy held-out accuracy by TRL's own engine."""

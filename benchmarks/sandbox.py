@@ -67,9 +67,11 @@ def judge(problems: list[dict], indices: range, bad: bool, barrier, results) -> 
 
 
 def children_cpu() -> float:
-    """CPU seconds of this process's children that have ended."""
+    """CPU seconds of this process's children and theirs: those that have ended, and the server that forks them."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    alive = [Path(f"/proc/{pid}/stat") for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    ticks = sum(int(tick) for path in alive for tick in path.read_text().rpartition(")")[2].split()[11:15])
+    return usage.ru_utime + usage.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run(args: Args, problems: list[dict], count: int, bad: bool) -> list[tuple]:

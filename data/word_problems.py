@@ -129,7 +129,7 @@ def main(args: Args) -> dict[str, int]:
     sizes = {"test": args.num_test, "train": args.num_train, "sft": args.num_sft}
     if min(sizes.values()) < 1:
         raise ValueError(
-            f"--num-sft {args.num_sft}, --num-train {args.num_train}, --num-test {args.num_test}: at least 1"
+            f"--num-sft {args.num_sft}, --num-train {args.num_train}, --num-test {args.num_test}: must be at least 1"
         )
     rng, found = random.Random(args.seed), {}
     while len(found) < sum(sizes.values()):

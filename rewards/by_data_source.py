@@ -19,6 +19,7 @@ REWARDS = {
     "math_dapo_reasoning": "math_dapo",
     "math": "math_dapo",
     "google-research-datasets/mbpp": "mbpp",
+    "openai/openai_humaneval": "human_eval",
     "apps": "programs",
     "codecontests": "programs",
     "codeforces": "programs",

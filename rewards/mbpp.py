@@ -21,8 +21,9 @@ def compute_score(
     Args:
         data_source: not used.
         solution_str: the model's answer, any string; `extract_code` says what counts as code.
-        ground_truth: {"test_list": asserts, "test_setup_code": text, "test_imports": lines}, or this as JSON text. The
-            last two may be missing. The code never sees any of it; see rewards/sandbox.py.
+        ground_truth: {"test_list": asserts, "test_setup_code": text, "test_imports": lines, "own_eq": bool,
+            "in_place": bool}, or this as JSON text. All but test_list may be missing. The code never sees any of it;
+            see `rewards.sandbox.run_tests`.
         extra_info: not used.
 
     Returns:
@@ -34,9 +35,8 @@ def compute_score(
         ValueError: the ground truth has another form, or its tests cannot be used. Importing this file raises
             SandboxUnavailable if the machine lacks a layer of protection.
     """
-    tests, setup = _tests(ground_truth)
-    code = extract_code(solution_str)
-    verdict = run_tests(code, tests, setup=setup)
+    tests, setup, options = _tests(ground_truth)
+    verdict = run_tests(extract_code(solution_str), tests, setup=setup, **options)
     if verdict.status == "sandbox_error":
         return None
     return {
@@ -68,11 +68,12 @@ def extract_code(response: str) -> str:
     return "\n".join(chosen[-1]) if chosen else response
 
 
-def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
-    """The asserts and the code that goes before them."""
+def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str, dict[str, bool]]:
+    """The asserts, the code that goes before them, and how objects and arguments are compared."""
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         tests = list(truth["test_list"])
+        options = {name: bool(truth.get(name)) for name in ("own_eq", "in_place")}
         before = [*(truth.get("test_imports") or []), truth.get("test_setup_code") or ""]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -81,4 +82,4 @@ def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:
         ) from error
     if not tests or not all(isinstance(text, str) for text in tests + before):
         raise ValueError(f"ground truth {str(ground_truth)[:200]!r}: test_list must hold assert statements as texts")
-    return tests, "\n".join(before)
+    return tests, "\n".join(before), options

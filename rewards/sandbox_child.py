@@ -143,7 +143,7 @@ class _Objects:
         return self.numbers[id(x)]
 
     def kind(self, cls: type) -> tuple:
-        """(number, name, bits, builtin exception or "", own base classes if it is an exception)."""
+        """(number, name, bits, builtin exceptions that it is or "", own base classes if it is an exception)."""
         number = self.number(cls)
         if number not in self.kinds:
             line = type.mro(cls) if isinstance(cls, type) else []
@@ -152,7 +152,8 @@ class _Objects:
             bits |= IS_DATA * issubclass(cls, sandbox_wire.DATA_BASES) | HAS_FIELDS * ("__dataclass_fields__" in has)
             name, parents = "", ()
             if issubclass(cls, BaseException):
-                name = next(base.__name__ for base in line if _is_builtin(base))
+                builtin = [base for base in line if issubclass(base, BaseException) and _is_builtin(base)]
+                name = " ".join(x.__name__ for x in builtin if sum(issubclass(y, x) for y in builtin) == 1)
                 own = [base for base in cls.__bases__ if issubclass(base, BaseException) and not _is_builtin(base)]
                 parents = () if _is_builtin(cls) else tuple(map(self.kind, own))
             self.kinds[number] = (number, str(cls.__name__), bits, name, parents)

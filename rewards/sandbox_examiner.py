@@ -336,15 +336,15 @@ class Candidate:
             raise ValueError("malformed message")
         space: dict[str, object] = {"_glassrl_bits": bits, "_glassrl_class": number}
         if exception:
-            builtin = getattr(builtins, exception)
-            if not issubclass(builtin, BaseException):
-                raise ValueError("malformed message")
-            builtin = Exception if issubclass(builtin, BaseExceptionGroup) else builtin  # which needs arguments
             bases = tuple(self._kind(*parent) for parent in parents)
-            if not any(issubclass(base, builtin) for base in bases):
-                bases += (builtin,)
+            for builtin in (getattr(builtins, part) for part in exception.split()):
+                if not issubclass(builtin, BaseException):
+                    raise ValueError("malformed message")
+                covered = (*bases, Raised)
+                if not any(issubclass(x, builtin) for x in covered) and not issubclass(builtin, BaseExceptionGroup):
+                    bases += (builtin,)  # of groups there are none, since they need arguments
             if not any(issubclass(base, Raised) for base in bases):
-                bases = (Raised,) if issubclass(Raised, builtin) else (builtin, Raised)
+                bases += (Raised,)
             space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
         else:
             bases = (_Stand,)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl.batching import Update
-from rl.data import check_trainable, load_tokenizer
+from rl.data import check_same_tokenizer, check_trainable
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
 from rl.models import shard_as
 from rl.ranks import Ranks
@@ -29,13 +29,8 @@ def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if (path := args.critic_model) is None:
         return
-    own = load_tokenizer(path, flag="--critic-model")
+    check_same_tokenizer(tokenizer, path, flag="--critic-model", model=args.model)
     check_reward_model(path, flag="--critic-model", new_head=True)
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"--critic-model {path}: its tokenizer is not that of --model, so it would misread every token; choose a "
-            "model of the same family"
-        )
     check_trainable(path, args.max_prompt_length + args.max_response_length, flag="--critic-model")
 
 

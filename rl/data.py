@@ -45,6 +45,17 @@ def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerB
         ) from error
 
 
+def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
+    """Raise ValueError naming `flag`, which has named `path`, if tokens have other ids there than in `tokenizer`, that
+    of --model, which is `model`: such a model could not read what the policy samples.
+    """
+    if load_tokenizer(path, flag=flag).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{flag} {path}: its tokenizer is not that of --model {model}, so it would misread every token; choose a "
+            "model of the same family"
+        )
+
+
 def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
     """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
     config = AutoConfig.from_pretrained(model).get_text_config()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl import losses
+from rl import implicit_reward, losses
 from rl.ranks import Ranks
 from rl.types import Batch, Response, Score
 
@@ -190,6 +190,18 @@ def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tens
         "rewards/margins": chosen - rejected,
         "logps/chosen": logps[:, 0],
         "logps/rejected": logps[:, 1],
+    }
+
+
+def of_implicit_rewards(rewards: torch.Tensor, log_ratios: torch.Tensor, accuracies: torch.Tensor) -> dict[str, float]:
+    """What verl reports of PRIME's reward model: sums over a response of its token rewards (B,) and of its log-ratios
+    (B,), and how well it orders responses, from accuracies (P, G), NaN = not scored.
+    """
+    scored = accuracies.flatten().isfinite()
+    return {
+        "reward_model/reward": rewards[scored].mean().item(),
+        "reward_model/raw_reward": log_ratios[scored].mean().item(),
+        "reward_model/dpo_acc": implicit_reward.order_accuracy(log_ratios.view(accuracies.shape), accuracies).item(),
     }
 
 

@@ -15,6 +15,7 @@ from rl.batching import collate
 from rl.console import progress
 from rl.engines.base import Engine
 from rl.logprobs import token_logprobs
+from rl.metrics import accuracy
 from rl.ranks import Ranks
 from rl.run import stop
 from rl.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, select
@@ -213,6 +214,12 @@ def _shared(a: Sample, b: Sample) -> int:
 def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     """The score of each response, (B,) float32: NaN where there is none."""
     return torch.tensor([math.nan if r.score.value is None else r.score.value for r in responses])
+
+
+def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
+    """How right each response is, (B,) float32 within 0 and 1: see `metrics.accuracy`; NaN without a score."""
+    found = [math.nan if r.score.value is None else accuracy(r.score) for r in responses]
+    return torch.tensor(found).clamp(0, 1)
 
 
 def lengths_of(responses: Sequence[Response]) -> torch.Tensor:

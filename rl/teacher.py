@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl.batching import Update
-from rl.data import check_trainable, load_tokenizer
+from rl.data import check_same_tokenizer, check_trainable
 from rl.distillation import with_rest
 from rl.logprobs import FULL, HEAD_CHUNK, logits_of, run_on_responses, sampled_positions, token_logprobs
 from rl.models import load_causal_lm, shard_as
@@ -40,21 +40,18 @@ def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
     the student samples: another tokenizer, too few positions, or a server that does not answer.
     """
-    if args.teacher_url:
-        ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-        found = _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
-        where = f"--teacher-url {args.teacher_url}"
-    else:
-        own = load_tokenizer(args.teacher_model, flag="--teacher-model")
-        ids, found = (dict(sorted(x.get_vocab().items())) for x in (tokenizer, own))
-        where = f"--teacher-model {args.teacher_model}"
-    if ids != found:
+    if args.teacher_url is None:
+        check_same_tokenizer(tokenizer, args.teacher_model, flag="--teacher-model", model=args.model)
+        tokens = args.max_prompt_length + args.max_response_length
+        check_trainable(args.teacher_model, tokens, flag="--teacher-model")
+    elif (
+        _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
+        != tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    ):
         raise ValueError(
-            f"{where}: its tokenizer is not that of --model {args.model}, so it would misread every token; choose a "
-            "teacher of the same family"
+            f"--teacher-url {args.teacher_url}: its tokenizer is not that of --model {args.model}, so it would misread "
+            "every token; choose a teacher of the same family"
         )
-    if not args.teacher_url:
-        check_trainable(args.teacher_model, args.max_prompt_length + args.max_response_length, flag="--teacher-model")
 
 
 def load_teacher(args: Any, ranks: Ranks) -> nn.Module | None:

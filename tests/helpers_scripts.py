@@ -141,6 +141,11 @@ def distill_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any
     return grpo_settings(task, run_dir) | dict(teacher_model=task.model, distill_top_k=8) | changes
 
 
+def prime_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a train_prime.py that takes a fraction of a second: 4 prompts x 4 responses, one update."""
+    return grpo_settings(task, run_dir) | dict(prm_lr=1e-3) | changes
+
+
 def sft_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of an sft.py that takes a fraction of a second."""
     return dict(

@@ -40,6 +40,7 @@ SCRIPTS = (
     "train_reinforce",
     "train_dpo",
     "train_distill",
+    "train_prime",
     "sft",
     "train_reward",
 )

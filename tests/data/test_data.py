@@ -614,7 +614,7 @@ def source(folder, layout="jsonl"):
 @pytest.mark.parametrize("layout", ["jsonl", "hub"])
 def test_gsm8k_writes_verls_schema(tmp_path, layout, capsys):
     args = gsm8k.Args(source=str(source(tmp_path, layout)), output_dir=tmp_path / "out")
-    assert gsm8k.main(args) == {"train": 3, "test": 1}
+    assert gsm8k.main(args) == {"train": 3, "test": 1, "sft": 3}
     table = pq.read_table(tmp_path / "out/train.parquet")
     assert table.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
     rows = table.to_pylist()
@@ -632,8 +632,11 @@ def test_gsm8k_writes_verls_schema(tmp_path, layout, capsys):
     }
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["6", "1234500", "-5"]
     assert len(read_rows(tmp_path / "out/test.parquet")) == 1
+    demonstrations = pq.read_table(tmp_path / "out/sft.parquet").to_pylist()
+    assert demonstrations[0] == {"prompt": rows[0]["prompt"], "response": "2 * 3 = 6\n#### 6"}  # no calculator's note
+    assert demonstrations[2]["response"] == PROBLEMS[2]["answer"] and len(demonstrations) == 3
     printed = capsys.readouterr().out
-    for split, count in (("train", 3), ("test", 1)):
+    for split, count in (("train", 3), ("test", 1), ("sft", 3)):
         digest = hashlib.sha256((tmp_path / f"out/{split}.parquet").read_bytes()).hexdigest()
         assert f"{split}.parquet: {count} rows, sha256 {digest}" in printed
 
@@ -674,7 +677,7 @@ def test_gsm8k_downloads_only_the_main_parquet_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gsm8k.huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    assert gsm8k.main(gsm8k.Args(output_dir=tmp_path)) == {"train": 3, "test": 1}
+    assert gsm8k.main(gsm8k.Args(output_dir=tmp_path)) == {"train": 3, "test": 1, "sft": 3}
     assert asked == {"repo_id": "openai/gsm8k", "repo_type": "dataset", "allow_patterns": "main/*.parquet"}
 
 

@@ -13,6 +13,7 @@ from rl.advantages import overlong_penalty
 
 TAGGED = "<start_working_out>x</end_working_out>\n<SOLUTION>{}</SOLUTION>"
 ADD = "def add(a, b):\n    return a + b"
+ADD_CHECK = {"test": "def check(f): assert f(1, 2) == 3", "entry_point": "add", "prompt": "def add(a, b):\n"}
 ADD_TESTS = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "", "test_imports": []}
 
 
@@ -53,6 +54,7 @@ ADD_TESTS = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "", "tes
             for name in ("apps", "codecontests", "codeforces", "taco")
         ),
         ("google-research-datasets/mbpp", f"```python\n{ADD}\n```", "```python\nadd = max\n```", ADD_TESTS, (1, 0)),
+        ("openai/openai_humaneval", f"```python\n{ADD}\n```", "```python\nadd = max\n```", ADD_CHECK, (1, 0)),
         ("grail_gsm8k", TAGGED.format(4), TAGGED.format(5), "#### 4", (1, 0.4)),
         ("grail_math", TAGGED.format(4), TAGGED.format(5), "4", (1, 0.3)),
         ("grail_mbpp", TAGGED.format(ADD), TAGGED.format("add = max"), json.dumps(ADD_TESTS), (1, 0.3)),

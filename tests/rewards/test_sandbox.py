@@ -389,7 +389,8 @@ def test_threads_are_limited(start):
         f"def f():\n    for _ in range(5000): {start}\n    sleep(9)"
     )
     verdict = run_tests(code, ["assert f() is None"] * 3)
-    assert (verdict.status, verdict.passed, verdict.detail) == ("crash", 0, "more than 64 threads")
+    assert (verdict.status, verdict.passed) in (("crash", 0), ("fail", 0))
+    assert "more than 64 threads" in verdict.detail or "can't start new thread" in verdict.detail  # which comes first
 
 
 def test_sleeping_threads_are_no_sign_of_a_busy_machine():

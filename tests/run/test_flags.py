@@ -18,6 +18,7 @@ import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
+import train_prime
 import train_reinforce
 import train_reward
 from rl import flags
@@ -33,6 +34,7 @@ TRAINING = {
     "reinforce": train_reinforce,
     "dpo": train_dpo,
     "distill": train_distill,
+    "prime": train_prime,
     "sft": sft,
     "reward": train_reward,
 }
@@ -48,7 +50,7 @@ MAY_CHANGE = set(
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
-    critic_offload max_num_gen_batches teacher_url teacher_timeout teacher_offload
+    critic_offload max_num_gen_batches teacher_url teacher_timeout teacher_offload prm_offload
     """.split()
 )
 
@@ -61,18 +63,19 @@ LIMITS = {
         ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps
     """,
     "positive": """
-        beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold loss_scale_factor
-        max_logprob_gap max_hours tau_pos tau_neg
+        beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
+        loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
     "positive and finite": "stall_timeout reward_timeout teacher_timeout",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile",
     "at least 0": """
-        lr critic_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
+        lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
         val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin
-        distillation_loss_coef reward_coef
+        distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef
     """,
-    "within 0 and 1": "reward_max_error_frac gamma lam beta2 jsd_beta min_p val_min_p",
+    "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
+    "accuracy_lower_bound accuracy_upper_bound",
     "at least 1, or -1 for all tokens": "top_k val_top_k distill_top_k",
     "above 1": "clip_ratio_c",
 }
@@ -283,7 +286,7 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     script = SCRIPTS[name]
     kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
     boxes = help_of(script.Args)
-    groups = [group for group in GROUPS[kind] if group != "correction" or name not in ("dpo", "distill")]
+    groups = [group for group in GROUPS[kind] if group != "correction" or name not in ("dpo", "distill", "prime")]
     assert list(boxes) == ["options", *(f"{group} options" for group in groups)]
     spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]
     assert len(spelled) == len(set(spelled)) and set(spelled) == fields(script)

@@ -17,13 +17,15 @@ from helpers_scripts import read_jsonl
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
+import sft
 import train_dapo
 import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
+import train_prime
 import train_reinforce
-from benchmarks import compare_trl, learning, learning_trl, models, step_time
+from benchmarks import compare_trl, learning, learning_trl, models, pretrained, pretrained_trl, step_time
 from benchmarks.tables import RESULTS
 from data import arithmetic
 from rl.data import stop_token_ids
@@ -180,7 +182,7 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 
 def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill
+    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill, train_prime
     scripts = {f"{x.__name__}.py": x for x in modules}
     parsed = {}
     for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
@@ -403,3 +405,69 @@ def test_a_family_is_taken_through_what_a_user_does(tmp_path):
     assert (found["family"], found["way"]) == ("minicpm3", models.WAYS[1]), (tmp_path / "log").read_text()[-2000:]
     assert found["logprob_gap"] < 1e-5 and found["export_loss_gap"] < 1e-5 and found["logprob_std"] > 0.1
     assert models.run_in_fork("mixtral", False, tmp_path / "log")["refused"].startswith("mixtral is a mixture")
+
+
+# --- benchmarks/pretrained.py ----------------------------------------------------------------------------------------
+
+
+def test_pretrained_gain_in_standard_errors_by_hand():
+    run = dict(name="grpo", steps=[0, 20], accuracy=[0.2, 0.5], responses=[0, 10_240], train_seconds=[0.0, 50.0])
+    # Of 100 problems: variances 0.2 * 0.8 / 100 = 0.0016 and 0.5 * 0.5 / 100 = 0.0025, so 0.3 / sqrt(0.0041) = 4.69.
+    assert pretrained.standard_error(0.2, 100) == pytest.approx(0.04)
+    [_, _, row] = pretrained.table([run], 100).splitlines()
+    assert row == "| `grpo` | 0.200 | 0.500 | 4.7 | 20 | 10,240 | 2.50 |"
+
+
+def test_pretrained_flags_are_those_of_their_scripts():
+    """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
+    scripts = {"train_grpo.py": train_grpo, "train_dapo.py": train_dapo, "train_ppo.py": train_ppo}
+    seen = set()
+    for task in pretrained.TASKS:
+        for job in pretrained.make_jobs(pretrained.Args(task=task), "model", pretrained.NAMES, (0,)):
+            script, *words = job.command.split()
+            if script in scripts:
+                args = tyro.cli(scripts[script].Args, args=words)
+                scripts[script].validate(args)
+                seen.add((script, args.train_batch_size * args.rollout_n))
+            else:
+                trl, others = tyro.cli(pretrained_trl.Args, args=words, return_unknown_args=True)
+                found = pretrained_trl.settings(trl)
+                assert found["max_steps"] == 4 * 200
+                assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 16 * 8
+                assert found["per_device_train_batch_size"] * found["steps_per_generation"] == 64 * 8
+                assert found["learning_rate"] == 1e-5 and others  # flags that TRL has no use for
+        tyro.cli(sft.Args, args=f"--model m --train-files x {pretrained.TASKS[task].sft}".split())
+    assert seen == {(script, 512) for script in scripts}
+
+
+def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
+    folder = tmp_path / "word_problems/grpo/seed_0"
+    folder.mkdir(parents=True)
+    lines = [{"step": 0, "val/accuracy": 0.25}]
+    lines += [
+        {"step": i, "critic/score/mean": i / 10, "timing_s/step": 2.0, "timing_s/testing": 0.5} for i in (1, 2, 3)
+    ]
+    lines.insert(3, {"step": 2, "val/accuracy": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "config.json").write_text('{"train_batch_size": 4, "rollout_n": 2}')
+    job = learning.Job("grpo", 0, "train_grpo.py", folder)
+    (folder / "result.json").write_text(json.dumps(learning.summarize(job, 9.0, "took longer than --timeout 9 s")))
+    (tmp_path / "word_problems/sft.json").write_text("[]")
+    args = pretrained.Args(task="word_problems", report_only=True, work_dir=tmp_path, results=tmp_path / "out")
+    [found] = pretrained.main(args)
+    assert found["steps"] == [0, 2] and found["responses"] == [0, 16] and found["train_seconds"] == [0.0, 3.0]
+    assert "| `grpo` | 0.250 | 0.500 |" in (tmp_path / "out/word_problems.md").read_text()
+    assert {x.name for x in (tmp_path / "out").iterdir()} == {
+        f"word_problems{x}" for x in (".json", ".md", ".png", "_training.png")
+    }
+
+
+def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
+    """Three jobs, two at a time, on GPUs 3 and 5: the first two see one each, the last the one that is free."""
+    program = tmp_path / "show.py"
+    show = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+    program.write_text(show)
+    jobs = [learning.Job("x", i, f"{program} {tmp_path}/gpu_{i}", tmp_path / str(i)) for i in range(3)]
+    learning.run_all(jobs, 2, 60, gpus=(3, 5))
+    seen = [(tmp_path / f"gpu_{i}").read_text() for i in range(3)]
+    assert seen[:2] == ["3", "5"] and seen[2] in ("3", "5")

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
-ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill"]
+ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
@@ -146,7 +146,7 @@ def test_every_formula_is_in_papers_and_every_name_there_exists():
     named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
     named = {(module, function) for module, function in named if (ROOT / "rl" / f"{module}.py").exists()}
     existing = {(path.stem, name) for path in (ROOT / "rl").glob("*.py") for name in public_functions(path)}
-    known = ("advantages", "losses", "correction", "preference", "distillation", "schedule", "critic")
+    known = "advantages losses correction preference distillation implicit_reward schedule critic".split()
     formulas = {(m, f) for m, f in existing if m in known}
     assert len(formulas) > 30
     assert named - existing == set()
@@ -191,7 +191,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     common |= dict(val_n=2, val_temperature=1.0)
     changes = {"train_grpo": both_kl, "train_ppo": both_kl, "train_dapo": {}, "train_dpo": {}}
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
-    changes["train_distill"] = dict(loss_mode="jsd", teacher_model=task.model)
+    changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}
@@ -237,6 +237,7 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
         ("Baselines", "train_reinforce"),
         ("Pairs", "train_dpo"),
         ("Teacher", "train_distill"),
+        ("Implicit", "train_prime"),
     ],
 )
 def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logged, title, script):

@@ -14,7 +14,7 @@ from launch import ROOT
 # First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
 MARKS = r"import (math)$|(ADVANTAGES|PAIRS|DISTANCES) = |@(dataclass)|def (\w+)\(|    for (step) in "
 MARKS += r"| +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "clips_of", "6"}  # each script's own
+OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "clips_of", "learn_rewards", "6"}  # each script's own
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (3, 4),
@@ -78,6 +78,19 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "5": (6, 4),
         "7": (14, 13),
         "8": (3, 1),
+        "9": (0, 0),
+        "close": (0, 0),
+    },
+    ("train_grpo", "train_prime"): {
+        "math": (7, 7),
+        "dataclass": (28, 17),
+        "validate": (9, 11),
+        "main": (10, 15),
+        "step": (6, 6),
+        "4": (1, 10),
+        "5": (6, 10),
+        "7": (19, 12),
+        "8": (8, 11),
         "9": (0, 0),
         "close": (0, 0),
     },

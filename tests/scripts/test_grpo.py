@@ -17,6 +17,7 @@ import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
+import train_prime
 import train_reinforce
 import train_reward
 from rl.engines import hf
@@ -220,6 +221,7 @@ RETURNING = {
     "train_reinforce": (train_reinforce, h.reinforce_settings, RL_EVALUATION),
     "train_dpo": (train_dpo, h.dpo_settings, RL_EVALUATION),
     "train_distill": (train_distill, h.distill_settings, RL_EVALUATION),
+    "train_prime": (train_prime, h.prime_settings, RL_EVALUATION),
     "sft": (sft, h.sft_settings, {"val/loss"}),
     "train_reward": (train_reward, h.reward_settings, {"val/loss", "val/accuracy"}),
 }

@@ -29,6 +29,7 @@ import train_distill
 import train_dpo
 import train_grpo
 import train_ppo
+import train_prime
 import train_reinforce
 import train_reward
 from rl import flags, models, sharding
@@ -44,6 +45,7 @@ SCRIPTS = {
     "train_reinforce": train_reinforce,
     "train_dpo": train_dpo,
     "train_distill": train_distill,
+    "train_prime": train_prime,
     "sft": sft,
     "train_reward": train_reward,
     "eval": evaluation,

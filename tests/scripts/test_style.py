@@ -17,7 +17,7 @@ from rl import correction, flags
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
-FORMULAS = ("advantages", "correction", "distillation", "losses", "preference", "schedule")
+FORMULAS = "advantages correction distillation implicit_reward losses preference schedule".split()
 FORMULAS = [ROOT / "rl" / f"{name}.py" for name in FORMULAS]
 FORMULA_NAMES = {*(path.stem for path in FORMULAS), "ADVANTAGES", "DISTANCES", "LOSSES", "PAIRS"}
 SCRIPT_NAMES = {path.stem for path in SCRIPTS}

@@ -1,0 +1,107 @@
+"""Prepare HumanEval (164 Python functions to complete, Chen et al. 2021), or a file of that form, for evaluation.
+
+    python data/human_eval.py --output-dir data/human_eval        # from the Hugging Face hub
+    python data/human_eval.py --source <HumanEval.jsonl>          # from disk, no network; .jsonl.gz too
+
+Writes test.parquet in verl's RL schema. A row's fields are task_id, prompt, entry_point, canonical_solution and test,
+which defines `check(candidate)`. Class-level sets fit too: prompt is then the skeleton of a class, entry_point its
+name, and test has unittest.TestCase classes; own_eq and in_place, if a row has them, go into the ground truth.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+
+INSTRUCTION = (
+    "Write it in Python, with the standard library only. Put the whole code into one block that starts with ```python "
+    "and ends with ```."
+)
+FIELDS = {"task_id", "prompt", "entry_point", "canonical_solution", "test"}
+
+
+@dataclasses.dataclass
+class Args:
+    source: str = "openai/openai_humaneval"
+    """jsonl file, or a data set on the Hugging Face hub"""
+    output_dir: Path = Path("data/human_eval")
+    """folder to write to"""
+
+
+def read_rows(source: str) -> list[dict[str, Any]]:
+    """All rows of a jsonl file, or of a data set on the hub.
+
+    Raises:
+        FileNotFoundError: neither a file nor of the form owner/name, or the hub's data set has no such files.
+    """
+    if Path(source).is_file():
+        data = Path(source).read_bytes()
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        return [json.loads(line) for line in data.splitlines() if line.strip()]
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        raise FileNotFoundError(
+            f"--source {source}: no such file; give one, or a data set id such as openai/openai_humaneval"
+        )
+    folder = Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="*/*.parquet"))
+    shards = sorted(folder.glob("*/test-*.parquet"))
+    if not shards:
+        raise FileNotFoundError(f"--source {source}: the data set has no */test-*.parquet")
+    return [
+        row for shard in shards for row in pq.ParquetFile(shard, page_checksum_verification=True).read().to_pylist()
+    ]
+
+
+def to_row(row: dict[str, Any], index: int) -> dict[str, Any]:
+    """One source row in verl's RL schema.
+
+    Raises:
+        ValueError: fields are missing, or the tests do not define what the reward needs.
+    """
+    if not FIELDS <= row.keys():
+        raise ValueError(f"row {index}: has {sorted(row)}, not {sorted(FIELDS)}; mend the source")
+    if not re.search(r"^def check\(|TestCase", row["test"], re.MULTILINE):
+        raise ValueError(
+            f"row {index}, {row['task_id']}: test has no check(candidate) and no TestCase; mend the source"
+        )
+    prompt = row["prompt"].strip("\n")
+    options = {name: True for name in ("own_eq", "in_place") if row.get(name)}
+    truth = {name: row[name] for name in ("test", "entry_point", "prompt")} | options
+    solution = row["canonical_solution"]
+    whole = re.search(rf"^(async def|def|class) {re.escape(row['entry_point'])}\b", solution, re.MULTILINE)
+    answer = (solution if whole else f"{row['prompt'].rstrip()}\n{solution}").strip("\n")
+    return {
+        "data_source": "openai/openai_humaneval",
+        "prompt": [{"role": "user", "content": f"Complete this code:\n\n```python\n{prompt}\n```\n\n{INSTRUCTION}"}],
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+        "extra_info": {
+            "split": "test",
+            "index": index,
+            "task_id": str(row["task_id"]),
+            "answer": f"```python\n{answer}\n```",
+        },
+    }
+
+
+def main(args: Args) -> int:
+    """Write test.parquet; returns the number of its rows."""
+    rows = [to_row(row, i) for i, row in enumerate(read_rows(args.source))]
+    if not rows:
+        raise ValueError(f"--source {args.source}: has no rows")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / "test.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
+    print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return len(rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

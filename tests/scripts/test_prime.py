@@ -1,0 +1,212 @@
+"""train_prime.py for real: whole steps computed again by the book, then ranks, prompts and mistakes."""
+
+import statistics
+from functools import partial
+
+import helpers_scripts as h
+import launch
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train_prime
+from rl import models
+from rl.engines import hf
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def prime(task, tmp_path):
+    return h.Runs(train_prime, partial(h.prime_settings, task), tmp_path)
+
+
+def plain_prime(task, args, rounds, score):
+    """PRIME by the book, one update of each model a mini-batch. Returns the weights of both, and reports."""
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+    policy, prm, reference = (
+        AutoModelForCausalLM.from_pretrained(path).double()
+        for path in (args.model, args.prm_model or args.model, args.prm_model or args.model)
+    )
+    optimizers = {
+        model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=args.weight_decay)
+        for model, lr in ((policy, args.lr), (prm, args.prm_lr))
+    }
+
+    def logp(model, x, temperature=1.0):
+        return h.logp_of(model, h.hidden_before(model, x["prompt"], x["ids"]), x["ids"], temperature)
+
+    def step_of(model, loss):
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+        return norm
+
+    def learn(minis):
+        found = []
+        for mini in minis:
+            loss = 0.0
+            for x in mini:
+                p = torch.sigmoid(args.prime_beta * (logp(prm, x) - x["ref"]).sum())
+                loss = loss - (p.log() if x["score"] else (1 - p).log()) / len(mini)
+            found.append((loss.item(), step_of(prm, loss)))
+        return found
+
+    reports = []
+    for one_round in rounds:
+        groups = []
+        for prompt, completions in one_round:
+            group = [{"prompt": prompt, "ids": c.token_ids} for c in completions]
+            for x in group:
+                x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(prompt)])
+            groups.append(group)
+
+        def is_informative(group):
+            known = [x["score"] for x in group if x["score"] is not None]
+            return bool(known) and args.accuracy_lower_bound <= statistics.mean(known) <= args.accuracy_upper_bound
+
+        informative = [group for group in groups if is_informative(group)]
+        kept = (informative + [g for g in groups if not is_informative(g)])[: args.train_batch_size]
+        kept = [[x for x in group if x["score"] is not None] for group in kept]
+        minis = [kept[i : i + args.ppo_mini_batch_size] for i in range(0, len(kept), args.ppo_mini_batch_size)]
+        minis = [[x for group in mini for x in group] for mini in minis]
+        for x in sum(minis, []):
+            with torch.no_grad():
+                x["ref"], x["old"] = logp(reference, x), logp(policy, x, args.temperature)
+        learned = learn(minis) if args.prime_update == "before" else None
+        for x in sum(minis, []):
+            with torch.no_grad():
+                q = logp(prm, x) - x["ref"]
+            x["r"], x["q"] = [args.prime_beta * y for y in q.tolist()[:-1]] + [0.0], q.sum().item()
+        if args.prime_norm == "batch_norm":
+            largest = max(abs(sum(x["r"][t:])) for x in sum(minis, []) for t in range(len(x["r"])))
+            for x in sum(minis, []):
+                x["r"] = [y / (largest + 1e-6) for y in x["r"]]
+        for group in kept:
+            n = len(group)
+            for x in group:
+                others = [y for y in group if y is not x]
+                means = {id(y): statistics.mean(y["r"]) for y in group}
+                if n > 1:
+                    process = [(n * y - sum(means.values())) / (n - 1) for y in x["r"]]
+                    outcome = x["score"] - statistics.mean(y["score"] for y in others)
+                else:
+                    process, outcome = x["r"], x["score"]
+                total = [args.reward_dpo_coef * y for y in process]
+                total[-1] += args.reward_gt_coef * outcome
+                x["returns"] = [sum(total[t:]) for t in range(len(total))]
+        every = [y for x in sum(minis, []) for y in x["returns"]]
+        mean, std = statistics.mean(every), (statistics.variance(every) + 1e-8) ** 0.5
+        norms, losses = [], []
+        for mini in minis:
+            count, loss = sum(len(x["ids"]) for x in mini), 0.0
+            for x in mini:
+                ratio = (logp(policy, x, args.temperature) - x["old"]).exp()
+                advantage = (torch.tensor(x["returns"], dtype=torch.float64) - mean) / std
+                bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+                loss = loss + h.surrogate(ratio, advantage, *bounds).sum() / count
+            losses.append(loss.item())
+            norms.append(step_of(policy, loss))
+        learned = learned or learn(minis)
+        reports.append(
+            {
+                "actor/pg_loss": statistics.mean(losses),
+                "actor/grad_norm": statistics.mean(norms),
+                "critic/advantages/max": (max(every) - mean) / std,
+                "reward_model/dpo_loss": statistics.mean(x for x, _ in learned),
+                "reward_model/grad_norm": statistics.mean(x for _, x in learned),
+                "reward_model/reward": statistics.mean(sum(x["r"]) for x in sum(minis, [])),
+                "reward_model/raw_reward": statistics.mean(x["q"] for x in sum(minis, [])),
+                "train/informative_prompts": len(informative),
+            }
+        )
+    return dict(policy.named_parameters()), dict(prm.named_parameters()), reports
+
+
+CASES = {
+    "before": dict(gen_batch_size=6, prm_offload=True),
+    "after": dict(prime_update="after", ppo_mini_batch_size=4, temperature=0.7),
+    "sometimes": dict(prime_norm="none", reward_dpo_coef=50.0, gen_batch_size=5, accuracy_upper_bound=0.6),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_what_plain_transformers_computes(
+    case, prime, task, tiny_model, tmp_path, sometimes, monkeypatch, in_double
+):
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
+    changes = dict(ppo_mini_batch_size=2, prm_model=tiny_model, prime_beta=0.3, grad_clip=0.5, entropy_coeff=0.0)
+    changes |= dict(total_training_steps=2, lr=1e-3, prm_lr=2e-3, ppo_max_token_len_per_gpu=120) | CASES[case]
+    if case == "sometimes":
+        changes["custom_reward_function"] = sometimes
+    prime(**changes)
+    args = train_prime.Args(**h.prime_settings(task, tmp_path, **changes))
+    score = h.parity_sometimes if case == "sometimes" else h.parity
+    weights, of_prm, reports = plain_prime(task, args, rounds, score)
+    for line, report in zip(prime.lines(1), reports, strict=True):
+        assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=2e-5)  # float32 log-probs
+    assert abs(reports[1]["reward_model/raw_reward"]) > 1e-3
+    assert h.distance(prime.weights(1, 2), weights) < 2e-4 < 1e-3 < h.distance(prime.weights(1, 2), h.original(task))
+    assert h.distance(prime.weights(1, 2, "huggingface_prm"), of_prm) < 2e-4
+
+
+def test_two_ranks_learn_what_one_does(prime, task, tmp_path, monkeypatch, in_double):
+    """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
+    changes = dict(train_batch_size=1, ppo_mini_batch_size=1, lr=1e-4, prm_lr=1e-4, ppo_max_token_len_per_gpu=44)
+    settings = h.prime_settings(task, tmp_path / "two", **changes)
+    entry = {"script": "train_prime", "settings": settings, "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
+    prime(**changes)
+    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
+    for line, expected in zip(lines, h.timeless(prime.lines(1)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for folder in ("huggingface", "huggingface_prm"):
+        assert h.distance(h.weights(tmp_path / "two" / "global_step_2", folder), prime.weights(1, 2, folder)) < 1e-6
+    assert h.distance(prime.weights(1, 2, "huggingface_prm"), h.original(task)) > 1e-5
+
+
+def test_prompts_with_a_cut_response_come_last(prime):
+    """All but a few responses are cut at one token: with the filter the prompts without such a one are taken first."""
+    settings = dict(max_response_length=2, gen_batch_size=16, total_training_steps=1, rollout_n=2, train_batch_size=2)
+    settings |= dict(ppo_mini_batch_size=2, accuracy_lower_bound=0.0, accuracy_upper_bound=1.0)
+    prime(**settings)
+    prime(**settings, filter_truncate=True)
+    tokens = [line["perf/total_num_tokens"] for run in (1, 2) for line in prime.lines(run)]
+    assert prime.lines(1)[0]["response_length/clip_ratio"] > 0.5
+    assert tokens[1] < tokens[0]
+
+
+MISTAKES = {
+    "one response": (dict(rollout_n=1), ["--rollout-n 1", "at least 2"]),
+    "few prompts": (dict(gen_batch_size=3), ["--gen-batch-size 3", "--train-batch-size 4", "raise it"]),
+    "many prompts": (dict(gen_batch_size=65), ["65", "the 64 rows"]),
+    "bounds": (
+        dict(accuracy_lower_bound=0.9),
+        ["--accuracy-lower-bound 0.9", "--accuracy-upper-bound 0.8", "lower it"],
+    ),
+    "bound": (dict(accuracy_upper_bound=1.1), ["--accuracy-upper-bound 1.1", "within 0 and 1"]),
+    "beta": (dict(prime_beta=0.0), ["--prime-beta 0.0", "positive"]),
+    "weight": (dict(reward_dpo_coef=-1.0), ["--reward-dpo-coef -1.0", "at least 0"]),
+    "no reward model": (dict(prm_model="/nowhere"), ["--prm-model /nowhere", "no tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_prime_refuses(case, prime, monkeypatch):
+    """Before a model is loaded, and naming the flag, the value and the fix."""
+    monkeypatch.setattr(models, "load_pretrained", None)
+    changes, words = MISTAKES[case]
+    with pytest.raises(ValueError) as error:
+        prime(**changes)
+    for word in words:
+        assert word in str(error.value), f"{word!r} is not in {error.value}"
+    assert not prime.dir(1).exists()
