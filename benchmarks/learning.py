@@ -105,8 +105,8 @@ RUNS = {
         "grpo_batch": "train_grpo.py --adv-estimator grpo_batch",
         "grpo_passk": "train_grpo.py --adv-estimator grpo_passk",
         "max_rl": "train_grpo.py --adv-estimator max_rl",
-        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k length_penalty --gdpo-reward-weights 1 0.5 "
-        "--custom-reward-function rewards/gsm8k.py rewards/length_penalty.py:overlong:0.5",
+        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k length_penalty "
+        "--gdpo-reward-weights 1 0.5 --custom-reward-function rewards/gsm8k.py rewards/length_penalty.py:overlong:0.5",
         "top_entropy": "train_grpo.py --top-entropy-quantile 0.2",
         "unbiased_kl": f"train_grpo.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased --kl-loss-coef 0.01",
     },
