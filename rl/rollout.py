@@ -228,16 +228,7 @@ def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
 
 
 def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
-    """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component.
-
-    Raises ValueError if no response has one of the names.
-    """
-    known = {name for r in responses for name in r.score.components}
-    if missing := sorted(set(names) - known):
-        raise ValueError(
-            f"--gdpo-reward-keys {' '.join(missing)}: no response has such a component; they have "
-            f"{', '.join(sorted(known)) or 'none'}. A reward function's dict has them, or give several functions"
-        )
+    """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component."""
     scored = [r.score.components if r.score.value is not None else {} for r in responses]
     return torch.tensor([[parts.get(name, math.nan) for parts in scored] for name in names]).view(
         len(names), len(responses)

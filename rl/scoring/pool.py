@@ -112,6 +112,7 @@ class Scorer:
         self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
         self.reward_model: RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
+        self.components: set[str] = set()  # names of parts of the scores that `check` saw
         self.broken: Exception | None = None  # why a thread gave up: a process could not be started, or our own bug
         self.news = threading.Condition()
         started: queue.SimpleQueue = queue.SimpleQueue()
@@ -202,6 +203,7 @@ class Scorer:
             if no_ground_truth(row):
                 blank.setdefault(row["data_source"], row)
         scores = self._try([(row, [_reference(row), ""]) for row in first.values()])
+        self.components = {name for score in scores for name in score.components}
         for source, score in zip([s for s in first for _ in range(2)], scores, strict=True):
             if score.status in ("error", "timeout"):
                 raise ValueError(
@@ -310,6 +312,14 @@ def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[di
         extra_info={"max_response_length": args.max_response_length},
     )
     scorer.report = scorer.check(rows)
+    known = scorer.components | ({"reward_model"} if learned else set())
+    if missing := sorted(set(vars(args).get("gdpo_reward_keys", ())) - known):
+        scorer.close()
+        known = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"--gdpo-reward-keys {' '.join(missing)}: scores of the first rows have {known}; "
+            "a reward function's dict has components, or give several functions"
+        )
     return scorer
 
 

@@ -20,7 +20,7 @@ from helpers_data import scored
 from rl import advantages, metrics
 from rl.batching import make_batch
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.rollout import lengths_of, scores_of, share, state_of_groups
+from rl.rollout import lengths_of, parts_of, scores_of, share, state_of_groups
 from rl.types import Response, Sample, Score
 
 PAD, N = 3, 3  # pad id, responses to a prompt
@@ -96,6 +96,7 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     batch, updates = make_batch(chosen, scores.isfinite(), **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}
+    found["parts"] = parts_of(chosen, ["acc", "style"])
     found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
     mean, var = found["moments"] = ranks.moments(logp, mask)
     found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)

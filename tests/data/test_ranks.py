@@ -210,6 +210,11 @@ def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
     for rank in ranks:
         found = rank["cuts"][name]
         assert found["all_rows"].tolist() == mask.sum(1).tolist()
+        acc, style = found["parts"].tolist()
+        scores = found["scores"].tolist()  # k / 8 of response k
+        assert all(math.isnan(x) for x in style) and len(style) == len(scores)
+        assert [math.isnan(x) or x == round(8 * s) % 2 for x, s in zip(acc, scores, strict=True)] == [True] * len(acc)
+        assert [math.isnan(x) for x in acc] == [math.isnan(s) for s in scores]
         assert found["moments"] == pytest.approx((mean, var), rel=1e-12, abs=1e-15)
         ranked = sorted(tokens, reverse=True)
         kth = [ranked[min(k, len(ranked)) - 1] for k in (1, 2, 7, 10**6)]
