@@ -98,7 +98,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "math": (3, 2),
         "dataclass": (10, 11),
         "encode": (10, 16),
-        "main": (10, 15),
+        "main": (10, 13),
         "step": (17, 25),
         "4": (3, 4),
         "close": (0, 0),
