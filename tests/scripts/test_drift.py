@@ -85,7 +85,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "math": (7, 7),
         "dataclass": (28, 17),
         "validate": (9, 11),
-        "main": (10, 15),
+        "main": (10, 16),
         "step": (6, 6),
         "4": (1, 10),
         "5": (6, 10),
