@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from rl import flags, losses, metrics, models, schedule, sharding
+from rl import flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import collate, plan_updates
 from rl.console import progress, say
 from rl.data import check_trainable, encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
@@ -28,7 +28,7 @@ from rl.types import Sample, select
 
 
 @dataclass(frozen=True)
-class Args(flags.Supervised):  # which has the flags that decide where, how often and how fast
+class Args(flags.Supervised, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "sft"  # run in the trackers, and part of the folder
     # parquet or jsonl with `prompt` (text or messages) and `response`, or with `messages`
     train_files: tuple[str, ...] = ("data/sft.parquet",)
@@ -43,7 +43,7 @@ class Args(flags.Supervised):  # which has the flags that decide where, how ofte
     seed: int = 0  # decides the order of the data, together with the step
 
     # --- optimizer
-    lr: NotNegative = 1e-5  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-5  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's second-moment decay
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"  # shape of the learning rate after warm-up

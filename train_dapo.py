@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -47,7 +47,7 @@ from rl.types import select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "dapo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -107,7 +107,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     rollout_is: Literal["none", "token", "sequence"] = "token"
 
     # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 10  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
     weight_decay: NotNegative = 0.1  # AdamW's decoupled weight decay

@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, distillation, engines, flags, losses, metrics, models, schedule, sharding
+from rl import advantages, distillation, engines, flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -48,7 +48,7 @@ DISTANCES = {  # (student, teacher) log-probs (R, K), beta -> distance (R,); Non
 
 
 @dataclass(frozen=True)
-class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "distill"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -107,7 +107,7 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
 
     # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay

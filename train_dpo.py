@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from rl import engines, flags, metrics, models, preference, schedule, sharding
+from rl import engines, flags, lora, metrics, models, preference, schedule, sharding
 from rl.batching import make_batch
 from rl.data import add_given, load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -53,7 +53,7 @@ LOSSES = {  # (log-ratios (N, 2), lengths (N, 2), KLs (2,), beta) -> loss (N,)
 
 
 @dataclass(frozen=True)
-class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "dpo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -101,7 +101,7 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     ppo_epochs: AtLeast1 = 1  # passes over a step's pairs
 
     # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
@@ -141,7 +141,7 @@ def main(args: Args) -> dict[str, float]:
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
     engine = engines.make(args, ranks)
-    reference = models.load_policy(args, ranks, frozen=True)
+    reference = models.load_reference(args, ranks, policy)
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # part of checkpoints, if it changes

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.critic import check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
 from rl.data import load_prompts, prompts_for_step, sampling_of
@@ -37,7 +37,7 @@ from rl.types import select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "ppo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -109,7 +109,7 @@ class Args(flags.RL, correction.Correction):  # which have the flags that script
     kl_horizon: AtLeast1 = 10_000  # responses over which it corrects a relative error of one
 
     # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
@@ -141,7 +141,7 @@ def main(args: Args) -> dict[str, float]:
     policy = models.load_policy(args, ranks, value_head=args.share_backbone)
     engine = engines.make(args, ranks)
     critic = policy if args.share_backbone else load_critic(args, ranks)
-    reference = models.load_policy(args, ranks, frozen=True) if args.use_kl_loss or args.use_kl_in_reward else None
+    reference = models.load_reference(args, ranks, policy) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, adamw(policy.parameters()))}

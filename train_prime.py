@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, engines, flags, implicit_reward, losses, metrics, models, schedule, sharding
+from rl import advantages, engines, flags, implicit_reward, lora, losses, metrics, models, schedule, sharding
 from rl.batching import Update, make_batch
 from rl.data import check_same_tokenizer, check_trainable, load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -38,7 +38,7 @@ from rl.types import Batch, select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL):  # which has the flags that decide where, how often and how fast
+class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "prime"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -94,7 +94,7 @@ class Args(flags.RL):  # which has the flags that decide where, how often and ho
     entropy_coeff: float = 0.001  # weight of an entropy bonus; 0 computes the entropy for the log only
 
     # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     prm_lr: NotNegative = 1e-6  # that of the reward model
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
@@ -168,7 +168,8 @@ def main(args: Args) -> dict[str, float]:
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
     engine = engines.make(args, ranks)
-    prm, reference = (models.load_policy(replace(args, model=prm_path), ranks, frozen=x) for x in (False, True))
+    prm = models.load_policy(replace(args, model=prm_path), ranks)
+    reference = models.load_reference(replace(args, model=prm_path), ranks, prm)
     scorer.add_reward_model(args, ranks)
     adamw = partial(torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay, fused=True)
     optimizer, prm_optimizer = adamw(policy.parameters()), adamw(prm.parameters())

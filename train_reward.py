@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from rl import flags, losses, metrics, models, reward_model, schedule, sharding
+from rl import flags, lora, losses, metrics, reward_model, schedule, sharding
 from rl.batching import collate, plan_updates
 from rl.console import progress, say
 from rl.data import check_trainable, encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
@@ -27,7 +27,7 @@ from rl.types import Sample, select
 
 
 @dataclass(frozen=True)
-class Args(flags.Supervised):  # which has the flags that decide where, how often and how fast
+class Args(flags.Supervised, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "reward"  # run in the trackers, and part of the folder
     # parquet or jsonl with `prompt` (text or messages), `chosen` and `rejected` (text)
     train_files: tuple[str, ...] = ("data/preferences/train.parquet",)
@@ -43,7 +43,7 @@ class Args(flags.Supervised):  # which has the flags that decide where, how ofte
     seed: int = 0  # decides the order of the data, together with the step, and the weights of a new head
 
     # --- optimizer
-    lr: NotNegative = 1e-5  # AdamW's learning rate after warm-up
+    lr: NotNegative = 1e-5  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's second-moment decay
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"  # shape of the learning rate after warm-up
@@ -90,9 +90,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     head = partial(reward_model.random_head, seed=args.seed)
-    model = models.shard_as(
-        args, reward_model.load_reward_model(args.model, ranks, flag="--model", new_head=head), ranks
-    )
+    model = reward_model.load_trained(args, args.model, ranks, flag="--model", new_head=head)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )

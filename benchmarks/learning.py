@@ -159,6 +159,9 @@ RUNS = {
         "distill_jsd": f"{DISTILL} --loss-mode jsd",
         "distill_and_reward": "train_distill.py --teacher-model TEACHER --reward-coef 1 --distillation-loss-coef 0.1",
     },
+    "LoRA at ten times the learning rate, one update a step": {
+        f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-3" for rank in (1, 8, 32)
+    },
 }
 NAMES = [name for runs in RUNS.values() for name in runs]
 

@@ -17,6 +17,8 @@ SHAPES = {  # hidden, layers, heads, kv heads, intermediate, tied
     "0.5B": (896, 24, 14, 2, 4864, True),
     "1.5B": (1536, 28, 12, 2, 8960, True),
     "7B": (3584, 28, 28, 4, 18944, False),
+    "14B": (5120, 48, 40, 8, 13824, False),
+    "32B": (5120, 64, 40, 8, 27648, False),
 }
 
 
@@ -26,7 +28,7 @@ class Args:
     """Folder or Hugging Face id of a Qwen2 tokenizer."""
     out: Path
     """Folder to write."""
-    shape: Literal["0.5B", "1.5B", "7B"] = "1.5B"
+    shape: Literal["0.5B", "1.5B", "7B", "14B", "32B"] = "1.5B"
     """Which Qwen2.5."""
     seed: int = 0
     """Seed of the weights."""

@@ -199,6 +199,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
 
     ranks = init_ranks()
     loading = dict(model=export, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
+    loading |= dict(param_offload=False)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = models.load_policy(SimpleNamespace(**loading), ranks)

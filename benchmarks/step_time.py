@@ -49,7 +49,7 @@ TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
 
 @dataclass(frozen=True)
 class Args:
-    shape: Literal["tiny", "0.5B", "1.5B", "7B"] = "1.5B"
+    shape: Literal["tiny", "0.5B", "1.5B", "7B", "14B", "32B"] = "1.5B"
     """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
     tokenizer: str | None = None
     """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
@@ -228,6 +228,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         free_cache_engine=args.free_cache_engine,
         seed=args.seed,
         load_weights=True,
+        quantization=args.rollout_quantization,
     )
     if isinstance(engine.core, vllm_scheduler.Shortcuts):
         vllm_scheduler.drop_shortcuts(engine.core.scheduler)

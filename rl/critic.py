@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.batching import Update
 from rl.data import check_same_tokenizer, check_trainable
 from rl.logprobs import over_micro_batches, response_logprobs, run_on_responses
-from rl.models import shard_as
+from rl.models import check_lora
 from rl.ranks import Ranks
-from rl.reward_model import check_reward_model, load_reward_model
+from rl.reward_model import check_reward_model, load_trained
 from rl.types import Batch, Sampling
 
 
 def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if --critic-model cannot be the critic: its head gives more than one number, it has no
-    tokenizer, too few positions, or reads tokens otherwise.
+    tokenizer, too few positions, no layers for the adapters of --lora-rank, or reads tokens otherwise.
 
     `tokenizer` is the policy's: the critic gets its token ids, so both must give a token the same id.
     """
@@ -31,6 +31,7 @@ def check_critic(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         return
     check_same_tokenizer(tokenizer, path, flag="--critic-model", model=args.model)
     check_reward_model(path, flag="--critic-model", new_head=True)
+    check_lora(args, path, AutoModelForSequenceClassification, flag="--critic-model")
     check_trainable(path, args.max_prompt_length + args.max_response_length, flag="--critic-model")
 
 
@@ -38,15 +39,9 @@ def load_critic(args: Any, ranks: Ranks) -> nn.Module:
     """The critic of --critic-model, by default of --model, sharded as the memory flags say, to be trained.
 
     A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own. All
-    ranks must enter. Raises: ValueError as `reward_model.load_reward_model`.
+    ranks must enter. Raises: ValueError as `reward_model.load_trained`.
     """
-    path = args.critic_model or args.model
-    return shard_as(
-        args,
-        load_reward_model(path, ranks, flag="--critic-model", new_head=nn.init.zeros_),
-        ranks,
-        flag="--critic-model",
-    )
+    return load_trained(args, args.critic_model or args.model, ranks, flag="--critic-model", new_head=nn.init.zeros_)
 
 
 def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:

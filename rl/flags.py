@@ -8,7 +8,7 @@ A script's Args inherits them and adds its own, each with its limit in its type:
         my_bound: Free[AtLeast1] = 10   # does not: a resumed run may change it, as all flags of this file
 
 A script may give an inherited flag another default. `check` looks at the limits, and `parse` reads the command line.
-Flags that a script inherits from other files, such as rl/correction.py, decide what is learned as its own do.
+Flags that a script inherits from other files, such as rl/lora.py, decide what is learned as its own do.
 """
 
 import dataclasses
@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
+import torch
 import tyro
 
 from rl.console import outlive_output
 from rl.ranks import die_with_launcher
 
 T = TypeVar("T")
+# Other defaults of flags in a run whose engine rounds more than the trainer.
+QUANTIZED = {"rollout_is": "token", "max_logprob_gap": 0.2}
 Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
 
@@ -87,6 +90,10 @@ class Memory:
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
     fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
     compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
+    # keep AdamW's moments in host memory, and bring them to the GPU for each of its steps
+    optimizer_offload: bool = False
+    # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
+    param_offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,9 @@ class Rollouts(Engine):
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
     # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.06)
     max_logprob_gap: Positive | None = None
+    # weights of vLLM in eight bits, which makes --rollout-is token and --max-logprob-gap 0.2 the defaults; a GPU that
+    # computes with them, such as an H100
+    rollout_quantization: Literal["none", "fp8"] = "none"
 
 
 @dataclass(frozen=True)
@@ -180,14 +190,18 @@ def parse(cls: type[T], description: str | None) -> T:
     """The Args of a script from its command line. Under torchrun, this process dies with it from here on.
 
     What a script that saves leaves behind is its folder, so a closed or full stdout does not change its exit code.
-    --help shows the script's own flags first, then those of this file in groups.
+    --help shows the script's own flags first, then the others in groups.
     """
     die_with_launcher()
     if {"-h", "--help"} & set(sys.argv[1:]):
         _show_help(cls, description)
     if issubclass(cls, Checkpoints):
         outlive_output()
-    return tyro.cli(cls, description=description)
+    args = tyro.cli(cls, description=description)
+    if getattr(args, "rollout_quantization", "none") != "none":  # read the same again, with these defaults
+        other = {name: value for name, value in QUANTIZED.items() if getattr(cls, name) in (None, "none")}
+        args = tyro.cli(cls, description=description, default=dataclasses.replace(cls(), **other))
+    return args
 
 
 def _show_help(cls: type, description: str | None) -> None:
@@ -245,10 +259,21 @@ def check(args: Any) -> None:
 
 
 def _check_rl(args: Any) -> None:
+    if args.rollout_quantization != "none":
+        flag = f"--rollout-quantization {args.rollout_quantization}"
+        if args.engine != "vllm":
+            raise ValueError(f"{flag} needs --engine vllm; --engine {args.engine} has no quantization")
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+            raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
     if (args.ppo_mini_batch_size or 0) > args.train_batch_size:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
+        )
+    if vars(args).get("ref_update_steps") and vars(args).get("lora_rank"):
+        raise ValueError(
+            f"--ref-update-steps {args.ref_update_steps}: with --lora-rank {args.lora_rank} the reference is the "
+            "policy without its adapters, which stays as it is; leave one of them out"
         )
     if args.val_n > 1 and args.val_temperature == 0:
         raise ValueError(f"--val-n {args.val_n} repeats one greedy response; add a positive --val-temperature")

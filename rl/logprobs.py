@@ -43,7 +43,9 @@ class Packed:
 
     forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
-    is_whole: bool  # whether every rank has all of the model, see `sharding.last_micro_batch`
+    device: torch.device  # where it computes
+    on_host: bool  # whether its weights live in host memory all the same
+    is_whole: bool  # whether every rank has all of the model on its device, see `sharding.last_micro_batch`
     attention: str  # name of the attention function for packed sequences
     is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
@@ -100,9 +102,9 @@ def over_micro_batches(
 ) -> torch.Tensor:
     """What `per_token`, from (b, T') to (b, T'), gives for each of this rank's micro-batches, without gradients.
 
-    Micro-batches go to the device of the model. Returns: (B, T) of the type of batch.rollout_logp, on the host.
+    Micro-batches go to where the model computes. Returns: (B, T) of the type of batch.rollout_logp, on the host.
     """
-    device, result = next(model.parameters()).device, torch.zeros_like(batch.rollout_logp)
+    device, result = model.packed.device, torch.zeros_like(batch.rollout_logp)
     for rows in (rows for update in updates for rows in update.micro_batches):
         part = per_token(select(batch, rows, device))
         if rows:
@@ -203,15 +205,22 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Te
 
 
 def add_packed_forward(
-    model: nn.Module, *, compile: bool = False, keep_logits: bool = False, is_whole: bool = True
+    model: nn.Module,
+    *,
+    device: torch.device | None = None,
+    on_host: bool = False,
+    compile: bool = False,
+    keep_logits: bool = False,
+    is_whole: bool = True,
 ) -> nn.Module:
     """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
 
     `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
 
-    Args: compile, whether the LM head runs compiled; keep_logits, whether the backward pass finds the logits (2 V bytes
-    a token in bfloat16) or computes them again; is_whole, whether every rank has all of the model. Whether the numbers
-    are those of the model's own forward is for `models.choose_forward` to find out.
+    Args: device, where it computes, by default where it is; on_host, see `Packed`; compile, whether the LM head runs
+    compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
+    again; is_whole, see `Packed`. Whether the numbers are those of the model's own forward is for
+    `models.choose_forward` to find out.
     """
     attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
@@ -220,6 +229,8 @@ def add_packed_forward(
     model.packed = Packed(
         forward=model.packed,
         head_chunk=chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False),
+        device=device or next(model.parameters()).device,
+        on_host=on_host,
         is_whole=is_whole,
         attention=attention,
     )

@@ -6,6 +6,7 @@ Every model is tested when it is loaded: do packed sequences give what its own f
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from rl import lora
 from rl.attention import choose_attention, use_attention
 from rl.console import say
 from rl.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
@@ -35,26 +37,64 @@ def load_policy(args: Any, ranks: Ranks, *, frozen: bool = False, value_head: bo
     """The model of --model, sharded over the ranks as the memory flags say: the one that is trained, or a reference.
 
     A policy that is trained has master weights in float32. A frozen one has them in the compute precision, and never
-    gets gradients. value_head: give it a second head for values, see `add_value_head`. All ranks must enter. Raises
-    ValueError if the files of the model lack weights, or as `choose_forward`.
+    gets gradients. With --lora-rank the policy has frozen weights and adapters in float32: see rl/lora.py. value_head:
+    give it a second head for values, see `add_value_head`. All ranks must enter. Raises ValueError if the files of the
+    model lack weights, or as `lora.layers_of` before they are read, or as `choose_forward`.
     """
-    model = load_causal_lm(args.model, ranks, dtype=ranks.dtype if frozen else torch.float32)
+    adapt = not frozen and check_lora(args, args.model, AutoModelForCausalLM)
+    model = load_causal_lm(args.model, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32)
+    if adapt:
+        add_lora(model, args, ranks, path=args.model)
     if value_head:
         add_value_head(model)
-    return shard_as(args, model.requires_grad_(not frozen), ranks)
+    if frozen:
+        model.requires_grad_(False)
+    return shard_as(args, model, ranks)
+
+
+def load_reference(args: Any, ranks: Ranks, policy: nn.Module) -> nn.Module | lora.Base:
+    """The policy before training, for KL terms: a second, frozen model, or with LoRA the policy without its adapters.
+
+    All ranks must enter, before training. Raises ValueError as `load_policy`.
+    """
+    return lora.Base(policy) if lora.wanted(args) else load_policy(args, ranks, frozen=True)
+
+
+def check_lora(args: Any, path: str, auto_class: Any, *, flag: str = "--model") -> bool:
+    """Whether a script's Args ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not
+    have the layers for them: its files are not read for that.
+    """
+    if not lora.wanted(args):
+        return False
+    with torch.device("meta"):
+        model = auto_class.from_config(AutoConfig.from_pretrained(path))
+    lora.layers_of(model, args.target_modules, flag=f"{flag} {path}")
+    return True
+
+
+def add_lora(model: nn.Module, args: Any, ranks: Ranks, *, path: str) -> None:
+    """`lora.add` to a model that `load_pretrained` has just read from `path`; rank 0 takes the hash of its weights."""
+    base_sha256 = lora.hash_of(model) if ranks.is_main else ""
+    lora.add(model, args, path=path, seed=args.seed)
+    model.lora = replace(model.lora, base_sha256=base_sha256)
 
 
 def shard_as(args: Any, model: nn.Module, ranks: Ranks, *, flag: str = "--model") -> nn.Module:
-    """`sharding.shard` a model as the memory flags say, and `choose_forward` for it; `flag` has named it."""
+    """`sharding.shard` a model as the memory flags say, and `choose_forward` for it; `flag` has named it.
+
+    Raises ValueError as that, or as `lora.watched` if adapters would have no effect.
+    """
     model = shard(
         model,
         ranks,
         activation_checkpointing=args.activation_checkpointing,
         compile=args.compile and ranks.device.type == "cuda",
         fsdp_size=args.fsdp_size,
+        param_offload=args.param_offload,
     )
     longest = args.max_length if hasattr(args, "max_length") else args.max_prompt_length + args.max_response_length
-    choose_forward(model, ranks, longest=longest, flag=flag)
+    with lora.watched(model, flag=flag):
+        choose_forward(model, ranks, longest=longest, flag=flag)
     return model
 
 
@@ -64,7 +104,8 @@ def add_value_head(policy: nn.Module) -> None:
     `shard` makes it part of the root unit, and `exported` leaves it out of what engines and files get.
     """
     lm_head = policy.get_output_embeddings()
-    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=lm_head.weight.dtype)
+    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)  # frozen weights may have less
+    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=dtype)
     nn.init.zeros_(policy.value_head.weight)
 
 
@@ -73,10 +114,11 @@ def exported(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
 
-    The push to the engine and the files of a checkpoint both go through here, so that they cannot differ. A value head
+    The push to the engine and the files of a checkpoint both go through here, so that they cannot differ. Adapters are
+    added to the weights that they belong to, which makes them float32 for the moment, see `lora.merged`; a value head
     is left out. Names are those of the files that the model's authors publish, where transformers has changed them.
     """
-    for name, x in named_tensors:
+    for name, x in lora.merged(model, named_tensors):
         if not name.startswith(f"{VALUE_HEAD}."):
             yield from revert_weight_conversion(model, {name: x}).items()
 

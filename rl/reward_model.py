@@ -9,6 +9,7 @@ id that is not the padding's, and would stop before the end of such a sequence.)
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from rl.batching import Update, collate, plan_micro_batches
 from rl.console import say
 from rl.data import check_context, encode_conversation, load_tokenizer
 from rl.logprobs import run_packed
-from rl.models import check_whole, load_pretrained
+from rl.models import add_lora, check_lora, check_whole, load_pretrained, shard_as
 from rl.ranks import Ranks
 from rl.sharding import offload, onload
 from rl.types import Batch, Sample, Score, select
@@ -83,6 +84,23 @@ def load_reward_model(
     else:
         check_whole(path, missing, flag=flag)
     return model
+
+
+def load_trained(
+    args: Any, path: str, ranks: Ranks, *, flag: str, new_head: Callable[[torch.Tensor], object]
+) -> nn.Module:
+    """`load_reward_model` to be trained, sharded as the memory flags say: all of it, or with --lora-rank adapters and
+    the head.
+
+    All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `models.choose_forward`.
+    """
+    adapt = check_lora(args, path, AutoModelForSequenceClassification, flag=flag)
+    dtype = ranks.dtype if adapt else torch.float32
+    model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head)
+    if adapt:
+        add_lora(model, args, ranks, path=path)
+        model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
+    return shard_as(args, model, ranks, flag=flag)
 
 
 def random_head(weight: torch.Tensor, *, seed: int) -> None:

@@ -12,12 +12,13 @@ import torch._inductor
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rl.logprobs import add_packed_forward
+from rl.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
 
 GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
@@ -43,6 +44,7 @@ def shard(
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     compile: bool = False,
     fsdp_size: int | None = None,
+    param_offload: bool = False,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
@@ -54,13 +56,17 @@ def shard(
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
     decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
     Every rank ends up with rank 0's values, buffers included. The model is left in evaluation mode, which stops no
-    gradient.
+    gradient. Weights that are frozen while others learn, as beside LoRA's adapters, are not sharded where a shard would
+    be the whole: FSDP2 would hold a second copy of them.
 
     activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
     but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
-    each layer, and the LM head of `token_logprobs`, once for all lengths.
+    each layer, and the LM head of `token_logprobs`, once for all lengths. param_offload: parameters live in host
+    memory, pinned for a GPU, and a unit of them comes to the device for its pass; gradients go to the host as well, so
+    an optimizer steps there.
     """
-    master = next(model.parameters()).dtype
+    learning = [x for x in model.parameters() if x.requires_grad]
+    master = (learning or list(model.parameters()))[0].dtype
     compute = ranks.dtype if master == torch.float32 else master
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     check_size(fsdp_size, ranks)
@@ -70,6 +76,11 @@ def shard(
     for group in mesh.get_all_groups():
         wait_without_end(group)
     units = _outermost(model, model._no_split_modules or ())
+    is_whole = size == 1 and not param_offload
+    plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
+    home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if param_offload else OffloadPolicy()
+    options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
+    there: set[torch.Tensor] = set()
     for unit in units:
         if activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -79,20 +90,22 @@ def shard(
         if compile:
             unit.forward = _compile_for_all_lengths(unit.forward)
     for module in [*units, model]:
-        module.to(ranks.device)
-        if ranks.size > 1:
-            for tensor in itertools.chain(module.parameters(), module.buffers()):
-                if not isinstance(tensor, DTensor):
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if not isinstance(tensor, DTensor) and tensor not in there:
+                tensor.data = tensor.data.to(ranks.device)
+                if ranks.size > 1:
                     dist.broadcast(tensor.data, src=0, group=ranks.group)
+                there.add(tensor)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
-        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=None if size > 1 else False)
+        fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.eval()  # no dropout or noise of any kind: log-probs are a function of weights and tokens
     keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
-    return add_packed_forward(model, compile=compile, keep_logits=keep_logits, is_whole=size == 1)
+    options = dict(compile=compile, keep_logits=keep_logits, is_whole=is_whole)
+    return add_packed_forward(model, device=ranks.device, on_host=param_offload, **options)
 
 
 def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
@@ -129,7 +142,8 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
 
-    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass.
+    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass. Neither does anything to a model
+    that `shard` has left on the host.
     """
     _move(model, optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
@@ -142,6 +156,8 @@ def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimi
 
 
 def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    if model.packed.on_host:
+        return
     model.to(device)
     for state in optimizer.state.values() if optimizer else ():
         for name, x in state.items():
@@ -156,28 +172,84 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         (y.to_local() if isinstance(y, DTensor) else y).copy_(x.to_local() if isinstance(x, DTensor) else x)
 
 
-def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) for all parameters, tied ones once, cast to `dtype` before gathering.
+def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU, and on the device only
+    while it steps. That changes no bit of them.
+    """
+    homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 
-    All ranks must iterate. Many are gathered by one call, since for each alone Python would take half a millisecond.
+    def moments() -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+        return {
+            (parameter, kind): x.to_local() if isinstance(x, DTensor) else x
+            for parameter, state in optimizer.state.items()
+            for kind, x in state.items()
+            if kind != "step"  # a number
+        }
+
+    def put(moved: dict[tuple[torch.Tensor, str], torch.Tensor]) -> None:
+        for (parameter, kind), own in moved.items():
+            x = optimizer.state[parameter][kind]
+            # Not DTensor.from_local, which would bring what is on the host to the device.
+            optimizer.state[parameter][kind] = (
+                DTensor(own, x._spec, requires_grad=False) if isinstance(x, DTensor) else own
+            )
+
+    def to_device(*_: Any) -> None:
+        put({key: own.to(device, non_blocking=True) for key, own in moments().items()})
+
+    def to_host(*_: Any) -> None:
+        found = moments()
+        if new := [key for key in found if key not in homes]:
+            homes.update(zip(new, _pinned([found[key] for key in new], device), strict=True))
+        put({key: homes[key].copy_(own, non_blocking=True) for key, own in found.items()})
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # somebody may read them, such as a checkpoint
+
+    optimizer.register_step_pre_hook(to_device)
+    optimizer.register_step_post_hook(to_host)
+    to_host()
+
+
+def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Host memory for tensors like these, in one piece, which a GPU may read and write while the host goes on."""
+    sizes = [x.nbytes + -x.nbytes % 64 for x in like]
+    whole = torch.empty(sum(sizes), dtype=torch.uint8)
+    if device.type == "cuda":  # torch's own pinned memory comes in powers of two
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
+    pieces = zip(like, whole.split(sizes), strict=True)
+    return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]
+
+
+def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering.
+
+    Adapters keep their own type, in which they are added to weights. All ranks must iterate. Many are gathered by one
+    call, since for each alone Python would take half a millisecond.
     """
     named = list(model.named_parameters())
     ends = itertools.accumulate(x.numel() for _, x in named)
     for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
-        names, parameters = zip(*(pair for pair, _ in batch), strict=True)
-        yield from zip(names, _whole([x.detach() for x in parameters], dtype or parameters[0].dtype), strict=True)
+        by_kind: dict[tuple, dict[str, torch.Tensor]] = {}  # the same call gathers what is alike
+        parameters = dict(pair for pair, _ in batch)
+        for name, x in parameters.items():
+            kind = isinstance(x, DTensor), x.dtype if dtype is None or is_adapter(name) else dtype
+            by_kind.setdefault(kind, {})[name] = x.detach()
+        whole = {}
+        for (_, kind_dtype), xs in by_kind.items():
+            whole |= zip(xs, _whole(list(xs.values()), kind_dtype, model.packed.device), strict=True)
+        yield from ((name, whole[name]) for name in parameters)
 
 
-def _whole(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype`."""
+def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype` on the device."""
     if not isinstance(tensors[0], DTensor):
-        return [x.to(dtype) for x in tensors]
+        return [x.to(device).to(dtype) for x in tensors]
     mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
     size = mesh.size(mesh.ndim - 1)
     if size == 1:
-        return [x.to(dtype) for x in local]
+        return [x.to(device, non_blocking=True).to(dtype) for x in local]
     counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
-    own = torch.zeros(sum(counts), dtype=dtype, device=local[0].device)
+    own = torch.zeros(sum(counts), dtype=dtype, device=device)
     places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
     torch._foreach_copy_(places, [x.flatten() for x in local])
     every = [torch.empty_like(own) for _ in range(size)]

@@ -99,7 +99,7 @@ def teacher_logprobs(
     k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
     logp = torch.zeros_like(batch.rollout_logp)
     ids, logps = (torch.zeros(*logp.shape, k, dtype=x) for x in (torch.int32, logp.dtype))
-    device = next(model.parameters()).device
+    device = model.packed.device
     for rows in (rows for update in updates for rows in update.micro_batches):
         micro = select(batch, rows, device)
         found = run_on_responses(model, micro, _teacher_head, sampling, k, vocabulary)

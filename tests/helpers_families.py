@@ -1,14 +1,16 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rl import models
+from rl import lora, models
 from rl.ranks import Ranks
 
 SIZES = dict(
@@ -56,7 +58,33 @@ def save(name: str, folder: Path) -> str:
 def load(path: str, ranks: Ranks, **changes: object) -> nn.Module:
     """As scripts load a policy."""
     args = dict(model=path, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
+    args |= dict(param_offload=False)
     return models.load_policy(SimpleNamespace(**args | changes), ranks)
+
+
+@dataclass(frozen=True)
+class WithAdapters(lora.LoRA):
+    """What loading wants to know of a script's Args with LoRA."""
+
+    model: str = ""
+    lora_rank: int = 4
+    max_length: int = 64
+    activation_checkpointing: str = "selective"
+    compile: bool = False
+    fsdp_size: int | None = None
+    param_offload: bool = False
+    seed: int = 0
+
+
+def make_them_count(model: nn.Module) -> nn.Module:
+    """Adapters of a model that add something: their second matrices are random, the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if ".lora_B." in name:
+                noise = 0.1 * torch.randn(x.shape, generator=generator)
+                x.copy_(distribute_tensor(noise, x.device_mesh, x.placements) if isinstance(x, DTensor) else noise)
+    return model
 
 
 def plain(path: str) -> nn.Module:

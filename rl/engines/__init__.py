@@ -26,6 +26,7 @@ def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
         free_cache_engine=not load_weights and args.free_cache_engine,
         seed=args.seed,
         load_weights=load_weights,
+        quantization=getattr(args, "rollout_quantization", "none"),  # which eval.py does not have
     )
     if not load_weights:
         engine.sleep()

@@ -20,6 +20,10 @@ from rl.engines.base import StopTexts, check_request
 from rl.ranks import Ranks, final_barrier, memory_in_use
 from rl.types import Completion, Request, Sampling
 
+# vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
+# every token that is multiplied with it.
+QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
+
 
 class InFlight(NamedTuple):
     """A response that is being sampled."""
@@ -50,6 +54,7 @@ class Engine:
         seed: int = 0,
         free_cache_engine: bool = True,
         load_weights: bool = False,
+        quantization: str = "none",
     ):
         if ranks.size % tensor_parallel_size:
             raise ValueError(
@@ -74,6 +79,7 @@ class Engine:
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=tensor_parallel_size,
                 dtype=str(dtype).removeprefix("torch."),
+                quantization=QUANTIZATIONS[quantization],
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max(8192, max_model_len),
@@ -91,7 +97,7 @@ class Engine:
                 seed=seed,
             )
         self.memory, self.policy_version = memory_in_use(ranks) - before, 0
-        self.device, self.rank = ranks.device, ranks.rank
+        self.device, self.rank, self.is_quantized = ranks.device, ranks.rank, quantization != "none"
         self.first_rank = ranks.rank - ranks.rank % tensor_parallel_size
         self.group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
         self.can_sleep, self.max_model_len = free_cache_engine and not on_cpu, max_model_len
@@ -187,8 +193,8 @@ class Engine:
         return self._complete(dict.fromkeys(names, "abort"))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `base.Engine`. Drops every cached prefix."""
-        model_config = self.llm.llm_engine.model_config
+        """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""
+        config = self.llm.llm_engine.vllm_config
 
         def push(model: torch.nn.Module) -> set[str]:
             expected, pushed = {name for name, _ in model.named_parameters()}, set()
@@ -198,8 +204,9 @@ class Engine:
                     pushed.add(name)
                     yield name, tensor
 
-            if self.device.type == "cpu":
-                loaded = _load_on_cpu(model, stream(), model_config)
+            if self.device.type == "cpu" or self.is_quantized:
+                loaded, of_files = _load_and_process(model, stream(), config)
+                expected &= of_files  # without what vLLM makes of weights, such as scales
             else:
                 loaded = model.load_weights(stream())
             # Of its own buffers, such as scales of a cache, vLLM says nothing; those that we push have to arrive.
@@ -276,20 +283,26 @@ def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -
     return missing
 
 
-def _load_on_cpu(
-    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], model_config: Any
-) -> set[str]:
-    """vLLM's CPU kernels keep packed copies of the weights, so layers are unpacked, loaded and packed again.
+def _load_and_process(
+    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], config: Any
+) -> tuple[set[str], set[str]]:
+    """Load weights that vLLM keeps in another form than files do: each layer gets its parameters back as files have
+    them, loads them, and makes of them again what it computes with, in the memory that it has.
 
-    A tied LM head packs a copy of the embedding that this reload forgets, so it is packed again by hand.
+    The CPU kernels keep packed copies; quantized layers keep numbers of eight bits and scales. A tied LM head packs a
+    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand.
+    Returns: names that were loaded, and names of all parameters as files have them.
     """
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    initialize_layerwise_reload(model)
-    loaded = model.load_weights(iter(named_tensors))
-    finalize_layerwise_reload(model, model_config)
-    for module in model.modules():
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        of_files = {name for name, _ in model.named_parameters()}
+        loaded = model.load_weights(iter(named_tensors))
+        finalize_layerwise_reload(model, config.model_config)
+    for module in model.modules() if config.device_config.device_type == "cpu" else ():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
-    return loaded
+    return loaded, of_files

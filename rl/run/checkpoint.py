@@ -1,10 +1,11 @@
 """Save and resume. A run owns the folder it writes to; in it, `global_step_N/` holds
 
-    state/              parameters (fp32) and moments, one safetensors file a rank: loads at any world size
+    state/              parameters that learn (fp32) and moments, one safetensors file a rank: loads at any world size
     loop/               what the loop carries besides, such as a KL coefficient: JSON and safetensors of every rank
     huggingface/        config, tokenizer, safetensors in the compute dtype: transformers, vLLM and eval.py load it
-    huggingface_NAME/   the same of every other module that has an optimizer, such as a critic
-    trainer_state.json  step, arguments, hashes of data and tokenizer, versions
+    adapter/            with LoRA: the adapters alone, as PEFT saves them; huggingface/ has the sum of both
+    huggingface_NAME/   the same of every other module that has an optimizer, such as a critic, and adapter_NAME/
+    trainer_state.json  step, arguments, hashes of data, tokenizer and what adapters stand beside, versions
     MANIFEST.json       size and sha256 of every other file; written last
 
 A thread copies the state to the host and writes the copy while training goes on; only the next optimizer step waits
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields
 from threading import Event
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
-from rl import flags, models
+from rl import flags, lora, models
 from rl.console import say
 from rl.ranks import PATIENCE, Ranks
 from rl.run import checkpoint_files as files
@@ -48,10 +49,10 @@ from rl.run.checkpoint_files import list_steps
 from rl.run.checkpoint_tensors import Trained
 from rl.run.loop_state import LoopState
 from rl.run.tracking import redact, secrets
+from rl.sharding import full_tensors
 from rl.types import Batch
 
 T = TypeVar("T")
-Exports = dict[str, tuple[nn.Module, list[str], dict[str, torch.Tensor]]]  # by name: module, names of weights, buffers
 
 NORMAL_INTERVAL = sys.getswitchinterval()  # seconds after which a thread must hand on Python's lock
 SAVING_INTERVAL = 0.0005  # the same while a save is written: 0.005 at every wait of the main thread would be felt
@@ -59,6 +60,18 @@ MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
 EXPORT_FILE = 5 * 10**9  # bytes of a file in huggingface/, at most
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
+
+
+class Export(NamedTuple):
+    """What a save has to know of a module, taken before the main thread goes on."""
+
+    module: nn.Module
+    keys: list[str]  # of what it trains
+    size: int  # how many weights it has, trained or not
+    buffers: dict[str, torch.Tensor]
+
+
+Exports = dict[str, Export]  # by the name of the module
 
 
 class Failed(ValueError):
@@ -75,7 +88,8 @@ class Folder:
     total_steps: int
     group: dist.ProcessGroup  # of the writing threads: the main threads use the default group at the same time
     host: tensors.Host | None = None  # what was saved last; the next save reuses the memory
-    weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # on rank 0, as exported: memory to reuse
+    weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # on rank 0, of `host`: memory to reuse
+    frozen: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # on rank 0, of each module: as exported
     resume_from: pathlib.Path | None = None  # the intact checkpoint to continue from
     saved: int = 0  # step of the newest checkpoint, as known so far; 0 for none
     failures: int = 0  # saves in a row that failed, as known so far: the same number on all ranks
@@ -146,14 +160,18 @@ def save(run: Folder, step: int, trained: Trained, state: LoopState) -> None:
     _settle(run)
     # All of this is taken here: while FSDP computes, a module holds other parameters than its own.
     exports = {
-        name: (
+        name: Export(
             module,
-            [key for key, _ in module.named_parameters()],
+            list(tensors.learning(module)),
+            sum(x.numel() for x in module.parameters()),
             {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)},
         )
         for name, (module, optimizer) in trained.items()
         if optimizer
     }
+    for name, export in exports.items():
+        if name not in run.frozen:
+            run.frozen[name] = _frozen_weights(export.module, run.ranks)
     own = tensors.own_tensors(trained)
     stream = torch.cuda.Stream() if run.ranks.device.type == "cuda" else None  # the copy runs beside the next rollout
     if stream:
@@ -298,9 +316,8 @@ def _large_files(run: Folder, exports: Exports, places: dict[str, tensors.Place]
     rank, sizes = f"rank_{run.ranks.rank}.safetensors", {}
     sizes[f"state/{rank}"] = sum(x.nbytes for x in run.host.tensors.values())
     sizes[f"loop/{rank}"] = sum(x.nbytes for x in state.arrays.values())
-    for name, (_, keys, _) in exports.items() if run.ranks.is_main else ():
-        weights = sum(math.prod(places[f"{name}/model/{key}"].shape) for key in keys) * run.ranks.dtype.itemsize
-        sizes[f"a file of the weights of {name}"] = min(weights, EXPORT_FILE)
+    for name, export in exports.items() if run.ranks.is_main else ():
+        sizes[f"a file of the weights of {name}"] = min(export.size * run.ranks.dtype.itemsize, EXPORT_FILE)
     return sizes
 
 
@@ -313,9 +330,7 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
         if ranks.is_main:
             size = {name: math.prod(place.shape) for name, place in places.items()}
             needed = sum(n * host[name].element_size() for name, n in size.items())
-            needed += sum(
-                size[f"{name}/model/{key}"] * ranks.dtype.itemsize for name, (_, xs, _) in exports.items() for key in xs
-            )
+            needed += sum(export.size * ranks.dtype.itemsize for export in exports.values())
             needed *= FREE_SPACE
             run.root.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(run.root).free) < needed:
@@ -329,12 +344,16 @@ def _write(run: Folder, step: int, exports: Exports, places: dict[str, tensors.P
 
     def export() -> list[str]:
         if ranks.is_main:
-            for i, (name, (module, keys, buffers)) in enumerate(exports.items()):
-                weights = _whole_weights(run, name, keys, places, temporary / "state") | buffers
-                weights = {key: _alone(x) for key, x in models.exported(module, weights.items())}
-                folder = f"huggingface_{name}" if i else "huggingface"
-                export_hf(temporary / folder, module, weights, run.tokenizer_files, ranks.dtype)
-            written = {"step": step, "world_size": ranks.size, "torch": torch.__version__, **run.record}
+            bases = {}
+            for i, (name, (module, keys, _, buffers)) in enumerate(exports.items()):
+                suffix, own = f"_{name}" if i else "", _whole_weights(run, name, keys, places, temporary / "state")
+                weights = models.exported(module, (run.frozen[name] | own | buffers).items())
+                weights = {key: _alone(x) for key, x in weights}
+                export_hf(temporary / f"huggingface{suffix}", module, weights, run.tokenizer_files, ranks.dtype)
+                if hasattr(module, "lora"):
+                    lora.write(temporary / f"adapter{suffix}", module, own)
+                    bases[name] = {"base": module.lora.base, "base_sha256": module.lora.base_sha256}
+            written = {"step": step, "world_size": ranks.size, "torch": torch.__version__, "lora": bases, **run.record}
             (temporary / "trainer_state.json").write_text(json.dumps(written, indent=2))
             return sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*") if p.is_file())
         return []
@@ -361,16 +380,32 @@ def _alone(x: torch.Tensor) -> torch.Tensor:
     return x if x.nbytes == x.untyped_storage().nbytes() else x.clone()
 
 
+def _frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The weights of a module that nothing trains, whole, on the host of rank 0. All ranks must enter."""
+    names = {key for key, x in module.named_parameters() if not x.requires_grad}
+    if not names:
+        return {}
+    every = full_tensors(module, ranks.dtype)
+    found = {key: x.to("cpu", copy=True) if ranks.is_main else x for key, x in every if key in names}
+    return found if ranks.is_main else {}
+
+
 def _whole_weights(
     run: Folder, name: str, keys: list[str], places: dict[str, tensors.Place], written: pathlib.Path
 ) -> dict[str, torch.Tensor]:
-    """The weights of the module `name` in the compute dtype, until the next save.
+    """What the module `name` trains, in the compute dtype but for adapters, until the next save.
 
     One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
     """
     paths = {key: f"{name}/model/{key}" for key in keys}
     if name not in run.weights:
-        run.weights[name] = {key: torch.empty(places[paths[key]].shape, dtype=run.ranks.dtype) for key in keys}
+        run.weights[name] = {
+            key: torch.empty(
+                places[path].shape,
+                dtype=run.host.tensors[path].dtype if lora.is_adapter(key) else run.ranks.dtype,
+            )
+            for key, path in paths.items()
+        }
     weights = run.weights[name]
     if run.ranks.size == 1:
         torch._foreach_copy_(list(weights.values()), [run.host.tensors[paths[key]] for key in weights])
@@ -384,10 +419,24 @@ def _whole_weights(
 def load(path: pathlib.Path, trained: Trained) -> int:
     """Restore a folder that `find` returned, in place, at any world size; returns its step. All ranks must enter.
 
-    Raises ValueError if it holds anything but the tensors of these modules and optimizers.
+    Raises ValueError if it holds anything but the tensors of these modules and optimizers, or its adapters stood beside
+    other weights than theirs.
     """
+    _together(lambda: _check_bases(path, trained))
     tensors.load(tensors.read(path / "state", _trainer_state(path)["world_size"]), trained)
     return _step_of(path)
+
+
+def _check_bases(path: pathlib.Path, trained: Trained) -> None:
+    bases = _trainer_state(path).get("lora", {})
+    for name, (module, _) in trained.items():
+        if name in bases and (now := getattr(module, "lora", None)) and now.base_sha256:  # rank 0 knows the hash
+            then = bases[name]["base_sha256"]
+            if now.base_sha256 != then:
+                raise ValueError(
+                    f"the adapters in {path} were trained beside other weights than those of {now.base} (sha256 was "
+                    f"{then}, is {now.base_sha256}): restore these, or choose another --experiment-name to start anew"
+                )
 
 
 def load_states(path: pathlib.Path | None) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: from the device to the host, to one safetensors file a rank, and back to any ranks.
 
-`rank_R.safetensors` holds what rank R has of all parameters and moments, as `actor/model/NAME` and
+`rank_R.safetensors` holds what rank R has of all parameters that learn and their moments, as `actor/model/NAME` and
 `actor/optimizer/NAME/KIND`. FSDP2 shards rows, so the file's metadata says under "shards" which ones these are:
 {name: [first row, shape of the whole tensor]}. Ranks of a later run find their own rows in whichever files have them.
 
@@ -61,14 +61,22 @@ class Saved(NamedTuple):
         return self.parts[0][1].dtype
 
 
+def learning(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that are trained, by name: with LoRA not the weights that adapters stand beside. All
+    of a reference, of which none are.
+    """
+    every = dict(module.named_parameters())
+    return {key: x for key, x in every.items() if x.requires_grad} or every
+
+
 def own_tensors(trained: Trained) -> Own:
-    """What this rank has to save of all parameters and moments.
+    """What this rank has to save of all parameters that learn, and of their moments.
 
     Of what several ranks have alike, as with hybrid sharding, the first one saves it.
     """
     every: dict[str, torch.Tensor] = {}
     for name, (module, optimizer) in trained.items():
-        for key, parameter in module.named_parameters():
+        for key, parameter in learning(module).items():
             every[f"{name}/model/{key}"] = parameter
             state = optimizer.state.get(parameter, {}) if optimizer else {}
             every |= {f"{name}/optimizer/{key}/{kind}": x for kind, x in state.items()}
@@ -144,7 +152,7 @@ def load(saved: dict[str, Saved], trained: Trained) -> None:
     moments = _check(saved, trained)
     for name, (module, optimizer) in trained.items():
         keys = {}
-        for key, parameter in module.named_parameters():
+        for key, parameter in learning(module).items():
             keys[parameter] = key
             fill(parameter, saved[f"{name}/model/{key}"])
         if optimizer is None:
@@ -156,7 +164,7 @@ def load(saved: dict[str, Saved], trained: Trained) -> None:
                 for kind, x in kinds.items()
             }
             for i, parameter in enumerate(in_order)
-            if (kinds := moments.get((name, keys[parameter])))
+            if (kinds := moments.get((name, keys.get(parameter))))
         }
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -208,7 +216,7 @@ def _batches(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> Iterat
 def _check(saved: dict[str, Saved], trained: Trained) -> dict[tuple[str, str], dict[str, Saved]]:
     """The moments among what was saved, by module and parameter. Raises ValueError if that is of another model."""
     moments: dict[tuple[str, str], dict[str, Saved]] = {}
-    parameters = {(name, key): x for name, (module, _) in trained.items() for key, x in module.named_parameters()}
+    parameters = {(name, key): x for name, (module, _) in trained.items() for key, x in learning(module).items()}
     wanted = {f"{name}/model/{key}": (tuple(x.shape), x.dtype) for (name, key), x in parameters.items()}
     problems = [f"{path} is missing" for path in wanted.keys() - saved.keys()]
     for path, x in saved.items():

@@ -22,13 +22,17 @@ def rehearse(
     ranks: Ranks,
     frozen: nn.Module | None = None,
     offloaded: Sequence[str] = (),
+    optimizer_offload: bool = False,
+    param_offload: bool = False,
 ) -> str:
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
     reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
-    the engine has while awake; frozen, a model that stays on the device; offloaded, names in `trained` of what is on
-    the host while the engine generates.
+    the engine has while awake; frozen, a model that stays on the device, or one of those that are trained without its
+    adapters; offloaded, names in `trained` of what is on the host while the engine generates; optimizer_offload,
+    whether moments are on the device for a step only; param_offload, whether neither they nor weights and gradients
+    ever are.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -36,7 +40,7 @@ def rehearse(
         return ""
     advice = (
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
-        "--activation-checkpointing full, or use more GPUs"
+        "--activation-checkpointing full, or --optimizer-offload or --param-offload, or use more GPUs"
     )
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -47,24 +51,28 @@ def rehearse(
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
-    own_weights = {name: _bytes(module.parameters()) for name, (module, _) in trained.items()}
-    own_gradients = {name: _bytes(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
-    own_states = {name: _bytes(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
+    here = (lambda xs: 0) if param_offload else _bytes
+    own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
+    own_gradients = {name: here(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
+    own_states = {name: here(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
     # AdamW makes its two moments in its first step, which a resumed critic may have behind it and the actor not.
     own_adamw = {name: own_states[name] or 2 * own_gradients[name] for name in trained}
     weights, gradients, adamw = (sum(own.values()) for own in (own_weights, own_gradients, own_adamw))
-    states = sum(own_states.values())
-    there = _bytes(p.grad for p in policy.parameters() if p.grad is not None)
-    micro_batch = torch.cuda.max_memory_allocated() - before - there
+    states = 0 if optimizer_offload else sum(own_states.values())
+    made = here(p.grad for p in policy.parameters() if p.grad is not None)
+    micro_batch = torch.cuda.max_memory_allocated() - before - made
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
-    needed = total - free + adamw - states + gradients + micro_batch
-    beside = weights + adamw + (0 if frozen is None else _bytes(frozen.parameters()))
-    beside -= sum(own_weights[name] + own_adamw[name] for name in offloaded)
+    resting = 0 if optimizer_offload else adamw  # moments between steps
+    needed = total - free - states + gradients + max(micro_batch + resting, adamw)  # in a pass, in a step
+    own = {id(p) for module, _ in trained.values() for p in module.parameters()}
+    beside = weights + resting + (0 if frozen is None else here(p for p in frozen.parameters() if id(p) not in own))
+    beside -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
     plan = (
-        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {adamw / GIB:.1f}, gradients "
+        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {adamw / GIB:.1f}"
+        f"{' in its steps' if optimizer_offload else ''}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
         f"of {total / GIB:.1f} while training; the engine's {engine_memory / GIB:.1f} and "
         f"{beside / GIB:.1f} while generating"

@@ -20,7 +20,7 @@ from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.tracking import Tracker, evaluation_is_due
-from rl.sharding import check_size, copy_weights, offload, onload
+from rl.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.types import Batch, Sample, Score
 
 MAX_USELESS_UPDATES = 3  # in a row; then the run stops
@@ -77,10 +77,13 @@ class Run:
         `offload` moves while the engine generates. With an engine the memory plan is made, and raises RuntimeError with
         the flags to change if something will not fit.
         """
-        self.trained, self.offloaded, resume_from = trained, offloaded, self.folder.resume_from
+        self.trained, resume_from = trained, self.folder.resume_from
+        self.offloaded = () if self.args.param_offload else offloaded  # on the host already
         self.start = checkpoint.load(resume_from, trained) if resume_from else 0
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
+            if self.args.optimizer_offload and not self.args.param_offload:
+                keep_moments_on_host(optimizer, self.ranks.device)
         self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
         plan = ""
         if engine is not None:
@@ -92,7 +95,9 @@ class Run:
                 engine_memory=engine.memory,
                 ranks=self.ranks,
                 frozen=frozen,
-                offloaded=offloaded,
+                offloaded=self.offloaded,
+                optimizer_offload=self.args.optimizer_offload,
+                param_offload=self.args.param_offload,
             )
         how = f"resumed from {resume_from}" if resume_from else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}, {self.ranks.size} rank(s)"
@@ -134,7 +139,8 @@ class Run:
         """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
         for name in self.offloaded:
             checkpoint.wait_until_copied(self.folder)
-            offload(*self.trained[name])
+            model, optimizer = self.trained[name]
+            offload(model, None if self.args.optimizer_offload else optimizer)
 
     def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
         """Give a reference the policy's weights. It has to be in what `resume` got, so that checkpoints have it."""
@@ -145,7 +151,7 @@ class Run:
         """Move it back to the device."""
         for name in self.offloaded:
             model, optimizer = self.trained[name]
-            onload(model, self.ranks.device, optimizer)
+            onload(model, self.ranks.device, None if self.args.optimizer_offload else optimizer)
 
     def is_usable(self, norms: dict[str, float], num_tokens: float, batch: Batch) -> bool:
         """Whether an update may be made: its gradient norms are finite, and there were tokens to learn from.

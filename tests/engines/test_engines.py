@@ -22,16 +22,20 @@ from helpers_engines import (
     truncated,
     weights,
 )
+from helpers_families import WithAdapters, make_them_count
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
+from rl import models
 from rl.batching import collate
 from rl.data import check_context, stop_token_ids
 from rl.engines import hf, vllm
 from rl.engines.hf import processed_logprobs
 from rl.engines.vllm_scheduler import Shortcuts
 from rl.logprobs import token_logprobs
+from rl.lora import is_adapter
 from rl.rollout import as_sample, fold, sample_groups, verify_engine
+from rl.sharding import full_tensors
 from rl.types import Completion, Sampling
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
@@ -197,6 +201,20 @@ def test_verify_engine_notices_a_tensor_that_missed_a_small_update(engine, polic
         verify(engine, policy, world)
     push(engine, policy)
     assert verify(engine, policy, world) < 1e-5
+
+
+@pytest.mark.parametrize("forgotten", ["none", "all", "half"])
+def test_the_engine_holds_weights_and_adapters_and_verify_engine_notices_if_not(engine, tiny_model, world, forgotten):
+    policy = make_them_count(models.load_policy(WithAdapters(model=tiny_model), world))
+    base = {name: x for name, x in full_tensors(policy) if not is_adapter(name)}
+    lost = {"none": 0, "all": 1, "half": 2}[forgotten]
+    merged = models.weights_for_engine(policy, world)
+    engine.update_weights((name, base[name] if lost and i % lost == 0 else x) for i, (name, x) in enumerate(merged))
+    if lost:
+        with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
+            verify(engine, policy, world)
+    else:
+        assert verify(engine, policy, world) < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.69, 1.0])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 
 HERE = launch.TESTS / "faults"
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
-KILLED = {  # script -> settings of a short run of it; one more script is one more line
+KILLED = {  # script, and what is special -> settings of a short run of it; one more is one more line
     "train_grpo": h.grpo_settings,
     "train_ppo": h.ppo_settings,
     "train_dapo": h.dapo_settings,
@@ -43,6 +43,7 @@ KILLED = {  # script -> settings of a short run of it; one more script is one mo
     "train_prime": partial(h.prime_settings, gen_batch_size=6, prime_update="after"),
     "sft": h.sft_settings,
     "train_reward": h.reward_settings,
+    "train_ppo with adapters": partial(h.ppo_settings, lora_rank=4),
 }
 COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 ranks: without torchrun
 
@@ -123,8 +124,8 @@ def run_until_random_kill(script, settings, ranks, seconds):
 
 @pytest.mark.parametrize(("script", "ranks"), COMBINATIONS[:RANDOM_KILLS])
 def test_runs_killed_at_random_times_end_as_if_nothing_had_happened(task, script, ranks, tmp_path):
-    steps, rng = 16, random.Random(f"{script} {ranks}")
-    make, changes = KILLED[script], dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
+    steps, rng, make = 16, random.Random(f"{script} {ranks}"), KILLED[script]
+    script, changes = script.split()[0], dict(total_training_steps=steps, save_freq=1, max_ckpt_to_keep=2)
     launch.run_file(f"{script}.py", *h.flags(make(task, tmp_path / "unbroken", **changes)), nproc=ranks)
     kills, run_dir = 0, tmp_path / "run"
     while kills < RANDOM_KILLS / len(COMBINATIONS[:RANDOM_KILLS]):

@@ -115,7 +115,7 @@ def judge(folder_of, tmp_path):
 
 def test_critics_and_reward_models_run_padded_too(judge, batch, world, capsys):
     args = dict(critic_model=judge, model=None, max_prompt_length=20, max_response_length=30, fsdp_size=None)
-    args |= dict(activation_checkpointing="none", compile=False)
+    args |= dict(activation_checkpointing="none", compile=False, param_offload=False)
     model = critic.load_critic(families.SimpleNamespace(**args), world)
     assert model.packed.is_padded and "--critic-model: gemma2 runs padded" in capsys.readouterr().out
     plain = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import helpers_scripts as h
 import launch
 import pytest
+import torch
 
 import eval as evaluation
 import sft
@@ -47,6 +48,7 @@ MAY_CHANGE = set(
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
+    optimizer_offload param_offload rollout_quantization
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
@@ -60,7 +62,7 @@ LIMITS = {
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
-        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps
+        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps lora_alpha
     """,
     "positive": """
         beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
@@ -71,7 +73,7 @@ LIMITS = {
     "at least 0": """
         lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin
+        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
         distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef
     """,
     "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
@@ -200,7 +202,7 @@ def test_a_resumed_run_may_change_these_and_no_other(name):
 
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
-        grad_clip seed""".split()
+        grad_clip seed lora_rank lora_alpha target_modules""".split()
     for script in (sft, train_reward):
         assert fields(script) - flags.free(script.Args) == set(kept)
 
@@ -247,6 +249,45 @@ def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_pa
     assert checkpoint.list_steps(tmp_path / "run") == [1, 2, 3]
 
 
+def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
+    with pytest.raises(
+        ValueError, match="--ref-update-steps 5: with --lora-rank 8 the reference is the policy without"
+    ):
+        flags.check(train_grpo.Args(ref_update_steps=5, lora_rank=8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Defaults that another flag changes
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "found"),
+    [
+        (train_grpo, [], ("none", None)),
+        (train_grpo, ["--rollout-quantization", "fp8"], ("token", 0.2)),
+        (train_dapo, ["--rollout-quantization", "fp8"], ("token", 0.2)),
+        (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.2)),
+        (train_grpo, ["--max-logprob-gap", "0.1", "--rollout-quantization", "fp8", "--lr", "1"], ("token", 0.1)),
+        (train_grpo, ["--rollout-quantization", "none"], ("none", None)),
+    ],
+    ids=str,
+)
+def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script, words, found, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--rollout-n", "3", *words])
+    args = flags.parse(script.Args, None)
+    assert (args.rollout_is, args.max_logprob_gap) == found
+    assert args.rollout_n == 3 and args.lr == (1.0 if "--lr" in words else script.Args.lr)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"), [("hf", "needs --engine vllm"), ("vllm", "needs a GPU that computes in FP8")]
+)
+def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, words):
+    assert not torch.cuda.is_available()
+    with pytest.raises(ValueError, match=f"--rollout-quantization fp8 {words}"):
+        flags.check(train_grpo.Args(engine=engine, rollout_quantization="fp8"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # --help
 
@@ -275,8 +316,8 @@ def help_of(capsys, monkeypatch):
 
 
 GROUPS = {
-    "rl": ["algorithm", "correction", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
-    "supervised": ["algorithm", "data", "memory", "checkpoints", "logging"],
+    "rl": ["algorithm", "lora", "correction", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
+    "supervised": ["algorithm", "lora", "data", "memory", "checkpoints", "logging"],
     "eval": ["algorithm", "engine", "scoring"],
 }
 
@@ -307,7 +348,8 @@ def test_help_has_the_words_of_the_comments(help_of, mine):
     boxes = help_of(mine.Args)
     assert boxes["algorithm options"]["my-share"] == "words of mine about a share (default: 0.25)"
     assert boxes["algorithm options"]["my-pace"] == "words of mine about a pace (default: 7)"
-    assert boxes["algorithm options"]["lr"] == "AdamW's learning rate after warm-up (default: 1e-05)"
+    lr = "AdamW's learning rate after warm-up; LoRA wants about ten times that of full training (default: 1e-05)"
+    assert boxes["algorithm options"]["lr"] == lr
     saving = "save every this many steps and at the end; -1 only at the end; 0 never (default: -1)"
     assert boxes["checkpoints options"]["save-freq"] == saving
     demonstrations = "parquet or jsonl with `prompt` (text or messages) and `response`, or with `messages`"

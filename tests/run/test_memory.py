@@ -54,6 +54,8 @@ def plan(monkeypatch):
             optimizer.step()
             optimizer.zero_grad()
             optimizer.state[model.weight].pop("step")
+        if arguments.get("frozen") == "actor":  # its base, as lora.Base
+            arguments["frozen"] = trained["actor"][0]
         counts = dict(
             empty_cache=lambda: None,
             reset_peak_memory_stats=lambda: None,
@@ -82,6 +84,24 @@ def test_the_plan_adds_up_what_is_on_the_device(plan):
     )
     assert plan(40).endswith(both + "the engine's 40.0 and 36.0 while generating")
     assert plan(40, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
+
+
+def test_the_plan_counts_moments_on_the_host_in_optimizer_steps_only(plan):
+    """Of 12 GiB of weights, 12 of gradients, 24 of moments and 1 of others a step has all, a pass 10 instead of 24."""
+    found = plan(40, optimizer_offload=True)
+    assert "AdamW 24.0 in its steps" in found
+    assert found.endswith("49.0 of 80.0 while training; the engine's 40.0 and 12.0 while generating")
+    assert "and 6.0 while generating" in plan(40, optimizer_offload=True, offloaded=("critic",))
+
+
+def test_the_plan_does_not_count_weights_on_the_host(plan):
+    found = plan(40, param_offload=True, frozen=nn.Linear(UNIT // 4, 3, bias=False))
+    assert "weights 0.0, AdamW 0.0, gradients 0.0, a micro-batch 16.0" in found
+    assert found.endswith("and 0.0 while generating")
+
+
+def test_a_policy_without_its_adapters_is_not_counted_twice(plan):
+    assert plan(40, frozen="actor") == plan(40)
 
 
 def test_a_resumed_run_needs_what_a_new_one_does(plan):

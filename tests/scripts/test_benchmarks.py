@@ -25,9 +25,20 @@ import train_grpo
 import train_ppo
 import train_prime
 import train_reinforce
-from benchmarks import compare_trl, learning, learning_trl, models, pretrained, pretrained_trl, step_time
+from benchmarks import (
+    compare_trl,
+    learning,
+    learning_trl,
+    make_model,
+    memory_plan,
+    models,
+    pretrained,
+    pretrained_trl,
+    step_time,
+)
 from benchmarks.tables import RESULTS
 from data import arithmetic
+from rl import lora
 from rl.data import stop_token_ids
 
 matplotlib.use("Agg")
@@ -471,3 +482,56 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
     learning.run_all(jobs, 2, 60, gpus=(3, 5))
     seen = [(tmp_path / f"gpu_{i}").read_text() for i in range(3)]
     assert seen[:2] == ["3", "5"] and seen[2] in ("3", "5")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory_plan.py
+
+
+@pytest.mark.parametrize("shape", ["1.5B", "7B"])
+def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
+    hidden, layers, heads, kv_heads, intermediate, tied = make_model.SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=memory_plan.VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=intermediate, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size = memory_plan.size_of(shape)
+    assert size.total == sum(x.numel() for x in model.parameters())
+    lora.add(model, lora.LoRA(lora_rank=8), path="", seed=0)
+    assert size.adapters(8) == sum(x.numel() for x in model.parameters() if x.requires_grad)
+
+
+def test_the_memory_plan_adds_up_by_hand():
+    """Two layers of 100 parameters, a root of 50; products 10 + 2 + 2 + 10 + 20 + 20 + 10 wide; N = 1."""
+    size = memory_plan.Size(100, 2, 50, 10, (10, 2, 2, 10, 20, 20, 10), (10,) * 6 + (20,), 10, 2)
+    work = dict(gpus=1, tokens=7, sequences=3, length=5)
+    logits, engine = 10 * memory_plan.VOCABULARY * 7, 2 * 250 + memory_plan.ENGINE + 3 * 5 * 4 * 2 * 2
+    others = memory_plan.OTHERS
+    found = memory_plan.plan(size, memory_plan.Flags(), **work)
+    assert found == (
+        12 * 250 + engine + others,
+        18 * 250 + 7 * (2 * 188 + 504) + logits + others,
+        16 * 250 + others,
+        0,
+        engine,
+    )
+    a = 2 * (80 + 74) * 2  # rank 2, two layers
+    found = memory_plan.plan(size, memory_plan.Flags(lora_rank=2, full_checkpointing=True), **work)
+    results = 84 + 74 + 14
+    assert found.sampling == 2 * 250 + 12 * a + engine + others and found.host == 0
+    assert found.update == 2 * 250 + 18 * a + 7 * (2 * 20 + 6 * results) + logits + others
+    found = memory_plan.plan(size, memory_plan.Flags(optimizer_offload=True), **work)
+    assert (found.sampling, found.step, found.host) == (4 * 250 + engine + others, 16 * 250 + others, 8 * 250)
+    found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
+    assert (found.sampling, found.step, found.host) == (engine - 200 + others, others, 16 * 250)
+    assert found.update == 2 * 250 + 6 * 150 + 7 * (2 * 188 + 504) + logits + others
+    halves = memory_plan.plan(size, memory_plan.Flags(), **work | dict(gpus=2))
+    assert halves.step == 8 * 250 + others and halves.update == 8 * 250 + 2 * 250 + 7 * 880 + logits + others
+
+
+def test_the_page_has_the_tables_of_the_memory_plan():
+    tables = memory_plan.tables(memory_plan.Args()).split("\n\n")
+    page = (launch.ROOT / "docs" / "memory.md").read_text()
+    assert len(tables) == 2 and all(table in page for table in tables)

@@ -14,6 +14,7 @@ from launch import ROOT
 from torch.distributed.run import get_args_parser
 
 from rl import correction, flags
+from rl.lora import LoRA
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
@@ -154,7 +155,7 @@ def test_a_script_fits_in_one_reading(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags: what is learned stands in the scripts, the rest in rl/flags.py
+# Flags: what is learned stands in the scripts, or in rl/lora.py if all have it; the rest in rl/flags.py
 
 
 FLAGS = (ROOT / "rl" / "flags.py").read_text().splitlines()
@@ -166,7 +167,8 @@ def test_a_flag_stands_once(path):
     """In the script or in rl/flags.py; in both only if the script gives it another default or other words."""
     args = args_of(path)
     inherited = {field.name: field for base in args.__bases__ for field in fields(base)}
-    assert set(inherited) <= SHARED | {x.name for x in (*fields(flags.Scoring), *fields(correction.Correction))}
+    shared = (flags.Scoring, correction.Correction, LoRA)
+    assert set(inherited) <= SHARED | {field.name for kind in shared for field in fields(kind)}
     for name in args.__annotations__.keys() & inherited.keys():
         [line] = re.findall(rf"^    {name}: .*", path.read_text(), re.MULTILINE)
         assert vars(args)[name] != inherited[name].default or line not in FLAGS, f"{name} is as in rl/flags.py"

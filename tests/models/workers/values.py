@@ -29,7 +29,8 @@ ALL, ONE = range(8), range(1)  # rows: one leaves a rank of two without work
 def arguments(**changes: object) -> SimpleNamespace:
     """What `load_critic`, `check_critic` and `load_policy` want to know of a script's Args."""
     paths = dict(model=None, critic_model=None, max_prompt_length=12, max_response_length=500)
-    return SimpleNamespace(**paths | dict(activation_checkpointing="none", compile=False, fsdp_size=None) | changes)
+    memory = dict(activation_checkpointing="none", compile=False, fsdp_size=None, param_offload=False)
+    return SimpleNamespace(**paths | memory | changes)
 
 
 def head_weight(size: int) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Which flags make a model fit a card? The memory of a GPU by phase, by arithmetic alone, as docs/memory.md has it.
+
+    python benchmarks/memory_plan.py
+    python benchmarks/memory_plan.py --gpus 8 --tokens 16384 --sequences 256
+
+Sizes are those of Qwen2.5; `plan` has the formulas. A run on a GPU prints a plan of its own at the start, in which the
+micro-batch is measured.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.make_model import SHAPES  # noqa: E402
+
+VOCABULARY = 151936
+GIB = 2**30
+OTHERS = 1.5 * GIB  # CUDA, NCCL and what compiled code needs
+ENGINE = 2 * GIB  # of vLLM besides weights and KV cache: activations and CUDA graphs
+HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/logprobs.py
+USABLE = 0.93  # of a card: some of it the driver has, and torch's allocator leaves gaps
+CARDS = (24, 48, 80, 141)  # GiB
+SHOWN = ("1.5B", "7B", "14B", "32B")
+
+
+class Size(NamedTuple):
+    """Parameters of a model, and widths of one of its layers."""
+
+    layer: int  # parameters of a decoder layer
+    layers: int
+    root: int  # parameters of embedding, last norm and LM head
+    hidden: int
+    outputs: tuple[int, ...]  # widths of what its products give: q k v, o, gate, up, down
+    inputs: tuple[int, ...]  # and of what they take
+    attention: int  # width of what attention gives
+    kv: int  # width of keys, and of values
+
+    @property
+    def total(self) -> int:
+        return self.layer * self.layers + self.root
+
+    def adapters(self, rank: int) -> int:
+        """Parameters of adapters on all linear layers: r (in + out) each."""
+        return rank * (sum(self.inputs) + sum(self.outputs)) * self.layers
+
+
+def size_of(shape: str) -> Size:
+    """A Qwen2.5, with biases on q, k and v."""
+    hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
+    kv = hidden // heads * kv_heads
+    inputs, outputs = (hidden,) * 6 + (intermediate,), (hidden, kv, kv, hidden, intermediate, intermediate, hidden)
+    products = sum(a * b for a, b in zip(inputs, outputs, strict=True))
+    layer = products + hidden + 2 * kv + 2 * hidden  # biases, norms
+    root = VOCABULARY * hidden * (1 if tied else 2) + hidden
+    return Size(layer, layers, root, hidden, outputs, inputs, hidden, kv)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags that decide what memory a run needs."""
+
+    lora_rank: int = 0
+    optimizer_offload: bool = False
+    param_offload: bool = False
+    full_checkpointing: bool = False
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        words = [
+            f"--lora-rank {self.lora_rank}" if self.lora_rank else "",
+            "--optimizer-offload" if self.optimizer_offload else "",
+            "--param-offload" if self.param_offload else "",
+            "--activation-checkpointing full" if self.full_checkpointing else "",
+            "--rollout-quantization fp8" if self.fp8 else "",
+        ]
+        return " ".join(filter(None, words)) or "defaults"
+
+
+class Plan(NamedTuple):
+    """Bytes on each GPU by phase, and on the host of each."""
+
+    sampling: float
+    update: float  # a forward and backward pass
+    step: float  # of the optimizer
+    host: float
+    engine: float  # of `sampling`, what vLLM takes
+
+    @property
+    def most(self) -> float:
+        return max(self.sampling, self.update, self.step)
+
+
+def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, length: int) -> Plan:
+    """What a run needs on each of its GPUs.
+
+    P parameters, a of them adapters, N GPUs, bytes:
+        weights     4 P / N                  LoRA: (2 P + 4 a) / N
+        AdamW       8 P / N                  LoRA: 8 a / N           on the host with an offload, but for a step
+        gradients   4 P / N                  LoRA: 4 a / N
+        gathered    2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers); and with --param-offload the gradients of the
+                    root and of a layer, 6 bytes each
+        activations 2 H a token and layer; "selective" also the results of all products, with LoRA those of A and B too
+        logits      10 V for 2,048 tokens
+        engine      2 P / N (FP8: 1 for weights of layers), and 4 KV a token and layer of keys and values
+    With --param-offload weights, gradients and AdamW are on the host.
+    """
+    p, a = size.total, size.adapters(flags.lora_rank)
+    learned = a or p
+    weights, moments, gradients = (2 * p + 4 * a if a else 4 * p) / gpus, 8 * learned / gpus, 4 * learned / gpus
+    units = size.root + 2 * size.layer
+    gathered = 2 * units if gpus > 1 or flags.param_offload else 2 * learned
+    if flags.param_offload:
+        gathered += 6 * a / size.layers if a else 6 * (size.root + size.layer)
+    results = sum(size.outputs) + size.attention
+    if a:
+        results += sum(size.outputs) + len(size.outputs) * flags.lora_rank
+    kept = 2 * size.hidden + (0 if flags.full_checkpointing else 2 * results)
+    activations = tokens * (kept * size.layers + 3 * 2 * results)  # and those of the layer that is computed again
+    logits = 10 * VOCABULARY * min(tokens, HEAD_CHUNK)
+    engine = ((1 if flags.fp8 else 2) * size.layer * size.layers + 2 * size.root) / gpus + ENGINE
+    engine += sequences * length * 4 * size.kv * size.layers
+    there = 0 if flags.param_offload else weights
+    resting = 0 if flags.param_offload or flags.optimizer_offload else moments
+    stepping = 0 if flags.param_offload else moments
+    reduced = 0 if flags.param_offload else gradients
+    return Plan(
+        sampling=there + resting + engine + OTHERS,
+        update=there + resting + reduced + gathered + activations + logits + OTHERS,
+        step=there + stepping + reduced + OTHERS,
+        host=(weights + gradients + moments if flags.param_offload else moments if flags.optimizer_offload else 0),
+        engine=engine,
+    )
+
+
+CHOICES = {  # what is tried, the fastest first
+    "all weights": [
+        Flags(),
+        Flags(optimizer_offload=True),
+        Flags(optimizer_offload=True, full_checkpointing=True),
+        Flags(param_offload=True, full_checkpointing=True),
+        Flags(param_offload=True, full_checkpointing=True, fp8=True),
+    ],
+    "LoRA": [
+        Flags(lora_rank=32),
+        Flags(lora_rank=32, full_checkpointing=True),
+        Flags(lora_rank=32, param_offload=True, full_checkpointing=True),
+        Flags(lora_rank=32, param_offload=True, full_checkpointing=True, fp8=True),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    gpus: int = 1  # that share a copy of the model, and an engine
+    tokens: int = 4096  # --ppo-max-token-len-per-gpu
+    sequences: int = 32  # that the engine decodes at a time
+    length: int = 2048  # tokens of a sequence
+
+
+def tables(args: Args) -> str:
+    """Two tables in Markdown: the first choice that fits each card, and GiB by phase of every choice."""
+    work = dict(gpus=args.gpus, tokens=args.tokens, sequences=args.sequences, length=args.length)
+    fits = [f"| model | trained | {' | '.join(f'{card} GB' for card in CARDS)} |", f"|---|---|{'---|' * len(CARDS)}"]
+    phases = [
+        "| model | flags | sampling | of that vLLM | forward and backward | optimizer step | host |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for shape in SHOWN:
+        size = size_of(shape)
+        for trained, choices in CHOICES.items():
+            plans = {flags: plan(size, flags, **work) for flags in choices}
+            cells = []
+            for card in CARDS:
+                good = (flags for flags, x in plans.items() if x.most <= USABLE * card * GIB)
+                cells.append(f"`{flags}`" if (flags := next(good, None)) else "no")
+            fits.append(f"| {shape} | {trained} | {' | '.join(cells).replace('`defaults`', 'defaults')} |")
+            for flags, x in plans.items():
+                name = "defaults" if flags == Flags() else f"`{flags}`"
+                numbers = (x.sampling, x.engine, x.update, x.step, x.host)
+                phases.append(f"| {shape} | {name} | {' | '.join(f'{n / GIB:.1f}' for n in numbers)} |")
+    return "\n".join([*fits, "", *phases])
+
+
+if __name__ == "__main__":
+    print(tables(tyro.cli(Args, description=__doc__)))

@@ -1,0 +1,241 @@
+"""LoRA: two small matrices learn beside each linear layer, whose own weight stays as it is.
+
+    y = W x + B A x * alpha / r        W (out, in) is frozen; A (r, in) begins random, B (out, r) begins as zero
+
+So training begins at the model as it was, its *base*, and only A and B have gradients and optimizer states. With the
+adapters switched off the model is its base again, which is how a reference costs no second model. Engines and exports
+get one weight, W + B A * alpha / r. Names of parameters and files are those of PEFT, which can load what is saved.
+
+Source: Hu et al. 2021, arXiv 2106.09685.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rl.flags import AtLeast1, Count
+
+ALL = "all-linear"
+PARTS = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """LoRA: train small matrices beside frozen weights"""
+
+    lora_rank: Count = 0  # train adapters of this rank beside frozen weights, at about ten times the --lr; 0: weights
+    lora_alpha: AtLeast1 = 32  # what adapters add is multiplied by --lora-alpha / --lora-rank
+    # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
+    target_modules: tuple[str, ...] = (ALL,)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a model knows of its adapters, as its attribute `lora`."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]  # last parts of the names of the layers that have them
+    base: str  # id or folder of the model without adapters
+    base_sha256: str  # of its weights; on rank 0 only
+
+
+def wanted(args: Any) -> bool:
+    """Whether the flags ask for adapters. Raises ValueError if they ask for some without a rank."""
+    if not isinstance(args, LoRA):
+        return False
+    if args.lora_rank == 0:
+        for name in ("lora_alpha", "target_modules"):
+            if (value := getattr(args, name)) != getattr(LoRA, name):
+                raise ValueError(f"--{name.replace('_', '-')} {value} needs adapters; add --lora-rank, such as 32")
+    return args.lora_rank > 0
+
+
+class Adapted(nn.Linear):
+    """A linear layer with an adapter beside its weight."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scaling: float, generator: torch.Generator):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        dtype = torch.promote_types(linear.weight.dtype, torch.float32)
+        self.lora_A = nn.Linear(linear.in_features, rank, bias=False, dtype=dtype)
+        self.lora_B = nn.Linear(rank, linear.out_features, bias=False, dtype=dtype)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+        self.scaling, self.is_on = scaling, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out)."""
+        y = super().forward(x)
+        return y + self.lora_B(self.lora_A(x)) * self.scaling if self.is_on else y
+
+
+def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
+    """Names of the linear layers that `targets` means; never the head, which stands directly below the model.
+
+    Raises ValueError naming the target, and what there is, if one of them means no layer.
+    """
+    linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
+    kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    if not linear:
+        raise ValueError(f"--lora-rank: {flag}, a {type(model).__name__}, has no linear layers; train all of it")
+    if not targets:
+        raise ValueError(f"--target-modules names no layer; give all-linear, or some of {kinds}")
+    if list(targets) == [ALL]:
+        return linear
+    for target in targets:
+        if not any(_is_called(name, target) for name in linear):
+            raise ValueError(
+                f"--target-modules {target}: no linear layer of {flag}, apart from its head, is called so; give "
+                f"all-linear alone, or some of {kinds}"
+            )
+    return [name for name in linear if any(_is_called(name, target) for target in targets)]
+
+
+def _is_called(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def add(model: nn.Module, args: LoRA, *, path: str, seed: int, flag: str = "--model") -> None:
+    """Freeze a model on the host, not sharded yet, and give it adapters: random ones that add nothing yet.
+
+    Args: path, where its weights are from; seed, of A; flag, that has named the model. Adapters have at least float32.
+    Raises ValueError as `layers_of`.
+    """
+    names, generator = layers_of(model, args.target_modules, flag=flag), torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for name in names:
+        layer = Adapted(model.get_submodule(name), args.lora_rank, args.lora_alpha / args.lora_rank, generator)
+        model.set_submodule(name, layer)
+    kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    targets = kinds if list(args.target_modules) == [ALL] else args.target_modules
+    model.lora = Adapters(args.lora_rank, args.lora_alpha, targets, path, "")
+
+
+def hash_of(model: nn.Module) -> str:
+    """sha256 of the names and values of all parameters of a model on the host, the same in every precision that holds
+    them exactly.
+    """
+
+    def digest(item: tuple[str, torch.Tensor]) -> bytes:
+        name, x = item
+        values = x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous().numpy()
+        return hashlib.sha256(f"{name} {tuple(x.shape)} ".encode() + hashlib.sha256(values).digest()).digest()
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:  # hashing lets go of Python's lock
+        return hashlib.sha256(b"".join(threads.map(digest, model.named_parameters()))).hexdigest()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith(tuple(f".{part}.weight" for part in PARTS))
+
+
+@contextlib.contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Meanwhile a model computes what its base would."""
+    layers = [x for x in model.modules() if isinstance(x, Adapted)]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, *, flag: str = "--model") -> Iterator[None]:
+    """Meanwhile a model with adapters must run. Raises ValueError at the end if a layer that has one was not called.
+
+    Such a model takes the layer's weight and multiplies by itself, so that the adapter would have no effect.
+    """
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, Adapted)}
+    idle = dict.fromkeys(layers)
+    hooks = [x.register_forward_hook(lambda *_, name=name: idle.pop(name, None)) for name, x in layers.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
+    if idle:
+        of = [" ".join(sorted({name.rpartition(".")[2] for name in names})) for names in (idle, layers.keys() - idle)]
+        raise ValueError(
+            f"--target-modules: {flag}, a {model.config.model_type}, takes the weights of {of[0]} without calling the "
+            f"layers, so adapters there would do nothing; name others, such as {of[1]}"
+        )
+
+
+class Base:
+    """What a model with adapters was before training: the same weights, run with the adapters switched off.
+
+    It stands where `logprobs.fixed_logprobs` wants a model, and holds no memory of its own.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.packed = model, replace(model.packed, forward=self._forward)
+        self.parameters, self.modules = model.parameters, model.modules  # which are shared
+
+    def _forward(self, *args: Any) -> Any:
+        with switched_off(self.model):
+            return self.model.packed.forward(*args)
+
+
+def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) pairs as they are without adapters: W + B A * alpha / r in the place of W, A and B.
+
+    The sum is taken in float32 at least and then cast to the type of W. Other tensors pass. Raises RuntimeError if
+    parts of an adapted layer have not come when all have passed.
+    """
+    scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in scaling}
+    for name, x in named_tensors:
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if part not in PARTS:
+            layer, part = name.removesuffix(".weight"), "weight"
+        if layer not in parts:
+            yield name, x
+            continue
+        parts[layer][part] = x
+        if len(parts[layer]) == 3:
+            weight, a, b = (parts[layer][part] for part in ("weight", *PARTS))
+            del parts[layer]
+            yield f"{layer}.weight", torch.addmm(weight.to(a.dtype), b, a, alpha=scaling[layer]).to(weight.dtype)
+    if parts:
+        layer, there = next(iter(parts.items()))
+        raise RuntimeError(f"{len(parts)} weights came without their adapters, {layer} with {sorted(there)} only")
+
+
+def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host.
+
+    Of `weights` only adapters, and a score head if there is one, are taken.
+    """
+    folder.mkdir(parents=True)
+    own, is_lm = model.lora, model.can_generate()
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM" if is_lm else "SEQ_CLS",
+        base_model_name_or_path=own.base,
+        r=own.rank,
+        lora_alpha=own.alpha,
+        target_modules=list(own.targets),
+        modules_to_save=None if is_lm else ["score"],
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
+    saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}
+    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,79 @@
+"""Weights and moments in host memory: no bit of what is learned changes.
+
+On a CPU all memory is the host's: this shows that what is moved comes back as it was.
+"""
+
+import helpers_scripts as h
+import launch
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import sft
+import train_ppo
+from rl import models, sharding
+from rl.ranks import init_ranks
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+OFFLOADS = dict(moments=dict(optimizer_offload=True), everything=dict(param_offload=True, optimizer_offload=True))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+def end_of(folder, step):
+    lines = h.timeless(h.read_jsonl(folder / "metrics.jsonl"))
+    return h.saved_state(folder / f"global_step_{step}"), h.weights(folder / f"global_step_{step}"), lines
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, lora_rank):
+    """Several micro-batches an update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
+    settings = dict(
+        lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
+    )
+
+    def train(name, **changes):
+        train_ppo.main(train_ppo.Args(**h.ppo_settings(task, tmp_path / name, **settings | changes)))
+        h.leave_distributed()
+        return tmp_path / name
+
+    expected = end_of(train("plain"), 2)
+    for name, flags in OFFLOADS.items():
+        train(name, critic_offload=True, total_training_steps=1, **flags)
+        for one, two in zip(end_of(train(name, critic_offload=True, **flags), 2), expected, strict=True):
+            assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+
+
+def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
+    found = {}
+    for name, flags in {"plain": {}, **OFFLOADS}.items():
+        settings = h.sft_settings(task, tmp_path / name, total_training_steps=2, max_token_len_per_gpu=256, **flags)
+        launch.run_file("sft.py", *h.flags(settings), nproc=2)
+        found[name] = h.saved_state(tmp_path / name / "global_step_2")
+    h.assert_same(found["moments"], found["plain"])
+    h.assert_same(found["everything"], found["plain"])
+    settings = h.sft_settings(task, tmp_path / "everything", max_token_len_per_gpu=256, total_training_steps=3)
+    assert sft.main(sft.Args(**settings, force_resume=True))["train/loss"] > 0  # with nothing on the host any more
+
+
+def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task):
+    ranks = init_ranks()
+    policy = sharding.shard(models.load_causal_lm(task.model, ranks), ranks)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    seen = []
+    sharding.keep_moments_on_host(optimizer, ranks.device)
+    for _ in range(3):
+        for x in policy.parameters():
+            x.grad = torch.ones_like(x)
+        optimizer.step()
+        moments = [x for state in optimizer.state.values() for kind, x in state.items() if kind != "step"]
+        assert all(isinstance(x, DTensor) for x in moments) and len(moments) == 2 * len(list(policy.parameters()))
+        seen.append([x.to_local().data_ptr() for x in moments])
+    assert seen[0] == seen[1] == seen[2]
+    first, state = next(iter(optimizer.state.items()))
+    assert state["exp_avg"].shape == first.shape
+    torch.testing.assert_close(state["exp_avg"].full_tensor(), torch.full(first.shape, 1 - 0.9**3))
