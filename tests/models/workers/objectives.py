@@ -19,9 +19,10 @@ from rl.types import Batch, Sample, Sampling, select
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
 ARGS = train_grpo.Args(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+NARROW = {"dppo_tv": 3e-3, "dppo_kl": 1e-3}  # clips for losses that bound probabilities, which are about 1 / 80 here
 CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
-LOSS_MODES = [*train_grpo.LOSSES, "all terms"]
+LOSS_MODES = [*(name for name in train_grpo.LOSSES if name != "luspo"), "all terms"]  # which is gspo with another mean
 AGG_MODES = list(get_args(train_grpo.Args.__annotations__["loss_agg_mode"]))
 CASES = list(itertools.product(LOSS_MODES, AGG_MODES))
 
@@ -72,7 +73,9 @@ def token_objective(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(b, T) values to aggregate, and which of them the clip decided."""
     formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
-    loss, clipped = formula(ARGS, logp, batch.old_logp, batch.advantages, batch.response_mask)
+    near = NARROW.get(loss_mode)
+    args = ARGS if near is None else replace(ARGS, clip_ratio_low=near, clip_ratio_high=near)
+    loss, clipped = formula(args, logp, batch.old_logp, batch.advantages, batch.response_mask)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
