@@ -354,9 +354,9 @@ def gap_to(model, samples):
     return max(gaps)
 
 
-def trained_model(plain, rank):
+def trained_model(plain, rank, name="trained"):
     model = copy.deepcopy(plain)
-    model.load_state_dict({name: tensor.double() for name, tensor in rank["trained"].items()}, strict=False)
+    model.load_state_dict({name: tensor.double() for name, tensor in rank[name].items()}, strict=False)
     model.tie_weights()
     return model
 
@@ -369,6 +369,13 @@ def test_every_ranks_engine_holds_the_policy_after_every_push(rolled_out):
         assert rank["old weights gap"] > 0.01 and gap_to(after, rank["old weights"]) > 0.05
         assert gap_to(plain, rank["old weights"]) < 1e-4
         assert rank["second push gap"] < 1e-5 and gap_to(after, rank["second push"]) < 1e-4
+
+
+def test_every_ranks_engine_gets_the_sum_of_weights_and_adapters(rolled_out):
+    plain, _, ranks = rolled_out
+    for rank in ranks:
+        assert rank["adapters gap"] < 1e-5 and gap_to(trained_model(plain, rank, "merged"), rank["adapters"]) < 1e-4
+        assert gap_to(plain, rank["adapters"]) > 0.05
 
 
 def test_every_rank_gets_the_samples_of_its_own_prompts(rolled_out):

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import torch
+from helpers_families import WithAdapters, make_them_count
 from objectives import TEMPERATURE, packed_backward
 
 from rl.engines import vllm
-from rl.models import load_causal_lm, weights_for_engine
+from rl.models import load_causal_lm, load_policy, weights_for_engine
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.rollout import fold, sample_groups, seeded, verify_engine
 from rl.sharding import full_tensors, shard
@@ -61,9 +62,9 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     results = {"tied": policy.config.tie_word_embeddings}
     first = {name: tensor.clone() for name, tensor in full_tensors(policy)}
 
-    def roll_out(name: str, rows: list[dict], *, pushed: bool = True) -> None:
+    def roll_out(name: str, rows: list[dict], *, pushed: bool = True, model: torch.nn.Module = policy) -> None:
         if pushed:
-            engine.update_weights(weights_for_engine(policy, ranks))
+            engine.update_weights(weights_for_engine(model, ranks))
         sampling = Sampling(n=2, temperature=TEMPERATURE, max_tokens=10)
         own_rows, seed = ranks.own_slice(rows), fold(0, len(results), engine.first_rank)
         samples, handed = sample_groups(engine, own_rows, sampling, seed=seed, on_group=lambda row, group: (row, group))
@@ -71,7 +72,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
         results[f"{name} gap"] = verify_engine(
-            policy, samples, sampling=Sampling(temperature=TEMPERATURE), limit=limit, ranks=ranks, num_probe=9
+            model, samples, sampling=Sampling(temperature=TEMPERATURE), limit=limit, ranks=ranks, num_probe=9
         )
 
     roll_out("first push", ROWS)
@@ -86,6 +87,9 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     roll_out("rank 0 without prompts", ROWS[:1])
     results["version"] = engine.policy_version
     results["in flight"] = in_flight(engine, first, ranks)
+    adapted = make_them_count(load_policy(WithAdapters(model=path), ranks))
+    roll_out("adapters", ROWS, model=adapted)
+    results["merged"] = {name: x.clone() for name, x in weights_for_engine(adapted, ranks)}
 
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     engine.close()
