@@ -19,8 +19,8 @@ def evaluate(
     """Score --val-n responses to every held-out prompt, sampled as the other --val flags say; by default one, greedily.
 
     Args: args, of the script; rows, on all ranks; sampling, as in training, for lengths and what ends a response.
-    Returns: the means over all prompts of what `metrics.of_prompt` finds; and {prompt, response, score} of the first
-    --log-val-generations rows. All ranks must enter.
+    Returns: the means over all prompts of what `metrics.of_prompt` finds; and {prompt, response, score, components} of
+    the first --log-val-generations rows. All ranks must enter.
     """
     own_rows, seed = ranks.own_slice(rows), fold(args.seed, engine.first_rank)
     sampling = replace(sampling, n=args.val_n, temperature=args.val_temperature)
@@ -36,7 +36,12 @@ def evaluate(
         own_found.append(metrics.of_prompt(row["data_source"], own_scores[group], lengths))
     first = {row["row_index"] for row in rows[: args.log_val_generations]}
     shown = [
-        {"prompt": scorer.tokenizer.decode(s.prompt_ids), "response": x.text, "score": x.value}
+        {
+            "prompt": scorer.tokenizer.decode(s.prompt_ids),
+            "response": x.text,
+            "score": x.value,
+            "components": x.components,
+        }
         for s, x in zip(own_samples, own_scores, strict=True)
         if s.row_index in first
     ]

@@ -48,6 +48,7 @@ Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
 TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
+Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Logging:
     test_freq: int = 10  # evaluate every this many steps and at the end; -1 never
     alarms: tuple[str, ...] = ()  # metrics and limits; a step beyond one prints a line that begins with ALARM
     logger: tuple[Backend, ...] = ("console",)  # trackers besides metrics.jsonl, which is always written
+    prometheus_port: Port | None = None  # rank 0 serves the metrics, and vLLM's own, to Prometheus on this port
     project_name: str = "glassrl"  # project in the trackers, and part of the folder
     experiment_name: str = "run"  # run in the trackers, and part of the folder
 
@@ -166,7 +168,8 @@ class LoggingRL(Logging):
     val_top_k: TopK = -1  # of these responses, like --top-k
     val_min_p: Share = 0.0  # of these responses, like --min-p
     log_val_generations: Count = 8  # held-out prompts whose responses are recorded at each evaluation
-    log_samples_freq: Count = 10  # print one prompt and response every this many steps; 0 never
+    # print a prompt and its response, and record up to four in generations.jsonl, every this many steps; 0 never
+    log_samples_freq: Count = 10
 
 
 @dataclass(frozen=True)

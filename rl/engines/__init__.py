@@ -27,6 +27,7 @@ def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
         seed=args.seed,
         load_weights=load_weights,
         quantization=getattr(args, "rollout_quantization", "none"),  # which eval.py does not have
+        log_stats=ranks.is_main and getattr(args, "prometheus_port", None) is not None,
     )
     if not load_weights:
         engine.sleep()

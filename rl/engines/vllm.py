@@ -37,8 +37,9 @@ class InFlight(NamedTuple):
 class Engine:
     """See `base.Engine`. vLLM on this rank's device, or over `tensor_parallel_size` neighbouring ranks.
 
-    Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
-    be shared out to engines of that size.
+    Unless `load_weights`, weights are dummies until the first `update_weights`. With `log_stats` vLLM keeps its own
+    metrics, in prometheus_client's registry of this process. Raises ValueError if the ranks cannot be shared out to
+    engines of that size.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Engine:
         free_cache_engine: bool = True,
         load_weights: bool = False,
         quantization: str = "none",
+        log_stats: bool = False,
     ):
         if ranks.size % tensor_parallel_size:
             raise ValueError(
@@ -92,7 +94,7 @@ class Engine:
                 enforce_eager=on_cpu,
                 compilation_config={} if on_cpu else {"max_cudagraph_capture_size": max_num_seqs},  # vLLM stops at 512
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
-                disable_log_stats=True,
+                disable_log_stats=not log_stats,
                 use_tqdm_on_load=False,
                 seed=seed,
             )

@@ -111,8 +111,10 @@ class Shortcuts:
 
     def step(self) -> list[News]:
         """Sample about one more token for each; see `News`."""
-        news = []
-        for output in self.core.get_output().outputs:
+        news, outputs = [], self.core.get_output()
+        if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
+            stats.record(outputs.scheduler_stats, None)
+        for output in outputs.outputs:
             if (growing := self.growing.get(output.request_id)) is None:
                 continue  # aborted, and its last token was on the way
             if output.new_token_ids:

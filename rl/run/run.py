@@ -15,10 +15,11 @@ from rl.console import progress_line, say, show_sample
 from rl.engines.base import Engine
 from rl.flags import parse_alarm
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, last_words, loop_state, stop, watchdog
+from rl.run import checkpoint, last_words, loop_state, samples, stop, watchdog
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
+from rl.run.prometheus import Exporter
 from rl.run.tracking import Tracker, evaluation_is_due
 from rl.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.types import Batch, Sample, Score
@@ -40,8 +41,9 @@ class Run:
     All ranks must make all calls. A run that is asked to stop saves the state of the step's beginning, until the first
     optimizer step changes that; after it, the step is completed first. The same command continues the run.
 
-    Raises ValueError, on every rank, if the folder cannot be written or belongs to a running process, if there is no
-    intact checkpoint among those there are, or if the checkpoint comes from other settings or data.
+    Raises ValueError, on every rank, if the folder cannot be written or belongs to a running process, if the port of
+    --prometheus-port is in use, if there is no intact checkpoint among those there are, or if the checkpoint comes from
+    other settings or data.
     """
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
@@ -51,9 +53,11 @@ class Run:
         last_words.start(self.ranks)
         watchdog.start(args.stall_timeout, self.ranks.rank)
         stop.start(args.max_hours)
+        self.exporter = Exporter(args, self.ranks)
         self.folder = checkpoint.open_folder(args, tokenizer, total_steps, self.ranks)
         self.states = checkpoint.load_states(self.folder.resume_from)
         self.start, self.useless_updates = 0, 0
+        self.batch: Batch | None = None  # of the step, once there was an update
         self.unheard = [x for x in args.alarms if x not in type(args).alarms]  # whose metrics are not known to exist
 
     @property
@@ -127,6 +131,7 @@ class Run:
         """Record the metrics of an evaluation, and responses to show; returns the metrics."""
         self.tracker.log_generations(step, "val", list(shown))
         parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
+        self.exporter.update(step, found)
         self.tracker.log(step, found, f"step {step} | held out: {', '.join(parts)}")
         self._raise_alarms(step, found, lambda name: name.startswith("val"))
         return found
@@ -158,6 +163,7 @@ class Run:
 
         Raises RuntimeError at the third in a row that may not, and writes the batch to the run's folder.
         """
+        self.batch = batch
         usable = all(map(math.isfinite, norms.values())) and num_tokens > 0
         self.useless_updates = 0 if usable else self.useless_updates + 1
         if self.useless_updates == MAX_USELESS_UPDATES:
@@ -178,6 +184,7 @@ class Run:
         """
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
         metrics["checkpoint/failed"] = float(self.folder.failures)
+        self.exporter.update(step, metrics)
         self.tracker.log(step, metrics, progress_line(step, self.total_steps, metrics) if shown else "")
         self._raise_alarms(step, metrics, lambda name: not name.startswith("val"))
         return metrics
@@ -205,10 +212,15 @@ class Run:
                     )
 
     def show_sample(self, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
-        """Print rank 0's first response every --log-samples-freq steps."""
+        """Print rank 0's first response every --log-samples-freq steps, and record it and others to the same prompt in
+        generations.jsonl, token by token: see `samples.describe`.
+        """
         if self.args.log_samples_freq and self.step % self.args.log_samples_freq == 0 and own_samples:
-            prompt = self.tokenizer.decode(own_samples[0].prompt_ids)
-            self.tracker.print(show_sample(prompt, own_scores[0].text, own_scores[0].value))
+            if self.ranks.is_main:
+                shown = samples.describe(self.tokenizer, own_samples, own_scores, self.batch)
+                self.tracker.log_generations(self.step + 1, "train", shown)
+                self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))
+        self.batch = None
 
     def close(self, *others: Any) -> None:
         """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.
@@ -219,6 +231,7 @@ class Run:
         checkpoint.close(self.folder)
         stop.end()
         self.tracker.close()
+        self.exporter.close()
         for other in others:
             other.close()
         last_words.stop()

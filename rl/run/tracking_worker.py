@@ -128,7 +128,8 @@ class Reader:
 def hand_on(connection: Connection, step: int, kind: str, lines: list[dict]) -> None:
     """One entry of `Reader.read` to the tracker; null is NaN there."""
     if kind:
-        shown = [{name: value for name, value in line.items() if name not in ("step", "kind")} for line in lines]
+        hidden = ("step", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
+        shown = [{name: value for name, value in line.items() if name not in hidden} for line in lines]
         connection.log_generations(step, f"{kind}/generations", shown)
     else:
         metrics = {name: math.nan if value is None else value for name, value in lines[0].items()}

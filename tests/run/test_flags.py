@@ -50,7 +50,7 @@ MAY_CHANGE = set(
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
     optimizer_offload param_offload rollout_quantization
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
-    test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name
+    test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
     critic_offload max_num_gen_batches teacher_url teacher_timeout teacher_offload prm_offload
     """.split()
@@ -80,6 +80,7 @@ LIMITS = {
     "accuracy_lower_bound accuracy_upper_bound",
     "at least 1, or -1 for all tokens": "top_k val_top_k distill_top_k",
     "above 1": "clip_ratio_c",
+    "within 1 and 65535": "prometheus_port",
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
@@ -95,6 +96,7 @@ REFUSED_AND_TAKEN = {
     "within 0 and 1": ([-1e-9, 1.001], [0, 0.5, 1]),
     "at least 1, or -1 for all tokens": ([0, -2], [-1, 1, 10**6]),
     "above 1": ([1, 0, -3], [1.001, 1e9]),
+    "within 1 and 65535": ([0, -1, 65536], [1, 65535]),
 }
 
 

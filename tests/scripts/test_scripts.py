@@ -158,7 +158,7 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
         }  # neither old_log_prob nor ref
         assert sum(v for k, v in x.items() if k.startswith("timing_s/") and k != "timing_s/step") <= x["timing_s/step"]
     # Held-out accuracy, counted again from what was generated with the final weights.
-    generations = [g for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 2]
+    generations = [g for g in h.read_jsonl(folder / "generations.jsonl") if (g["kind"], g["step"]) == ("val", 2)]
     assert len(generations) == 16
     truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(task.test).to_pylist()]
     scores = [h.parity(g["response"], truth) for g, truth in zip(generations, truths, strict=True)]

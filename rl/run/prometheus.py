@@ -1,0 +1,69 @@
+"""A run's metrics for Prometheus: --prometheus-port. docs/metrics.md says what is served, docs/grafana.json is a
+dashboard of it.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import prometheus_client
+from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
+
+from rl.ranks import Ranks
+
+
+def name_of(metric: str) -> str:
+    """`actor/entropy` -> `glassrl_actor_entropy`: letters, digits and _ are what Prometheus takes."""
+    return "glassrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+class Exporter:
+    """The newest value of every metric of a run, served on rank 0 until `close`; without a port it does nothing.
+
+    The process's own registry is served as well: vLLM's metrics are there, and memory and CPU time of rank 0.
+    A scrape is answered by a thread, from numbers that are there already, so it holds up the run for milliseconds.
+
+    Raises ValueError, on every rank, if the port is in use. All ranks must enter.
+    """
+
+    def __init__(self, args: Any, ranks: Ranks):
+        self.labels = {"project": args.project_name, "experiment": args.experiment_name}
+        self.newest: dict[str, tuple[str, float]] = {}  # name for Prometheus -> our name, value
+        self.server: Any = None
+        if args.prometheus_port is None:
+            return
+        problem = ""
+        if ranks.is_main:
+            registry = CollectorRegistry()
+            registry.register(self)
+            registry.register(prometheus_client.REGISTRY)
+            try:
+                self.server, _ = prometheus_client.start_http_server(args.prometheus_port, registry=registry)
+            except OSError as error:
+                problem = str(error)
+        if problem := "".join(ranks.all_gather([problem])):
+            raise ValueError(
+                f"--prometheus-port {args.prometheus_port} cannot be served from this machine ({problem}); another "
+                "run may have it: choose another port"
+            )
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        """Serve the metrics of a step from now on. What they do not name keeps its last value."""
+        if self.server is not None:
+            new = {**metrics, "step": step, "logged_at_seconds": time.time()}
+            self.newest = self.newest | {name_of(name): (name, float(value)) for name, value in new.items()}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """What prometheus_client asks for at each scrape."""
+        for served_as, (name, value) in self.newest.items():
+            family = GaugeMetricFamily(served_as, name, labels=list(self.labels))
+            family.add_metric(list(self.labels.values()), value)
+            yield family
+
+    def close(self) -> None:
+        """Free the port."""
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None

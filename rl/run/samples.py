@@ -1,0 +1,66 @@
+"""What generations.jsonl says of a few responses of a training step: scores, and numbers of each token."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.types import Batch, Sample, Score
+
+MOST = 4  # responses of a step, all to one prompt
+
+
+def describe(
+    tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], scores: Sequence[Score], batch: Batch | None
+) -> list[dict[str, Any]]:
+    """The first responses to the first prompt, as JSON.
+
+    `tokens` has a list for each of these, with an entry for each token of the response: `text`; `engine_logp`, the
+    log-prob when it was sampled; and, if this rank trains on the response, `advantage`, and where the script computes
+    them `trainer_logp` (by the policy that starts the step), `reference_logp` and `value` (the critic's).
+
+    Args: samples, of this rank; scores, theirs; batch, what this rank trains on in the step; None if in nothing.
+    """
+    return [
+        {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": score.text,
+            "score": score.value,
+            "components": score.components,
+            "finish_reason": sample.finish_reason,
+            "tokens": _tokens(tokenizer, sample, batch),
+        }
+        for sample, score in zip(samples[:MOST], scores[:MOST], strict=True)
+        if sample.row_index == samples[0].row_index
+    ]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | None) -> dict[str, list]:
+    found = {
+        "text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()],
+        "engine_logp": _rounded(torch.from_numpy(sample.rollout_logprobs)),
+    }
+    if batch is None or (row := _row_of(sample, batch)) is None:
+        return found
+    response = slice(len(sample.prompt_ids), sample.num_tokens)
+    columns = dict(
+        advantage=batch.advantages, trainer_logp=batch.old_logp, reference_logp=batch.ref_logp, value=batch.values
+    )
+    return found | {name: _rounded(x[row, response]) for name, x in columns.items() if x is not None}
+
+
+def _row_of(sample: Sample, batch: Batch) -> int | None:
+    """Which row of the batch has these tokens, if any."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
+    for row in (batch.lengths == len(ids)).nonzero().flatten().tolist():
+        if torch.equal(batch.input_ids[row, : len(ids)], ids):
+            return row
+    return None
+
+
+def _rounded(values: torch.Tensor) -> list[float | None]:
+    """Five decimals; None for what is not finite, which JSON does not have."""
+    return [round(x, 5) if math.isfinite(x) else None for x in values.detach().double().tolist()]

@@ -1,0 +1,189 @@
+"""benchmarks/view.py: the page holds what the runs have written, and shows it in a browser."""
+
+import importlib.util
+import json
+import re
+import shutil
+
+import helpers_scripts as h
+import launch
+import pytest
+from transformers import AutoTokenizer
+
+import train_ppo
+from benchmarks import view
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+HOSTILE = "</script><script>document.title = 'taken over'</script><img src=x onerror='document.title = 1'>"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of two runs of train_ppo.py with two updates a step, which logged responses in both of their steps."""
+    folder = tmp_path_factory.mktemp("view")
+    task = h.make_task(folder)
+    for seed in (0, 1):
+        changes = dict(seed=seed, rollout_n=2, val_before_train=True, log_samples_freq=1, log_val_generations=3)
+        train_ppo.main(train_ppo.Args(**h.ppo_settings(task, folder / f"seed{seed}" / "run", **changes)))
+        h.leave_distributed()
+    with open(folder / "seed1" / "run" / "generations.jsonl", "a") as f:  # what a model may write
+        f.write(json.dumps({"step": 2, "kind": "train", "prompt": HOSTILE, "response": HOSTILE, "score": None}) + "\n")
+    return [folder / f"seed{seed}" / "run" for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    return view.main(view.Args(runs=tuple(runs), out=tmp_path_factory.mktemp("page") / "view.html"))
+
+
+def held(page):
+    """The data in a page, as a browser reads it."""
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text(), re.S)[1])
+
+
+# --- what a run records of its responses
+
+
+def test_responses_of_a_step_are_recorded_token_by_token(runs):
+    lines = [x for x in h.read_jsonl(runs[0] / "generations.jsonl") if x["kind"] == "train"]
+    assert [x["step"] for x in lines] == [1, 1, 2, 2]  # both responses to the first prompt
+    config = json.loads((runs[0] / "config.json").read_text())
+    special = set(AutoTokenizer.from_pretrained(config["model"]).get_added_vocab())
+    metrics = {x["step"]: x for x in h.read_jsonl(runs[0] / "metrics.jsonl") if "actor/loss" in x}
+    for x in lines:
+        tokens = x["tokens"]
+        names = {"text", "engine_logp", "advantage", "trainer_logp", "value"}
+        assert tokens.keys() == names and len({len(values) for values in tokens.values()}) == 1
+        plain = [text for text in tokens["text"] if text not in special]
+        assert "".join(plain) == x["response"] and 1 <= len(tokens["text"]) <= 12
+        assert x["finish_reason"] == ("stop" if tokens["text"][-1] == "<|im_end|>" else "length")
+        gaps = [abs(a - b) for a, b in zip(tokens["engine_logp"], tokens["trainer_logp"], strict=True)]
+        assert max(gaps) < 1e-4 and max(tokens["engine_logp"]) < 0
+        low, high = (metrics[x["step"]][f"critic/advantages/{name}"] for name in ("min", "max"))
+        assert all(low - 1e-4 <= a <= high + 1e-4 for a in tokens["advantage"])
+    assert all(len(set(x["tokens"]["advantage"])) > 1 for x in lines[2:])  # the critic tells tokens apart by now
+    assert lines[0]["prompt"] == lines[1]["prompt"] and lines[0]["response"] != lines[1]["response"]
+
+
+# --- the page
+
+
+def test_the_page_holds_the_files_of_all_runs(runs, page):
+    found = held(page)
+    assert [run["name"] for run in found] == ["seed0/run", "seed1/run"]
+    for run, folder in zip(found, runs, strict=True):
+        assert run["samples"] == h.read_jsonl(folder / "generations.jsonl")
+        assert run["config"] == json.loads((folder / "config.json").read_text())
+        for line in h.read_jsonl(folder / "metrics.jsonl"):
+            for name in line.keys() - {"step", "time"}:
+                steps, values = run["curves"][name]
+                assert values[steps.index(line["step"])] == pytest.approx(line[name], rel=1e-5)
+        assert "step" not in run["curves"] and run["curves"]["val/accuracy"][0] == [0]
+
+
+def test_the_page_needs_nothing_from_outside(page):
+    text = page.read_text()
+    assert text.count("</script>") == view.PAGE.read_text().count("</script>") == 2
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|innerHTML""", view.PAGE.read_text())
+
+
+def test_what_cannot_be_shown_is_refused(runs, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} has no metrics.jsonl with a line"):
+        view.main(view.Args(runs=(tmp_path,), out=tmp_path / "view.html"))
+    with pytest.raises(ValueError, match="a run is named twice"):
+        view.main(view.Args(runs=(runs[0], runs[0]), out=tmp_path / "view.html"))
+    with pytest.raises(ValueError, match="give one folder of a run or more"):
+        view.main(view.Args(runs=(), out=tmp_path / "view.html"))
+
+
+def test_a_run_that_is_writing_is_shown_as_far_as_it_is(tmp_path):
+    line = {"step": 1, "time": 5.0, "a": 0.25, "b": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 2, "a": 0.')
+    run = view.read_run(tmp_path, "mine")
+    assert run == {"name": "mine", "config": {}, "curves": {"a": [[1], [0.25]]}, "samples": []}
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium under playwright (pip install playwright, and playwright install chromium or the system's package)."""
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("playwright is not installed")
+    from playwright.sync_api import Error, sync_playwright
+
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        except Error as error:
+            pytest.skip(f"no browser: {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser, page):
+    """The page, open; a script that fails in it fails the test."""
+    tab, problems = browser.new_page(viewport={"width": 1280, "height": 800}), []
+    tab.on("pageerror", lambda error: problems.append(error.message))
+    tab.on("request", lambda request: problems.append(request.url) if not request.url.startswith("file:") else None)
+    tab.goto(page.as_uri())
+    yield tab
+    title = tab.title()
+    tab.close()
+    assert not problems and title == "glassrl runs"
+
+
+def test_a_browser_shows_the_curves_of_all_runs(tab, runs):
+    names = {name for run in runs for line in h.read_jsonl(run / "metrics.jsonl") for name in line} - {"step", "time"}
+    assert tab.locator(".chart").count() == len(names) > 50
+    assert tab.locator(".chart h2").first.inner_text() == "critic/score/mean"
+    chart = tab.locator('.chart[data-metric="actor/entropy"]')
+    paths = [path.get_attribute("d") for path in chart.locator("path").all()]
+    assert len(paths) == 2 and all(path.count("L") == 1 for path in paths)  # two runs of two steps
+    last = [h.read_jsonl(run / "metrics.jsonl")[-1]["actor/entropy"] for run in runs]
+    shown = re.findall(r"seed\d/run ([\d.]+) \(2\)", chart.locator(".at").inner_text())
+    assert [float(x) for x in shown] == pytest.approx(last, rel=1e-3)
+    # From lower to higher values a curve goes up, towards smaller y.
+    first = h.read_jsonl(runs[0] / "metrics.jsonl")
+    first = [x["actor/entropy"] for x in first if "actor/entropy" in x]
+    (y0,), (y1,) = (re.findall(r" ([\d.]+)$", part) for part in paths[0].split("L"))
+    assert (float(y1) < float(y0)) == (first[1] > first[0])
+    tab.locator("#filter").fill("entropy|val/acc")
+    assert tab.locator(".chart h2").all_inner_texts() == ["val/accuracy", "actor/entropy"]
+    tab.locator("#runs input").first.uncheck()
+    assert chart.locator("path").count() == 1
+
+
+def test_a_browser_shows_responses_coloured_by_token(tab, runs):
+    tab.locator("#tab-samples").click()
+    assert tab.locator("#charts").is_hidden() and tab.locator("#smooth").is_hidden()
+    assert tab.locator("#kind").input_value() == "train" and tab.locator("#step").input_value() == "2"
+    recorded = [
+        x for run in runs for x in h.read_jsonl(run / "generations.jsonl") if (x["kind"], x["step"]) == ("train", 2)
+    ]
+    boxes = tab.locator(".sample").all()
+    assert len(boxes) == len(recorded) == 5
+    for box, x in zip(boxes, recorded, strict=True):
+        if "tokens" not in x:
+            assert box.locator(".response").inner_text() == box.locator(".prompt").inner_text() == HOSTILE
+            continue
+        spans = box.locator(".token").all()
+        assert [span.text_content() for span in spans] == x["tokens"]["text"]
+        for span, advantage in zip(spans, x["tokens"]["advantage"], strict=True):
+            red, green = map(int, re.match(r"background:\s?rgba\((\d+), ?(\d+)", span.get_attribute("style")).groups())
+            assert (green > red) == (advantage > 0)
+        assert "trainer_logp" in spans[0].get_attribute("title")
+    tab.locator("#colour").select_option("gap: trainer - engine")
+    assert tab.locator(".token").count() > 10
+    tab.locator("#kind").select_option("val")
+    assert tab.locator("#step").input_value() == "0" and tab.locator(".sample").count() == 6  # three of each run
+    tab.locator("#runs input").last.uncheck()
+    assert tab.locator(".sample").count() == 3
+
+
+def test_runs_as_a_script(runs, tmp_path):
+    output = launch.run_file("benchmarks/view.py", *runs, "--out", tmp_path / "page.html")
+    assert "seed0/run, seed1/run" in output and len(held(tmp_path / "page.html")) == 2
