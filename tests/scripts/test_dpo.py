@@ -220,6 +220,18 @@ def test_a_checkpoint_has_the_reference_if_it_changes_and_no_folder_of_it_for_us
     assert not any(name.startswith("reference") for name in h.saved_state(dpo.dir(2) / "global_step_1"))
 
 
+def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(dpo, task, tmp_path):
+    """Begun again between two refreshes: the reference that is neither the original nor the policy is loaded."""
+    changes = dict(pairs="all", ref_update_steps=2, save_freq=1)
+    dpo(total_training_steps=5, **changes)
+    for steps in (3, 5):
+        settings = h.dpo_settings(task, tmp_path / "broken", total_training_steps=steps, **changes)
+        train_dpo.main(train_dpo.Args(**settings))
+    h.assert_same(*(h.saved_state(folder / "global_step_5") for folder in (tmp_path / "broken", dpo.dir(1))))
+    lines = h.timeless(h.read_jsonl(tmp_path / "broken" / "metrics.jsonl"))
+    assert lines == h.timeless(dpo.lines(1)) and len(lines) == 5
+
+
 def test_two_ranks_learn_what_one_does_with_the_pairs_of_one_prompt(dpo, task, tmp_path, monkeypatch, in_double):
     """One prompt a step: a rank samples nothing, and with a small budget each has pairs that the other sampled."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, ref_update_steps=2, loss_type="kto_pair", lr=1e-4)

@@ -157,6 +157,18 @@ def test_steps_are_what_plain_transformers_computes(
     assert h.distance(prime.weights(1, 2, "huggingface_prm"), of_prm) < 2e-4
 
 
+def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(prime, task, tmp_path):
+    """Both models and both optimizers, also where the reward model learns after the policy."""
+    changes = dict(prime_update="after", gen_batch_size=6, save_freq=1)
+    prime(total_training_steps=5, **changes)
+    for steps in (3, 5):
+        settings = h.prime_settings(task, tmp_path / "broken", total_training_steps=steps, **changes)
+        train_prime.main(train_prime.Args(**settings))
+    h.assert_same(*(h.saved_state(folder / "global_step_5") for folder in (tmp_path / "broken", prime.dir(1))))
+    lines = h.timeless(h.read_jsonl(tmp_path / "broken" / "metrics.jsonl"))
+    assert lines == h.timeless(prime.lines(1)) and len(lines) == 5
+
+
 def test_two_ranks_learn_what_one_does(prime, task, tmp_path, monkeypatch, in_double):
     """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, lr=1e-4, prm_lr=1e-4, ppo_max_token_len_per_gpu=44)
