@@ -325,7 +325,8 @@ WORKER = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 (folder / "config.json").write_text('{"train_batch_size": 2, "rollout_n": 4}')
-lines = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "critic/score/mean": 0.5}, {"step": 1, "val/accuracy": 0.5}]
+lines = [{"step": 0, "val/accuracy": 0.25}, {"step": 1, "critic/score/mean": 0.5, "timing_s/step": 2.0}]
+lines += [{"step": 1, "val/accuracy": 0.5}]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 if sys.argv[2] == "fail":
     raise ValueError("--lr 7 is too much")
