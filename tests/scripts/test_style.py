@@ -369,3 +369,11 @@ def test_no_flag_is_an_abbreviation_of_a_torchrun_option(path):
     names = ["--" + field.name.replace("_", "-") for field in fields(args_of(path))]
     assert len(names) > 20
     assert [name for name in names if any(option.startswith(name) for option in options)] == []
+
+
+def test_the_files_that_begin_first_are_there():
+    """Whoever renames one of them also says so in tests/conftest.py."""
+    [longest] = [x.value for x in tree(launch.TESTS / "conftest.py").body if isinstance(x, ast.Assign)]
+    names = ast.literal_eval(longest)
+    assert len(set(names)) == len(names) > 20
+    assert set(names) <= {path.stem for path in launch.TESTS.glob("*/test_*.py")}
