@@ -328,16 +328,21 @@ def _compiles(code: str) -> bool:
 def _tests_passed_strict(code: str, tests: list[str], setup: str) -> int | None:
     """How many tests pass by GRAIL's rule: code, setup and assertion run to the end together, in a fresh process each.
 
+    After two that ran out of time no other is run, so that all stay below --reward-timeout.
+
     The code can fool such a test (an object whose `__eq__` is always true), but not leave the sandbox. None if the
     sandbox itself failed.
     """
-    from rewards.sandbox import run_tests
+    from rewards.sandbox import MAX_TIMEOUTS, run_tests
 
-    passed = 0
+    passed = timeouts = 0
     for test in tests:
+        if timeouts == MAX_TIMEOUTS:
+            break
         program = f"{code}\n\n{setup}\n{test}\ndef reached_the_end_of_the_test(): return True\n"
         verdict = run_tests(program, ["assert reached_the_end_of_the_test() is True"])
         if verdict.status == "sandbox_error":
             return None
         passed += verdict.passed
+        timeouts += verdict.status == "timeout"
     return passed

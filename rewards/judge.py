@@ -22,6 +22,7 @@ judge into a high score, and a judge that prefers long or confident answers. A p
 of its responses, and track a score that the judge does not give.
 """
 
+import contextlib
 import functools
 import hashlib
 import http.client
@@ -29,7 +30,9 @@ import json
 import os
 import random
 import re
+import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -138,15 +141,65 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """None: the redirect stays an HTTPError."""
 
 
+class _Ending:
+    """Opens connections that end at a deadline, even if the server sends a byte now and then for ever."""
+
+    def __init__(self, deadline: float):
+        self.deadline, self.timers = deadline, []
+
+    def connect(self, *args: Any, **options: Any) -> socket.socket:
+        connection = socket.create_connection(*args, **options)
+        same = socket.socket(fileno=os.dup(connection.fileno()))  # TLS takes the other one over
+        timer = threading.Timer(max(self.deadline - time.monotonic(), 0.001), self._end, [same])
+        timer.daemon = True
+        timer.start()
+        self.timers.append((timer, same))
+        return connection
+
+    @staticmethod
+    def _end(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> "_Ending":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for timer, connection in self.timers:
+            timer.cancel()
+            timer.join()
+            connection.close()
+
+
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """HTTP and HTTPS over connections of `ending`."""
+
+    def __init__(self, ending: _Ending):
+        super().__init__()
+        self.ending = ending
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(functools.partial(self._connection, http.client.HTTPSConnection), request)
+
+    def _connection(self, kind: type[http.client.HTTPConnection], host: str, **options: Any) -> Any:
+        connection = kind(host, **options)
+        connection._create_connection = self.ending.connect
+        return connection
+
+
 def _post(request: urllib.request.Request, deadline: float) -> bytes:
-    """The reply's body. Raises OSError or HTTPException; TimeoutError too if the deadline passes between two pieces."""
-    opener = urllib.request.build_opener(_NoRedirect)
+    """The reply's body. Raises OSError or HTTPException; TimeoutError too if the deadline passes while it comes."""
     body = b""
-    with opener.open(request, timeout=max(deadline - time.monotonic(), 0.001)) as reply:
-        while piece := reply.read1(1 << 16):
-            body += piece
-            if len(body) > MAX_REPLY:
-                raise ValueError(f"more than {MAX_REPLY} bytes")
+    with _Ending(deadline) as ending:
+        opener = urllib.request.build_opener(_NoRedirect, _Handler(ending))
+        with opener.open(request, timeout=max(deadline - time.monotonic(), 0.001)) as reply:
+            while piece := reply.read1(1 << 16):
+                body += piece
+                if len(body) > MAX_REPLY:
+                    raise ValueError(f"more than {MAX_REPLY} bytes")
             if time.monotonic() > deadline:
                 raise TimeoutError
     return body

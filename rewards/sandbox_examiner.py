@@ -250,7 +250,7 @@ class Candidate:
 
     def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool):
         self.fd, self.end, self.objects, self.own_eq = fd, end, objects, own_eq
-        self.traffic, self.looks = 0, False
+        self.traffic, self.operation = 0, ""
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
 
@@ -290,7 +290,7 @@ class Candidate:
 
     def ask(self, operation: str, *arguments: object) -> object:
         """One of sandbox_child's operations on the candidate's objects."""
-        self.looks = operation in ("base", "fields", "hash", "isinstance")  # and changes nothing
+        self.operation = operation
         return self.exchange([operation, *arguments])
 
     def attribute(self, x: object, name: str) -> object:
@@ -308,10 +308,18 @@ class Candidate:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
         if isinstance(type(x), _Kind):
-            if isinstance(x, _Stand) and not self.looks:
+            if isinstance(x, _Stand) and self.operation not in (
+                "base",
+                "fields",
+                "hash",
+                "isinstance",
+            ):  # these only look
                 object.__setattr__(x, "_glassrl_made", None)
             return (object.__getattribute__(x, "_glassrl_number"),)
-        self.end("bad", f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
+        problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
+        if self.operation == "call":
+            self.end("bad", problem)
+        raise TypeError(problem)  # the candidate's answer decides that such an object is asked about
 
     def _stand(self, number: int, kind: tuple, own: tuple | None) -> object:
         """The stand-in for an object that an answer describes; the same one each time."""

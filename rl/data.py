@@ -276,7 +276,7 @@ def _read_parquet(file: Path) -> list[Row]:
     try:
         table.validate(full=True)
         return table.to_pylist()
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+    except (pa.ArrowInvalid, ValueError, OverflowError) as error:
         for i in range(table.num_rows):  # Arrow counts nested values, not rows: find the row that it means
             for name, column in zip(table.column_names, table.columns, strict=True):
                 try:
@@ -284,6 +284,10 @@ def _read_parquet(file: Path) -> list[Row]:
                 except UnicodeDecodeError as bad:
                     raise ValueError(
                         f"{file}: row {i}: column {name!r} is not valid UTF-8 ({bad}); write the file again as UTF-8"
+                    ) from bad
+                except (ValueError, OverflowError) as bad:  # a time beyond year 9999
+                    raise ValueError(
+                        f"{file}: row {i}: column {name!r} holds a value that Python cannot ({bad}); leave it out"
                     ) from bad
         raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
 
@@ -299,7 +303,7 @@ def _read_jsonl(file: Path) -> list[Row]:
             raise ValueError(
                 f"{file}: row {len(rows)} (line {number}) is not valid UTF-8 ({error}); write the file again as UTF-8"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{file}: row {len(rows)} (line {number}) is not JSON ({error}); write one object a line"
             ) from error
@@ -630,13 +634,28 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
     """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
 
     A message list goes through the chat template together with the response as the assistant's message, up to whatever
-    the template puts at the end. A string is followed by the response and the end-of-sequence token.
+    the template puts at the end. A string is followed by the response and the end-of-sequence token. Text in the
+    response that spells a control token stays text: see `_without_control_tokens`.
 
     Raises:
         ValueError: no chat template, a template that rejects the messages, or no end-of-sequence token for a string.
     """
     if isinstance(row["prompt"], str):
+        end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
+        response = _without_control_tokens(tokenizer, response.removesuffix(end)) + end
         return _encode_response(tokenizer, {**row, "response": response})[0]
+    response = _without_control_tokens(tokenizer, response)
     messages = [*row["prompt"], {"role": "assistant", "content": response}]
     text = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`.
+
+    A policy can write such text with ordinary tokens. It could end its turn and add one that praises it.
+    """
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and len(token.content) > 1:
+            text = text.replace(token.content, f"{token.content[0]}\u2060{token.content[1:]}")
+    return text

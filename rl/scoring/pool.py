@@ -44,6 +44,7 @@ from rl.types import Response, Sample, Score
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
+MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 # How responses give their answers, for the check of data without reference answers.
 ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
@@ -395,13 +396,23 @@ class _Worker:
                     incoming += data
                     if not data:
                         return self._death()
-                    if len(incoming) >= HEADER.size and len(incoming) >= HEADER.size + HEADER.unpack_from(incoming)[0]:
-                        reply = json.loads(incoming[HEADER.size :])
-                        if reply.get("last"):
+                    size = HEADER.unpack_from(incoming)[0] if len(incoming) >= HEADER.size else 0
+                    if max(size, len(incoming)) > MAX_REPLY:  # a reward function has written to our pipe
+                        self.kill()
+                        return {"status": "error", "problem": f"the worker sent {max(size, len(incoming))} bytes"}
+                    if len(incoming) >= HEADER.size + size > HEADER.size:
+                        try:
+                            reply = json.loads(incoming[HEADER.size :])
+                            last = bool(reply.get("last"))
+                        except (ValueError, AttributeError, RecursionError) as error:
+                            self.kill()
+                            return {"status": "error", "problem": f"the worker sent something else: {error}"}
+                        if last:
                             self.kill()
                         return reply
 
     def _death(self) -> dict[str, Any]:
+        self.process.send_signal(signal.SIGCONT)  # a reward function may have stopped the guard
         code = self.process.wait()
         self.kill()
         if code == -signal.SIGXCPU:
@@ -414,6 +425,7 @@ class _Worker:
         if self.ended:
             return
         self.process.terminate()  # its guard kills the rest
+        self.process.send_signal(signal.SIGCONT)  # as above
         self.process.wait()
         self.process.stdin.close()
         os.close(self.results)

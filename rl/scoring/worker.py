@@ -129,6 +129,11 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[tuple[float | None,
     return list(zip(totals, components, strict=True))
 
 
+def shortened(text: str) -> str:
+    """At most 20,000 characters of a text, from both ends: an exception may hold a whole data set."""
+    return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
+
+
 def read_message(pipe: Any) -> bytes | None:
     """One length-prefixed message, or None at the end of the pipe."""
     header = pipe.read(HEADER.size)
@@ -215,6 +220,6 @@ def main() -> None:
             reply({"scored": scored, "same": same, "last": last})
         except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
             last = last or isinstance(error, MemoryError)
-            reply({"problem": traceback.format_exc(limit=-8), "status": "error", "last": last})
+            reply({"problem": shortened(traceback.format_exc(limit=-8)), "status": "error", "last": last})
         if last:
             signal.pause()  # to be killed, with everything that the reward functions have started

@@ -1,5 +1,7 @@
 """The judge reward against a real HTTP server on this machine."""
 
+import contextlib
+import http.client
 import http.server
 import itertools
 import json
@@ -263,18 +265,45 @@ def test_a_hanging_try_leaves_time_for_another(serve):
     assert len(server.seen) == 2
 
 
-def test_a_reply_in_drops_costs_the_budget_at_most(serve):
-    def drip(handler):
-        handler.send_response(200)
-        handler.end_headers()
-        while not handler.server.closing.wait(0.05):
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
+START = b"HTTP/1.1 200 OK\r\n"
+DRIPS = {  # what comes first, and then again and again, each in time for a limit on a single read
+    "a status line": (b"HTTP/1.1 200 ", b"O"),
+    "a header": (START + b"X: ", b"x"),
+    "headers": (START, b"X: x\r\n"),
+    "a body": (START + b"\r\n", b" "),
+    "a chunk's size": (START + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
+    "trailers": (START + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: x\r\n"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
 
-    serve(drip, budget=1)
+
+def test_a_reply_in_drops_costs_the_budget_at_most(serve, monkeypatch):
+    def drip(start, drop):
+        def reply(handler):
+            handler.wfile.write(start)
+            with contextlib.suppress(OSError):  # the client has hung up
+                while not handler.server.closing.wait(0.02):
+                    handler.wfile.write(drop)
+
+        return reply
+
+    monkeypatch.setenv("JUDGE_MODEL", "judge")
+
+    def spent(server):
+        monkeypatch.setenv("JUDGE_BASE_URL", server.url)
+        request = judge._request("answer", "reference", None)
+        start = time.monotonic()
+        with pytest.raises((OSError, ValueError, http.client.HTTPException)):
+            judge._post(request, start + 0.3)
+        return time.monotonic() - start
+
+    times = {name: spent(serve(drip(*parts))) for name, parts in DRIPS.items()}
+    assert {name: seconds for name, seconds in times.items() if not 0.2 < seconds < 1.5} == {}
+    serve(drip(*DRIPS["a header"]), budget=0.5)
     start = time.monotonic()
     assert score() is None
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 2
+    assert threading.active_count() < 30
 
 
 def test_a_huge_reply_is_cut_off(serve, capsys):

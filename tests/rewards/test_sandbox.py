@@ -382,6 +382,13 @@ def test_check_as_humaneval_has_it():
         assert run_tests(code, ["check(f)"], setup=setup).status == status
 
 
+def test_an_answer_cannot_make_the_tests_look_wrong():
+    """What a test compares with an answer may be unable to cross; a candidate must not gain "no score" from that."""
+    code = "class A:\n    def __contains__(s, x): return True\n    __eq__ = lambda s, o: True\ndef f(): return A()"
+    for test in ("assert f() == print", "assert print in f()"):
+        assert run_tests(code, [test], own_eq=True).status == "fail"
+
+
 @pytest.mark.parametrize("start", ["_thread.start_new_thread(sleep, (9,))", "Thread(target=sleep, args=(9,)).start()"])
 def test_threads_are_limited(start):
     code = (

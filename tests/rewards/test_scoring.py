@@ -407,6 +407,40 @@ def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool,
     assert values(score(scorer, "a")) == [1.0] and capfd.readouterr().err == ""
 
 
+def test_what_a_function_writes_to_the_workers_pipe_or_puts_into_an_exception_is_bounded(pool, write, capfd):
+    path = write(r"""
+        import os, struct, sys
+        header = lambda n: struct.pack("<Q", n)
+        pipe = int(sys.argv[1])
+        if solution_str == "announces":
+            os.write(pipe, header(1 << 40))
+        elif solution_str == "floods":
+            while True: os.write(pipe, b"\xff" * 65536)
+        elif solution_str == "no json":
+            os.write(pipe, header(3) + b"abc")
+        elif solution_str == "a list":
+            os.write(pipe, header(2) + b"[]")
+        elif solution_str == "long":
+            raise ValueError("x" * (50 << 20))
+        return 1.0
+    """)
+    scorer = pool(path, timeout_s=10.0)
+    texts = ["announces", "floods", "no json", "a list", "long"]
+    for text in texts:
+        assert statuses(score(scorer, text)) == ["error"]
+        said = capfd.readouterr().err
+        assert ("the worker sent" in said) == (text != "long") and len(said) < 30_000
+    assert values(score(scorer, "a")) == [1.0]
+
+
+def test_a_function_that_stops_its_parent_is_ended_all_the_same(pool, write):
+    path = write("import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nos._exit(3)")
+    scorer = pool(path, timeout_s=0.5)
+    start = time.monotonic()
+    assert score(scorer, "a")[0].status in ("error", "timeout")
+    assert time.monotonic() - start < 10
+
+
 def test_hangs_are_killed_at_the_deadline_and_nobody_else_waits(pool, write, capfd):
     path = write(r"""
         import re, time
