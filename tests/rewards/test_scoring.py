@@ -906,6 +906,18 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
     assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
 
 
+def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character, no_processes_left):
+    """The reward process died of it before: the response had no score, which costs a policy nothing."""
+    scorer = Scorer(["rewards/mbpp.py"], every_character, workers=2)
+    scorer.total = 1  # the first task would be scored twice
+    truth = json.dumps({"test_list": ["assert f(1) == 1", "assert sum(f(2)) == 3"]})
+    answers = ["range(10**12)", "__import__('os')._exit(0)", "x"]
+    group = [sample(scorer.tokenizer, 0, f"```python\ndef f(x): return x if x == 1 else {a}\n```") for a in answers]
+    scores = scorer.collect([scorer.submit(row(0, truth=truth), group)])
+    scorer.close()
+    assert values(scores) == [0.0, 0.5, 0.5] and statuses(scores) == ["ok"] * 3
+
+
 def test_check_finds_the_form_of_data_without_reference_answers(every_character, no_processes_left):
     """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is no right response."""
     scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=1)
