@@ -65,8 +65,8 @@ def shard(
     memory, pinned for a GPU, and a unit of them comes to the device for its pass; gradients go to the host as well, so
     an optimizer steps there.
     """
-    learning = [x for x in model.parameters() if x.requires_grad]
-    master = (learning or list(model.parameters()))[0].dtype
+    learning = [x.dtype for x in model.parameters() if x.requires_grad]
+    master = learning[0] if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     check_size(fsdp_size, ranks)
@@ -80,6 +80,7 @@ def shard(
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if param_offload else OffloadPolicy()
     options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
+    stay = {*plain, *model.buffers()}  # what will not be replaced by shards; nothing else may be held here
     there: set[torch.Tensor] = set()
     for unit in units:
         if activation_checkpointing == "full":
@@ -95,7 +96,8 @@ def shard(
                 tensor.data = tensor.data.to(ranks.device)
                 if ranks.size > 1:
                     dist.broadcast(tensor.data, src=0, group=ranks.group)
-                there.add(tensor)
+                if tensor in stay:
+                    there.add(tensor)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
         fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
     for module in model.modules():

@@ -1,5 +1,6 @@
 """Adapters: what they compute and learn, what engines and files get of them, and what is refused."""
 
+import weakref
 from dataclasses import replace
 
 import helpers_families as families
@@ -174,6 +175,24 @@ def test_layers_whose_weights_are_taken_without_a_call_are_refused(world, tmp_pa
         models.load_policy(WithAdapters(model=path), world)
     others = ("in_proj", "x_proj", "out_proj")
     assert models.load_policy(WithAdapters(model=path, target_modules=others), world).lora.targets == others
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, tiny_model, world, monkeypatch):
+    """Or a model that fits a GPU in shards only would not get there."""
+    model, alive = models.load_causal_lm(tiny_model, world), []
+    if lora_rank:
+        lora.add(model, WithAdapters(lora_rank=lora_rank), path=tiny_model, seed=0)
+    first = [weakref.ref(x) for x in model.model.layers[0].parameters() if x.requires_grad]
+
+    def counted(module, shard=sharding.fully_shard, **options):
+        shard(module, **options)
+        alive.append(sum(x() is not None for x in first))
+
+    monkeypatch.setattr(sharding, "fully_shard", counted)
+    sharding.shard(model, world)
+    assert len(first) >= 10 and len(alive) == 3
+    assert alive[0] <= 1 and alive[1:] == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
