@@ -36,28 +36,28 @@ from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
 from rl.types import select
 
-ADVANTAGES = {  # (args, parts of the rewards (K, P, G), rewards (P, G), lengths (P, G)) -> advantages (P, G)
-    "grpo": lambda args, parts, *x: advantages.grpo(*x),
-    "dr_grpo": lambda args, parts, *x: advantages.grpo(*x, norm_by_std=False),
-    "grpo_batch": lambda args, parts, *x: advantages.grpo_batch(*x),
-    "grpo_passk": lambda args, parts, *x: advantages.grpo_passk(*x),
-    "max_rl": lambda args, parts, *x: advantages.max_rl(*x),
-    "rloo": lambda args, parts, *x: advantages.rloo(*x),
-    "opo": lambda args, parts, *x: advantages.opo(*x),
-    "gpg": lambda args, parts, *x: advantages.gpg(*x),
-    "reinforce_plus_plus_baseline": lambda args, parts, *x: advantages.reinforce_plus_plus_baseline(*x),
-    "gdpo": lambda args, parts, _, lengths: advantages.gdpo(parts, lengths, weights=args.gdpo_reward_weights),
+ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
+    "grpo": advantages.grpo,
+    "dr_grpo": lambda *x, **parts: advantages.grpo(*x, norm_by_std=False),
+    "grpo_batch": advantages.grpo_batch,
+    "grpo_passk": advantages.grpo_passk,
+    "max_rl": advantages.max_rl,
+    "rloo": advantages.rloo,
+    "opo": advantages.opo,
+    "gpg": advantages.gpg,
+    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
+    "gdpo": advantages.gdpo,  # which compares the parts of the rewards (K, P, G) too
 }
-LOSSES = {  # (args, logp, old_logp, advantages, mask) -> loss (b, t), clipped (b, t)
-    "ppo_clip": lambda args, *x: losses.ppo_clip(*x, **clips_of(args)),
-    "dppo_tv": lambda args, *x: losses.dppo_tv(*x, **clips_of(args)),
-    "dppo_kl": lambda args, *x: losses.dppo_kl(*x, **clips_of(args)),
-    "gspo": lambda args, *x: losses.gspo(*x, **clips_of(args)),
-    "luspo": lambda args, *x: losses.gspo(*x, **clips_of(args)),  # with another mean: see AGGREGATIONS
-    "cispo": lambda args, *x: losses.cispo(*x, **clips_of(args)),
-    "sapo": lambda args, *x: losses.sapo(*x, tau_pos=args.tau_pos, tau_neg=args.tau_neg),
-    "gmpo": lambda args, *x: losses.gmpo(*x, **clips_of(args)),
-    "policy_gradient": lambda args, *x: losses.policy_gradient(*x),
+LOSSES = {  # (logp, old_logp, advantages, mask) -> loss (b, t), clipped (b, t)
+    "ppo_clip": losses.ppo_clip,
+    "dppo_tv": losses.dppo_tv,
+    "dppo_kl": losses.dppo_kl,
+    "gspo": losses.gspo,
+    "luspo": losses.gspo,  # with another mean: see AGGREGATIONS
+    "cispo": losses.cispo,
+    "sapo": losses.sapo,
+    "gmpo": losses.gmpo,
+    "policy_gradient": losses.policy_gradient,
 }
 AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
 
@@ -136,12 +136,6 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-
-
-def clips_of(args: Args) -> dict[str, float]:
-    """The clip ratios, by the names that the losses give them."""
-    low, high = args.clip_ratio_low, args.clip_ratio_high
-    return dict(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=args.clip_ratio_c)
 
 
 def validate(args: Args) -> None:
@@ -258,7 +252,8 @@ def main(args: Args) -> dict[str, float]:
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
         parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G)
-        advantages_PG = ADVANTAGES[args.adv_estimator](args, parts, rewards, lengths_PG)  # (P, G)
+        of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)
+        advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG, **of_parts)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         if args.top_entropy_quantile < 1:  # only the tokens teach at which the policy was most undecided
             entropy = fixed_entropies(policy, batch, updates, sampling=sampling)
@@ -273,6 +268,10 @@ def main(args: Args) -> dict[str, float]:
         # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
+        clips = dict(
+            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
+        )
+        numbers = dict(**clips, tau_pos=args.tau_pos, tau_neg=args.tau_neg)  # each loss takes those that it needs
         scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
@@ -285,7 +284,7 @@ def main(args: Args) -> dict[str, float]:
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = LOSSES[args.loss_mode](args, logp, old_logp, micro.advantages, mask)
+                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **numbers)
                 weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy

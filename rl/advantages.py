@@ -5,7 +5,8 @@ P prompts, G responses to each, B = P * G sequences, T tokens.
 The (P, G) family takes one reward and one length a response. A NaN reward marks a response that could not be scored: it
 leaves the statistics of its group and of the batch, and its advantage is exactly 0. One rule holds for a response that
 is the only scored one of its group: there is nothing to compare it with, so its baseline is 0. `lengths` (int or float,
-number of policy tokens) is part of every signature, so that a script can swap estimators; some do not use it.
+number of policy tokens) is part of every signature, so that a script can swap estimators; some do not use it. What only
+one of them needs comes by name, and `**_` drops it in the others.
 
 The (B, T) family works on tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts, padding and
 observations; what stands where the mask is 0, NaN included, never reaches a result.
@@ -49,7 +50,7 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
     return deviation * (variance + eps).rsqrt()
 
 
-def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:
     """Group-relative advantage: reward against the mean and standard deviation of its group.
 
     A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO).
@@ -68,7 +69,7 @@ def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: flo
     return centred / (torch.where(num_scored > 1, std, 1.0) + eps)
 
 
-def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Reward against the mean of its group, in units of the standard deviation of the whole step.
 
     A_i = (r_i - mean_g) / (std + eps), std unbiased over all scored rewards of the step; 1 if they are equal or fewer
@@ -85,7 +86,7 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor
     return _centred(rewards, torch.ones_like(rewards)) / (torch.where(std > 0, std, 1.0) + eps)
 
 
-def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Reward against the mean of its group, in units of this mean: the gradient of log(chance of being right).
 
     A_i = (r_i - mean_g) / (mean_g + eps); 0 in a group whose mean is not positive. A rare right answer counts more: one
@@ -100,7 +101,7 @@ def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
     return torch.where(mean > 0, _centred(rewards, torch.ones_like(rewards)) / (mean + eps), 0.0)
 
 
-def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor:
+def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Only the best response of a group counts, by how far it is ahead of the second best.
 
     A_best = (r_(1) - r_(2)) / (std_g + eps), std_g unbiased; 0 for all others, and for all if two share the best.
@@ -119,7 +120,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6) -> Tensor
     return torch.zeros_like(rewards).scatter(-1, order[:, :1], best)
 
 
-def gdpo(parts: Tensor, lengths: Tensor, *, weights: tuple[float, ...] = ()) -> Tensor:
+def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[float, ...] = (), **_: object) -> Tensor:
     """Every part of the reward is compared with its group by itself; the sum is whitened over all tokens of the step.
 
     s_i = sum_k w_k * grpo(parts_k)_i; A_i = (s_i - mean) * rsqrt(var + 1e-8), moments over tokens, as in
@@ -127,7 +128,8 @@ def gdpo(parts: Tensor, lengths: Tensor, *, weights: tuple[float, ...] = ()) -> 
     different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i; a response
     without any part gets 0 and leaves the moments. `parts` must hold every group of the step.
 
-    Args: parts (K, P, G) float, NaN = not scored; lengths (P, G) >= 0; weights, K numbers, or none: all 1.
+    Args: rewards (P, G), not used; lengths (P, G) >= 0; parts (K, P, G) float, NaN = not scored; weights, K numbers, or
+    none: all 1.
     Returns: (P, G).
     Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
     """
@@ -139,7 +141,7 @@ def gdpo(parts: Tensor, lengths: Tensor, *, weights: tuple[float, ...] = ()) -> 
     return _whitened(total, tokens, eps=1e-8)
 
 
-def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
+def rloo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Leave-one-out advantage: reward against the mean of the other responses of the group.
 
     A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean_g) * n / (n - 1), n scored responses; n = 1 gives r_i.
@@ -153,7 +155,7 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     return _centred(rewards, torch.ones_like(rewards)) * num_scored / (num_scored - 1).clamp(min=1)
 
 
-def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+def opo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Advantage against the length-weighted baseline, which minimises the variance of the policy gradient.
 
     A_i = r_i - sum_g L_j r_j / sum_g L_j; a group of one has baseline 0.
@@ -166,7 +168,7 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     return _centred(rewards, lengths.to(rewards.dtype))
 
 
-def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
+def gpg(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Group-centred advantage, scaled up when few responses of the batch earn anything.
 
     A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch; a group of one
@@ -182,7 +184,7 @@ def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
     return alpha * _centred(rewards, torch.ones_like(rewards))
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Group-centred advantage, whitened over all tokens of the batch.
 
     s_i = r_i - mean_g (a group of one: r_i); A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count

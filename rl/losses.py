@@ -6,9 +6,10 @@ sampled, 0 elsewhere; what stands where it is 0, NaN included, reaches neither a
 
 The policy losses share one signature and one result, so that a script can pick one from a dict:
 
-    loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, clip_ratio_c=None)
+    loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: logp, old_logp, advantages, mask, all (B, T); the clip ratios are floats, ignored where the docstring says so.
+Args: logp, old_logp, advantages, mask, all (B, T); numbers by name, of which each loss takes those that it needs: the
+others are meant for its neighbours, and `**_` drops them.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
 
@@ -95,7 +96,7 @@ def aggregate(
 
 def ppo_clip(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
 
@@ -119,13 +120,13 @@ def ppo_clip(
 
 def gspo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Clipped surrogate on the length-normalised ratio of the whole sequence (the GSPO-token form).
 
     log s_it = logp_it - sg(logp_it) + sg(mean_t delta_it), at most 10; max(-A * s, -A * clip(s, 1 - low, 1 + high)).
-    clip_ratio_c is ignored. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by
-    seq-mean-token-mean to match it.
+    No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by seq-mean-token-mean
+    to match it.
 
     Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071.
     """
@@ -140,7 +141,7 @@ def gspo(
 
 def dppo_tv(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy gradient within a trust region of probabilities, not of their ratio: total variation of (token, rest).
 
@@ -160,7 +161,7 @@ def dppo_tv(
 
 def dppo_kl(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `dppo_tv`, with the KL divergence of (token, rest) in the place of total variation.
 
@@ -194,12 +195,11 @@ def _weighted_gradient(
 
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
 
     -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20; clipped is 1 where the weight was changed.
-    clip_ratio_c is ignored.
 
     Source: MiniMax-M1 (CISPO), eq. 4 and 5, arXiv 2506.13585.
     """
@@ -212,14 +212,13 @@ def cispo(
 
 def sapo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None, clip_ratio_c: float | None = None,
-    tau_pos: float = 1.0, tau_neg: float = 1.05,
+    *, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
 
     -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg; |delta| <= 20. The factor
-    4 / tau makes the slope 1 at ratio 1. All three clip ratios are ignored, clipped is 0; aggregate by
-    seq-mean-token-mean to match the paper.
+    4 / tau makes the slope 1 at ratio 1. Nothing is clipped; aggregate by seq-mean-token-mean to match
+    the paper.
 
     Source: Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
@@ -232,14 +231,14 @@ def sapo(
 
 def gmpo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Geometric mean of the token ratios of a sequence, each clipped in log space, pessimistically as in PPO.
 
     s = sign(A_t); delta'_t = s * min(s * delta_t, s * clip(delta_t, -low, high));
     loss_i = -mean_t(A_t) * exp(mean_t delta'_t)
     Every valid token of row i holds loss_i, so seq-mean-token-mean gives mean_i(loss_i). The clip ratios bound log
-    ratios (0.4 and 0.4 in the paper); clip_ratio_c is ignored. clipped is 1 where the clip decides delta'.
+    ratios (0.4 and 0.4 in the paper); no dual clip. clipped is 1 where the clip decides delta'.
 
     Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """
@@ -253,10 +252,9 @@ def gmpo(
 
 
 def policy_gradient(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None, clip_ratio_c: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Plain REINFORCE: -A * logp. old_logp and all three clip ratios are ignored, clipped is 0.
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, **_: float
+) -> tuple[Tensor, Tensor]:
+    """Plain REINFORCE: -A * logp. old_logp is not used, and nothing is clipped.
 
     Source: Simple Statistical Gradient-Following Algorithms (REINFORCE), Williams 1992; GPG, arXiv 2504.02546.
     """

@@ -146,7 +146,9 @@ def test_gdpo_matches_hand_values():
     x = (0.5 / (math.sqrt(0.5) + 1e-6)) - 3 * (10 / (math.sqrt(200) + 1e-6))
     lengths = torch.tensor([[1, 1], [2, 2]])  # tokens x, -x, 0, 0, 0, 0: mean 0, variance 2 x^2 / 5
     scale = 1 / math.sqrt(2 * x * x / 5 + 1e-8)
-    check(advantages.gdpo(parts, lengths, weights=(1.0, 3.0)), [[x * scale, -x * scale], [0.0, 0.0]])
+    check(
+        advantages.gdpo(parts.sum(0), lengths, parts=parts, weights=(1.0, 3.0)), [[x * scale, -x * scale], [0.0, 0.0]]
+    )
 
 
 def test_gdpo_of_one_part_is_grpo_whitened_over_tokens(world):
@@ -154,19 +156,19 @@ def test_gdpo_of_one_part_is_grpo_whitened_over_tokens(world):
     rewards[0, 1], rewards[2] = NAN, NAN
     mask = (torch.arange(9) < lengths.reshape(-1, 1)) & ~rewards.isnan().reshape(-1, 1)
     tokens = whiten(world, advantages.grpo(rewards, lengths).reshape(-1, 1).expand(-1, 9), mask)
-    actual = advantages.gdpo(rewards[None], lengths).reshape(-1, 1)
+    actual = advantages.gdpo(rewards, lengths, parts=rewards[None]).reshape(-1, 1)
     torch.testing.assert_close(actual * mask, tokens, rtol=1e-12, atol=1e-12)
-    assert torch.equal(advantages.gdpo(rewards[None], lengths, weights=(1.0,)).reshape(-1, 1), actual)
+    assert torch.equal(advantages.gdpo(rewards, lengths, parts=rewards[None], weights=(1.0,)).reshape(-1, 1), actual)
 
 
 def test_gdpo_tells_apart_what_a_sum_does_not():
     """(1, 0) and (0, 1) have the same sum; the first is better than its group in a part in which few are right."""
     parts = f64([[[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 1.0, 1.0]]])
     assert (advantages.grpo(parts.sum(0), torch.ones(1, 4)) == 0).all()
-    weighted = advantages.gdpo(parts, torch.ones(1, 4), weights=(2.0, 1.0))[0]
+    weighted = advantages.gdpo(parts.sum(0), torch.ones(1, 4), parts=parts, weights=(2.0, 1.0))[0]
     assert weighted[0] > 1 and (weighted[1:] < 0).all()
     with pytest.raises(AssertionError, match="3 weights"):
-        advantages.gdpo(parts, torch.ones(1, 4), weights=(1.0, 1.0, 1.0))
+        advantages.gdpo(parts.sum(0), torch.ones(1, 4), parts=parts, weights=(1.0, 1.0, 1.0))
 
 
 def test_rloo_matches_hand_values():

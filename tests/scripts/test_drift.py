@@ -14,7 +14,7 @@ from launch import ROOT
 # First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
 MARKS = r"import (math)$|(ADVANTAGES|PAIRS|DISTANCES) = |@(dataclass)|def (\w+)\(|    for (step) in "
 MARKS += r"| +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "clips_of", "learn_rewards", "6"}  # each script's own
+OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "learn_rewards", "6"}  # each script's own
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (3, 4),
@@ -24,7 +24,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (2, 3),
         "4": (1, 1),
         "5": (4, 4),
-        "7": (11, 37),
+        "7": (12, 34),
         "8": (5, 5),
         "9": (1, 1),
         "close": (0, 0),
@@ -37,7 +37,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (8, 27),
         "4": (1, 4),
         "5": (8, 2),
-        "7": (9, 5),
+        "7": (10, 2),
         "8": (4, 9),
         "9": (0, 0),
         "close": (0, 0),
@@ -50,7 +50,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (3, 9),
         "4": (1, 1),
         "5": (1, 1),
-        "7": (1, 4),
+        "7": (2, 1),
         "8": (2, 5),
         "9": (0, 0),
         "close": (0, 0),
@@ -63,7 +63,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (7, 6),
         "4": (4, 10),
         "5": (7, 1),
-        "7": (23, 13),
+        "7": (27, 13),
         "8": (8, 5),
         "9": (0, 0),
         "close": (0, 0),
@@ -76,7 +76,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (1, 1),
         "4": (1, 1),
         "5": (6, 4),
-        "7": (14, 13),
+        "7": (15, 10),
         "8": (3, 1),
         "9": (0, 0),
         "close": (0, 0),
@@ -89,7 +89,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "step": (6, 6),
         "4": (1, 10),
         "5": (6, 10),
-        "7": (19, 12),
+        "7": (20, 9),
         "8": (8, 11),
         "9": (0, 0),
         "close": (0, 0),

@@ -18,7 +18,7 @@ from rl.types import Batch, Sample, Sampling, select
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
-ARGS = train_grpo.Args(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+NUMBERS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05)
 NARROW = {"dppo_tv": 3e-3, "dppo_kl": 1e-3}  # clips for losses that bound probabilities, which are about 1 / 80 here
 CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
@@ -74,8 +74,8 @@ def token_objective(
     """(b, T) values to aggregate, and which of them the clip decided."""
     formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
     near = NARROW.get(loss_mode)
-    args = ARGS if near is None else replace(ARGS, clip_ratio_low=near, clip_ratio_high=near)
-    loss, clipped = formula(args, logp, batch.old_logp, batch.advantages, batch.response_mask)
+    numbers = NUMBERS if near is None else NUMBERS | dict(clip_ratio_low=near, clip_ratio_high=near)
+    loss, clipped = formula(logp, batch.old_logp, batch.advantages, batch.response_mask, **numbers)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
