@@ -133,8 +133,9 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
     Returns: (P, G).
     Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
     """
-    assert parts.dim() == 3 and parts.shape[1:] == lengths.shape, _shapes(parts, lengths)
-    assert len(weights) in (0, len(parts)), f"{_shapes(parts, lengths)}, {len(weights)} weights"
+    shapes = _shapes(rewards, lengths, parts)
+    assert parts.dim() == 3 and parts.shape[1:] == rewards.shape == lengths.shape, shapes
+    assert len(weights) in (0, len(parts)), f"{shapes}, {len(weights)} weights"
     weights = weights or (1.0,) * len(parts)
     total = sum(w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
     tokens = lengths.to(parts.dtype) * ~parts.isnan().all(0)

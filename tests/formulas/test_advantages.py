@@ -491,7 +491,11 @@ CALLS = {
     "grpo_batch": (advantages.grpo_batch, [PG, torch.ones(3, 4)], {}),
     "max_rl": (advantages.max_rl, [PG, torch.ones(3, 4)], {}),
     "grpo_passk": (advantages.grpo_passk, [PG, torch.ones(3, 4)], {}),
-    "gdpo": (advantages.gdpo, [torch.stack([PG, PG.flip(1)]), torch.ones(3, 4)], {"weights": (1.0, 0.5)}),
+    "gdpo": (
+        lambda rewards, lengths, parts, **others: advantages.gdpo(rewards, lengths, parts=parts, **others),
+        [PG, torch.ones(3, 4), torch.stack([PG, PG.flip(1)])],
+        {"weights": (1.0, 0.5)},
+    ),
     "rloo": (advantages.rloo, [PG, torch.ones(3, 4)], {}),
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
