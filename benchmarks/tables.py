@@ -1,4 +1,4 @@
-"""Make the tables of four pages of docs/ and of benchmarks/results/README.md from the raw logs.
+"""Make the tables of five pages of docs/ and of benchmarks/results/README.md from the raw logs.
 
     python benchmarks/tables.py                       # write the tables into the pages
     python benchmarks/tables.py --check               # change nothing; exit with 1 if a page is not up to date
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LAYOUT = ROOT / "benchmarks" / "tables.toml"
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "log", "models", "smollm2")), RESULTS / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("performance", "log", "models", "smollm2", "memory")), RESULTS / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TAKE = {"median": statistics.median, "mean": statistics.mean, "min": min, "max": max}
 
