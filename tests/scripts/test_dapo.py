@@ -371,6 +371,7 @@ METRICS = """
     rollout/logprob_gap_max rollout/logprob_gap_mean rollout_corr/kl training/rollout_probs_diff_mean
     rollout_corr/k3_kl rollout_corr/rollout_is_mean rollout_corr/rollout_is_min rollout_corr/rollout_is_max
     rollout_corr/chi2_token rollout_corr/chi2_seq rollout_corr/rollout_is_eff_sample_size rollout_corr/ppl_ratio
+    rollout_corr/weight_mean rollout_corr/rollout_rs_masked_fraction
     timing_s/adv timing_s/batch timing_s/gen timing_s/old_log_prob timing_s/reward timing_s/step
     timing_s/update_actor timing_s/update_weights timing_s/verify
     train/num_gen_batches train/num_sampled_responses train/surplus_groups

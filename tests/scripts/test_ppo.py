@@ -333,7 +333,8 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
         *(f"actor/{name}" for name in "loss pg_loss entropy pg_clipfrac ppo_kl grad_norm lr".split()),
         *("rollout/logprob_gap_mean", "training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl"),
         *(f"rollout_corr/rollout_is_{name}" for name in ("mean", "min", "max", "eff_sample_size")),
-        *(f"rollout_corr/{name}" for name in ("chi2_token", "chi2_seq", "ppl_ratio")),
+        *(f"rollout_corr/{name}" for name in ("chi2_token", "chi2_seq", "ppl_ratio", "weight_mean")),
+        "rollout_corr/rollout_rs_masked_fraction",
     }
     assert first.keys() < second.keys() and first["critic/vf_loss"] > 0 and first["critic/lr"] == 1e-2
     [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step 1/2")]
@@ -510,6 +511,7 @@ METRICS = """
     rollout/logprob_gap_max rollout/logprob_gap_mean rollout_corr/kl training/rollout_probs_diff_mean
     rollout_corr/k3_kl rollout_corr/rollout_is_mean rollout_corr/rollout_is_min rollout_corr/rollout_is_max
     rollout_corr/chi2_token rollout_corr/chi2_seq rollout_corr/rollout_is_eff_sample_size rollout_corr/ppl_ratio
+    rollout_corr/weight_mean rollout_corr/rollout_rs_masked_fraction
     timing_s/adv timing_s/batch timing_s/gen timing_s/old_log_prob timing_s/ref timing_s/reward timing_s/step
     timing_s/update_actor timing_s/update_weights timing_s/values timing_s/verify
 """.split()
