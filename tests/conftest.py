@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model, a process group of one in this process, and more."""
 
+import gc
 from collections.abc import Iterator
 
 import helpers_scripts as h
@@ -88,6 +89,7 @@ def tiny_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def world() -> Iterator[Ranks]:
     """A process group of one rank on the CPU, for as long as a test module runs."""
+    gc.collect()  # groups of an earlier world that ended later would take the names of the new ones with them
     yield init_ranks()
     shutdown_ranks()
     launch.forget_rank()

@@ -1,15 +1,16 @@
 """What becomes of the ranks when their launcher dies."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import helpers_scripts as h
 import launch
 import pytest
 import torch
-import torch.distributed as dist
 
 from rl import models
 from rl.ranks import PATIENCE, init_ranks
@@ -147,12 +148,14 @@ def test_the_time_in_which_a_job_is_suspended_is_no_stall(tmp_path):
 
 def test_ranks_of_a_run_wait_for_each_other_without_end(tiny_model):
     """The limits of torch count the time in which a job is suspended."""
+    gc.collect()  # as in the fixture `world`
     ranks = init_ranks(patient=True)
-    mesh = next(shard(models.load_causal_lm(tiny_model, ranks), ranks).parameters()).device_mesh
-    for group in (ranks.group, *mesh.get_all_groups()):
-        assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
-    dist.destroy_process_group()
-    launch.forget_rank()
+    try:
+        mesh = next(shard(models.load_causal_lm(tiny_model, ranks), ranks).parameters()).device_mesh
+        for group in (ranks.group, *mesh.get_all_groups()):
+            assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
+    finally:
+        h.leave_distributed()
 
 
 # --- a rank that hangs while another has ended, as NCCL lets it ---
