@@ -1,21 +1,15 @@
 """What becomes of the ranks when their launcher dies."""
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import helpers_scripts as h
 import launch
 import pytest
-import torch
 
-from rl import models
-from rl.ranks import PATIENCE, init_ranks
 from rl.run import last_words
-from rl.sharding import shard
 
 RANK = """
 import os, sys, time
@@ -146,16 +140,26 @@ def test_the_time_in_which_a_job_is_suspended_is_no_stall(tmp_path):
     assert run.ends() == [0, 0], run.log.read_text()
 
 
-def test_ranks_of_a_run_wait_for_each_other_without_end(tiny_model):
+PATIENT = """
+import sys
+import torch
+from rl import models
+from rl.ranks import PATIENCE, init_ranks, shutdown_ranks
+from rl.sharding import shard
+
+ranks = init_ranks(patient=True)
+mesh = next(shard(models.load_causal_lm(sys.argv[1], ranks), ranks).parameters()).device_mesh
+for group in (ranks.group, *mesh.get_all_groups()):
+    assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
+print("as long as it takes")
+shutdown_ranks()
+"""
+
+
+def test_ranks_of_a_run_wait_for_each_other_without_end(tiny_model, tmp_path):
     """The limits of torch count the time in which a job is suspended."""
-    gc.collect()  # as in the fixture `world`
-    ranks = init_ranks(patient=True)
-    try:
-        mesh = next(shard(models.load_causal_lm(tiny_model, ranks), ranks).parameters()).device_mesh
-        for group in (ranks.group, *mesh.get_all_groups()):
-            assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
-    finally:
-        h.leave_distributed()
+    (tmp_path / "patient.py").write_text(PATIENT)
+    assert "as long as it takes" in launch.run_file(tmp_path / "patient.py", tiny_model)
 
 
 # --- a rank that hangs while another has ended, as NCCL lets it ---
