@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # three seeds: top_p 0.7 with the trainer's log-probs of the whole vocabulary ("before") and of the truncated distribution ("after"), and other settings
 cd /tmp/topp; export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-T=/tmp/topp/tree; PY=/work/main/.venv/bin/python
+T=/tmp/topp/tree; PY=.venv/bin/python
 [ -d data ] || $PY $T/data/arithmetic.py --output-dir data --num-sft 57600 > data.log 2>&1
 [ -d sft ] || $PY $T/sft.py --model data/model --train-files data/sft.parquet --max-length 128 --lr 4e-3 --beta2 0.98 --lr-warmup-steps 30 --activation-checkpointing none --log-freq 50 --total-training-steps 450 --default-local-dir sft > sft.log 2>&1
 F="--model sft/global_step_450/huggingface --train-files data/train.parquet --val-files data/test.parquet --max-prompt-length 32 --max-response-length 40 --activation-checkpointing none --test-freq 5 --save-freq 0 --log-samples-freq 0 --train-batch-size 32 --rollout-n 8 --lr 1e-4 --total-training-steps 60 --engine vllm"
