@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -74,7 +75,7 @@ SETTINGS = {
 FOUR_UPDATES = "--ppo-mini-batch-size 8"
 PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --critic-lr 1e-3"
 DAPO = f"train_dapo.py {FOUR_UPDATES} --lr-warmup-steps 0 --weight-decay 0.01"
-# TEACHER is the checkpoint of a run of train_grpo.py with the setting's flags, which is made first.
+# TEACHER is the last checkpoint of the run `grpo`.
 DISTILL = "train_distill.py --teacher-model TEACHER --distill-top-k 8 --train-batch-size 64 --rollout-n 1"
 PRIME = "train_prime.py --prm-lr 1e-4"
 LOSSES = {
@@ -96,7 +97,7 @@ LOSSES = {
 STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"
 RUNS = {
     "advantage estimators, one update a step": {
-        "grpo": "train_grpo.py",
+        "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of others
         "dr_grpo": "train_grpo.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
         "rloo": "train_grpo.py --adv-estimator rloo",
         "opo": "train_grpo.py --adv-estimator opo",
@@ -193,6 +194,7 @@ class Job(NamedTuple):
     seed: int
     command: str  # without "python"
     folder: Path
+    needs: Path | None = None  # what another job makes first
 
 
 # --- running
@@ -221,38 +223,35 @@ def prepare(args: Args) -> str:
     return f"{folder}/sft/global_step_{setting.sft_steps}/huggingface"
 
 
-def teacher_of(args: Args) -> Path:
-    """Where the teacher of distillation runs is."""
-    words = SETTINGS[args.setting].train.split()
-    steps = words[words.index("--total-training-steps") + 1]
-    return args.work_dir / args.setting / "teacher" / f"global_step_{steps}" / "huggingface"
+def make_jobs(
+    runs: dict[str, dict[str, str]], folder: Path, flags: str, names: Sequence[str], seeds: Sequence[int], extra: str
+) -> list[Job]:
+    """One job a run and seed, seed by seed, so that all runs have their first seed early.
+
+    runs: script and flags of every run, by group and name; flags and extra: those of all runs, before and after them.
+    A run with the word TEACHER learns from the last checkpoint of `grpo`, seed 0, which is then made too.
+    """
+    commands = {name: command for group in runs.values() for name, command in group.items()}
+    last = f"{flags} {extra}".split("--total-training-steps ")[-1].split()[0]
+    teacher = folder / "grpo" / "seed_0" / f"global_step_{last}" / "huggingface"
+    wanted = [(name, seed) for seed in seeds for name in names]
+    if any("TEACHER" in commands[name] for name in names) and ("grpo", 0) not in wanted:
+        wanted.insert(0, ("grpo", 0))
+    jobs = []
+    for name, seed in wanted:
+        script, *own = commands[name].replace("TEACHER", str(teacher)).split()
+        run_dir = folder / name / f"seed_{seed}"
+        words = [script, flags, *own, extra, f"--seed {seed}", f"--default-local-dir {run_dir}"]
+        needs = teacher if "TEACHER" in commands[name] else None
+        jobs.append(Job(name, seed, " ".join(word for word in words if word), run_dir, needs))
+    return jobs
 
 
-def prepare_teacher(args: Args, model: str) -> None:
-    """Train the teacher of distillation runs with GRPO from the checkpoint of `prepare`, unless there is one."""
-    if not teacher_of(args).exists():
-        folder = args.work_dir / args.setting
-        files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
-        train = SETTINGS[args.setting].train.replace("--save-freq 0", "--save-freq -1")
-        command = f"train_grpo.py {files} {train} --default-local-dir {folder}/teacher"
-        print(f"python {command}", flush=True)
-        subprocess.run([sys.executable, *shlex.split(command)], check=True)
-
-
-def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) -> list[Job]:
-    """One job a run and seed, seed by seed, so that all runs have their first seed early."""
+def jobs_of(args: Args, model: str, names: Sequence[str], seeds: Sequence[int]) -> list[Job]:
+    """The jobs of a setting, which start from `model`."""
     folder = args.work_dir / args.setting
     files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
-    jobs = []
-    for seed in seeds:
-        for name in names:
-            script, *flags = next(runs[name] for runs in RUNS.values() if name in runs).split()
-            run_dir = folder / name / f"seed_{seed}"
-            words = [script, files, SETTINGS[args.setting].train, *flags, args.extra, f"--seed {seed}"]
-            command = " ".join([word for word in words if word] + [f"--default-local-dir {run_dir}"])
-            command = command.replace("TEACHER", str(teacher_of(args)))
-            jobs.append(Job(name, seed, command, run_dir))
-    return jobs
+    return make_jobs(RUNS, folder, f"{files} {SETTINGS[args.setting].train}", names, seeds, args.extra)
 
 
 def result(job: Job) -> dict | None:
@@ -325,14 +324,20 @@ def run_all(
 ) -> None:
     """Run jobs, `at_a_time` of them, and write a result.json for each; what still runs when this ends is killed.
 
-    A job sees one of `gpus`, that with the fewest jobs. Two starts are at least `stagger` seconds apart.
+    A job sees one of `gpus`, that with the fewest jobs. Two starts are at least `stagger` seconds apart. A job that
+    needs what is not there yet waits; RuntimeError if nobody makes it.
     """
     waiting, running, last_start = list(jobs), {}, -stagger
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time and time.perf_counter() >= last_start + stagger:
+                job = next((x for x in waiting if x.needs is None or x.needs.exists()), None)
+                if job is None and not running:
+                    raise RuntimeError(f"{waiting[0].name} needs {waiting[0].needs}, which no run has made")
+                if job is None:
+                    break
+                waiting.remove(job)
                 last_start = time.perf_counter()
-                job = waiting.pop(0)
                 used = [gpu for _, _, gpu in running.values()]
                 gpu = min(gpus, key=used.count, default=None)
                 environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
@@ -456,15 +461,13 @@ def main(args: Args) -> list[dict]:
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     model = prepare(args)
-    jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
+    jobs = jobs_of(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
     done = [job for job in jobs if (x := result(job)) and x["error"] is None]
     print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)
-    if any(str(teacher_of(args)) in job.command for job in jobs if job not in done):
-        prepare_teacher(args, model)
     end_on_sigterm()
     run_all([job for job in jobs if job not in done], args.jobs, args.timeout)
     seeds = sorted({int(path.name.removeprefix("seed_")) for path in args.work_dir.glob(f"{args.setting}/*/seed_*")})
-    found = [x for job in make_jobs(args, model, NAMES, tuple(seeds)) if (x := result(job))]
+    found = [x for job in jobs_of(args, model, NAMES, seeds) if (x := result(job))]
     results = sorted(found, key=lambda x: (NAMES.index(x["name"]), x["seed"]))
     if results:
         write_results(args, results)

@@ -78,10 +78,21 @@ TASKS = {
 PPO = "train_ppo.py --train-batch-size 512 --rollout-n 1 --ppo-mini-batch-size 128 --critic-lr 5e-5"
 RUNS = {
     "algorithms": {
-        "grpo": "train_grpo.py",
+        "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of `distill`
         "dapo": "train_dapo.py --lr-warmup-steps 0 --weight-decay 0.01",
         "ppo": PPO,
         "trl": "benchmarks/pretrained_trl.py",
+    },
+    "preferences, implicit rewards, and distillation from a policy that GRPO has trained": {
+        "dpo": "train_dpo.py --pairs all",
+        "prime": "train_prime.py --prm-lr 1e-5",
+        "distill": "train_distill.py --teacher-model TEACHER --loss-mode reverse_kl",
+        "distill_sampled": "train_distill.py --teacher-model TEACHER",
+    },
+    "GRPO with less memory": {
+        **{f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-4" for rank in (1, 8, 32)},
+        "lora_8_lr_3e-5": "train_grpo.py --lora-rank 8 --lr 3e-5",
+        "fp8": "train_grpo.py --rollout-quantization fp8",
     },
     "GRPO with one setting changed": {
         "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",
@@ -91,6 +102,7 @@ RUNS = {
         "grpo_n_4": "train_grpo.py --train-batch-size 128 --rollout-n 4 --ppo-mini-batch-size 32",
         "grpo_n_32": "train_grpo.py --train-batch-size 16 --rollout-n 32 --ppo-mini-batch-size 4",
         "grpo_kl": "train_grpo.py --use-kl-loss --kl-loss-coef 0.05",
+        "grpo_temperature_0.6": "train_grpo.py --temperature 0.6",
         "grpo_1_update": "train_grpo.py --ppo-mini-batch-size 64",
         "grpo_1_update_lr_3e-5": "train_grpo.py --ppo-mini-batch-size 64 --lr 3e-5",
     },
@@ -182,19 +194,11 @@ def prepare(args: Args) -> str:
     return checkpoint
 
 
-def make_jobs(args: Args, model: str, names: list[str], seeds: tuple[int, ...]) -> list[learning.Job]:
-    """One job a run and seed, seed by seed."""
-    folder = args.work_dir / args.task
+def jobs_of(args: Args, model: str) -> list[learning.Job]:
+    """The jobs of a task that --only and --seeds ask for."""
+    names, folder = [name for name in NAMES if not args.only or name in args.only], args.work_dir / args.task
     files = f"--model {model} --train-files {folder}/data/train.parquet --val-files {folder}/data/test.parquet"
-    jobs = []
-    for seed in seeds:
-        for name in names:
-            script, *flags = next(runs[name] for runs in RUNS.values() if name in runs).split()
-            run_dir = folder / name / f"seed_{seed}"
-            words = [script, files, TASKS[args.task].train, *flags, args.extra, f"--seed {seed}"]
-            command = " ".join([word for word in words if word] + [f"--default-local-dir {run_dir}"])
-            jobs.append(learning.Job(name, seed, command, run_dir))
-    return jobs
+    return learning.make_jobs(RUNS, folder, f"{files} {TASKS[args.task].train}", names, args.seeds, args.extra)
 
 
 def standard_error(accuracy: float, n: int) -> float:
@@ -302,8 +306,7 @@ def main(args: Args) -> list[dict]:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if not args.report_only:
         model = prepare(args)
-        jobs = make_jobs(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
-        jobs = [job for job in jobs if not (x := learning.result(job)) or x["error"]]
+        jobs = [job for job in jobs_of(args, model) if not (x := learning.result(job)) or x["error"]]
         learning.end_on_sigterm()
         with ThreadPoolExecutor(1) as pool:  # measures beside the runs
             measured = pool.submit(measure, args, model)

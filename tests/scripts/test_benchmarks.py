@@ -196,7 +196,10 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
     modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill, train_prime
     scripts = {f"{x.__name__}.py": x for x in modules}
     parsed = {}
-    for job in learning.make_jobs(args, "model", learning.NAMES, (3,)):
+    teacher = f"{tmp_path}/easy/grpo/seed_0/global_step_60/huggingface"
+    first, *jobs = learning.jobs_of(args, "model", learning.NAMES, (3,))
+    assert (first.name, first.seed) == ("grpo", 0) and "--save-freq -1" in first.command  # it makes the teacher
+    for job in jobs:
         script, *flags = job.command.split()
         x = parsed[job.name] = tyro.cli(scripts[script].Args, args=flags)
         scripts[script].validate(x)
@@ -207,6 +210,8 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
             256 if x.rollout_n > 1 or script == "train_ppo.py" else x.train_batch_size
         )
         assert x.total_training_steps == 60
+        assert (str(job.needs) if job.needs else None) == getattr(x, "teacher_model", None)
+        assert job.needs is None or str(job.needs) == teacher
     for script in (train_grpo, train_reinforce):
         assert {x.adv_estimator for x in parsed.values() if isinstance(x, script.Args)} == set(script.ADVANTAGES)
     losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
@@ -234,7 +239,7 @@ def test_responses_are_counted_until_each_step():
 
 def test_trl_has_the_settings_of_our_run(tmp_path):
     args = learning.Args(work_dir=tmp_path)
-    ours = tyro.cli(train_grpo.Args, args=learning.make_jobs(args, "m", ["grpo"], (5,))[0].command.split()[1:])
+    ours = tyro.cli(train_grpo.Args, args=learning.jobs_of(args, "m", ["grpo"], (5,))[0].command.split()[1:])
     trl = learning_trl.settings(learning_trl.Args(), "trl", 5, tmp_path)
     same = {
         "learning_rate": ours.lr,
@@ -432,14 +437,16 @@ def test_pretrained_gain_in_standard_errors_by_hand():
 
 def test_pretrained_flags_are_those_of_their_scripts():
     """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
-    scripts = {"train_grpo.py": train_grpo, "train_dapo.py": train_dapo, "train_ppo.py": train_ppo}
+    modules = train_grpo, train_dapo, train_ppo, train_dpo, train_prime, train_distill
+    scripts = {f"{x.__name__}.py": x for x in modules}
     seen = set()
     for task in pretrained.TASKS:
-        for job in pretrained.make_jobs(pretrained.Args(task=task), "model", pretrained.NAMES, (0,)):
+        for job in pretrained.jobs_of(pretrained.Args(task=task), "model"):
             script, *words = job.command.split()
             if script in scripts:
                 args = tyro.cli(scripts[script].Args, args=words)
-                scripts[script].validate(args)
+                if args.rollout_quantization == "none" or torch.cuda.is_available():
+                    scripts[script].validate(args)
                 seen.add((script, args.train_batch_size * args.rollout_n))
             else:
                 trl, others = tyro.cli(pretrained_trl.Args, args=words, return_unknown_args=True)
@@ -472,6 +479,17 @@ def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
     assert {x.name for x in (tmp_path / "out").iterdir()} == {
         f"word_problems{x}" for x in (".json", ".md", ".png", "_training.png")
     }
+
+
+def test_a_job_waits_for_what_it_needs(tmp_path):
+    """Two jobs at a time: the first needs what the second makes, so it starts last; nobody makes what another needs."""
+    program = tmp_path / "write.py"
+    program.write_text("import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(time.time()))")
+    early, late = (learning.Job(x, 0, f"{program} {tmp_path}/{x}.txt", tmp_path / x) for x in ("early", "late"))
+    learning.run_all([late._replace(needs=tmp_path / "early.txt"), early], 2, 60)
+    assert float((tmp_path / "early.txt").read_text()) < float((tmp_path / "late.txt").read_text())
+    with pytest.raises(RuntimeError, match="late needs .*/nothing, which no run has made"):
+        learning.run_all([late._replace(needs=tmp_path / "nothing")], 2, 60)
 
 
 def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
