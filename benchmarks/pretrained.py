@@ -83,7 +83,8 @@ RUNS = {
         "ppo": PPO,
         "trl": "benchmarks/pretrained_trl.py",
     },
-    "preferences, implicit rewards, and distillation from a policy that GRPO has trained": {
+    "ReMax, preferences, implicit rewards, and distillation from a policy that GRPO has trained": {
+        "remax": "train_reinforce.py --adv-estimator remax",
         "dpo": "train_dpo.py --pairs all",
         "prime": "train_prime.py --prm-lr 1e-5",
         "distill": "train_distill.py --teacher-model TEACHER --loss-mode reverse_kl",

@@ -437,7 +437,7 @@ def test_pretrained_gain_in_standard_errors_by_hand():
 
 def test_pretrained_flags_are_those_of_their_scripts():
     """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
-    modules = train_grpo, train_dapo, train_ppo, train_dpo, train_prime, train_distill
+    modules = train_grpo, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill
     scripts = {f"{x.__name__}.py": x for x in modules}
     seen = set()
     for task in pretrained.TASKS:
