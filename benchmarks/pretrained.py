@@ -233,7 +233,9 @@ def table(results: list[dict], n: int) -> str:
 
 
 def plot(results: list[dict], title: str, n: int, path: Path) -> None:
-    """A row a group of RUNS: accuracy against steps, responses and seconds; a line a seed, with one standard error."""
+    """A row a group of RUNS, with GRPO in each: accuracy against steps, responses and seconds, the mean over the seeds.
+    A band goes from the lowest seed to the highest, with one standard error beyond each.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -246,17 +248,21 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
         len(groups), 3, figsize=(13, 3.4 * len(groups)), squeeze=False, sharey=True, layout="constrained"
     )
     for row, (group, names) in zip(axes, groups.items(), strict=True):
+        shown = dict.fromkeys(["grpo", *names] if "grpo" in found else names)
         for axis, key in zip(row, ("steps", "responses", "train_seconds"), strict=True):
-            for i, name in enumerate(names):
+            for i, name in enumerate(shown):
                 runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1]
-                for j, x in enumerate(runs):
-                    low, high = zip(*((a - (e := standard_error(a, n)), a + e) for a in x["accuracy"]), strict=True)
-                    axis.plot(x[key], x["accuracy"], color=f"C{i}", linewidth=1.2, label=None if j else name)
-                    axis.fill_between(x[key], low, high, color=f"C{i}", alpha=0.1, linewidth=0)
+                columns = list(zip(*(x["accuracy"] for x in runs), strict=False))  # until the shortest run ends
+                at = [sum(x[key][j] for x in runs) / len(runs) for j in range(len(columns))]
+                means = [sum(column) / len(column) for column in columns]
+                low = [min(a - standard_error(a, n) for a in column) for column in columns]
+                high = [max(a + standard_error(a, n) for a in column) for column in columns]
+                axis.plot(at, means, color=f"C{i}", linewidth=1.3, label=f"{name} ({len(runs)})")
+                axis.fill_between(at, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)
         row[0].set(title=group, ylabel="held-out accuracy, greedy")
-        row[0].legend(loc="lower right", fontsize="small")
+        row[0].legend(loc="lower right", fontsize="small", title="run (seeds)")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
