@@ -191,7 +191,7 @@ def main(args: Args) -> dict[str, float]:
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
         own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy with reinforce_plus_plus
-        baselines = ranks.all_gather([math.nan if x.value is None else x.value for x in greedy_scores])
+        baselines = ranks.all_gather([x.value_or_nan for x in greedy_scores])
         baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for one without a score
         responses = share(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)

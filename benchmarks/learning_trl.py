@@ -26,7 +26,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import learning  # noqa: E402
+from benchmarks import for_trl, learning  # noqa: E402
+from rl.data import read_rows  # noqa: E402
 
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 40
 # Arguments of GRPOConfig that differ from `settings`. Runs are found by name: rename a variant when it changes.
@@ -65,40 +66,23 @@ class Args:
 
 def settings(args: Args, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig."""
-    common = dict(
+    common = for_trl.SETTINGS | dict(
         output_dir=str(folder),
         max_steps=args.steps,
         per_device_train_batch_size=PROMPTS * GROUP,  # one micro-batch, one update
         gradient_accumulation_steps=1,
         num_generations=GROUP,
-        num_iterations=1,
         max_completion_length=MAX_TOKENS,
-        temperature=1.0,
-        top_p=1.0,
         top_k=0,
-        shuffle_dataset=False,  # the rows come in the order of train_grpo.py
         learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
         adam_beta1=0.9,
         adam_beta2=0.999,
         adam_epsilon=1e-8,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        loss_type="dapo",
-        scale_rewards="group",
-        epsilon=0.2,
-        beta=0.0,
-        mask_truncated_completions=False,
         bf16=False,
-        gradient_checkpointing=False,
         use_vllm=False,
         use_cpu=True,
         seed=seed,
-        report_to="none",
-        save_strategy="no",
         logging_steps=1,
-        disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32"),
     )
     return common | VARIANTS[variant]
@@ -111,22 +95,11 @@ def train(args: Args, variant: str, seed: int, folder: Path) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from rewards.by_data_source import compute_score
-    from rl.data import prompts_for_step, read_rows
-
     task = args.work_dir / "easy"
     model = learning.prepare(learning.Args(work_dir=args.work_dir))
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     train_rows, val_rows = (read_rows(task / "data" / f"{name}.parquet") for name in ("train", "test"))
-    in_order = [row for step in range(args.steps) for row in prompts_for_step(train_rows, step, PROMPTS, seed)]
-    columns = ("prompt", "data_source")
-    dataset = [{k: row[k] for k in columns} | {"truth": row["reward_model"]["ground_truth"]} for row in in_order]
-
-    def score(completions: list, data_source: list[str], truth: list[str], **others: Any) -> list[float]:
-        return [
-            compute_score(source, completion[0]["content"], answer)
-            for completion, source, answer in zip(completions, data_source, truth, strict=True)
-        ]
+    dataset = for_trl.prompts_in_order(train_rows, args.steps, PROMPTS, seed)
 
     def write(**line: Any) -> None:
         with open(folder / "metrics.jsonl", "a") as file:
@@ -157,17 +130,13 @@ def train(args: Args, variant: str, seed: int, folder: Path) -> None:
             output = model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS)
             model.train()
             responses = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            scores = [
-                compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
-                for row, text in zip(val_rows, responses, strict=True)
-            ]
-            write(step=step, **{"val/accuracy": sum(scores) / len(scores)})
+            write(step=step, **{"val/accuracy": for_trl.accuracy(val_rows, responses)})
 
     torch.set_num_threads(1)
     (folder / "config.json").write_text(json.dumps({"train_batch_size": PROMPTS, "rollout_n": GROUP}))
     GRPOTrainer(
         model=model,
-        reward_funcs=score,
+        reward_funcs=for_trl.score,
         args=GRPOConfig(**settings(args, variant, seed, folder)),
         train_dataset=Dataset.from_list(dataset),
         processing_class=tokenizer,

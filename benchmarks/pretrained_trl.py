@@ -23,6 +23,8 @@ from typing import Any
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import for_trl  # noqa: E402
+from rl.data import read_rows  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -56,30 +58,17 @@ def updates(args: Args) -> int:
 def settings(args: Args) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig, whose step is one update."""
     responses = args.train_batch_size * args.rollout_n
-    return dict(
+    return for_trl.SETTINGS | dict(
         output_dir=str(args.default_local_dir),
         max_steps=args.total_training_steps * updates(args),
         per_device_train_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=responses // updates(args) // args.per_device_train_batch_size,
         steps_per_generation=responses // args.per_device_train_batch_size,
         num_generations=args.rollout_n,
-        num_iterations=1,
         max_completion_length=args.max_response_length,
-        temperature=1.0,
-        top_p=1.0,
-        shuffle_dataset=False,  # the rows come in the order of train_grpo.py
         learning_rate=args.lr,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
         weight_decay=args.weight_decay,
-        max_grad_norm=1.0,
-        loss_type="dapo",
-        scale_rewards="group",
-        epsilon=0.2,
-        beta=0.0,
-        mask_truncated_completions=False,
         bf16=True,
-        gradient_checkpointing=False,
         use_liger_kernel=True,
         use_vllm=True,
         vllm_mode="colocate",
@@ -88,10 +77,7 @@ def settings(args: Args) -> dict[str, Any]:
         vllm_importance_sampling_correction=False,
         generation_kwargs=dict(detokenize=False),
         seed=args.seed,
-        report_to="none",
-        save_strategy="no",
         logging_steps=updates(args),
-        disable_tqdm=True,
         model_init_kwargs=dict(dtype="float32", attn_implementation="sdpa"),
     )
 
@@ -103,24 +89,12 @@ def main(args: Args) -> None:
     from trl import GRPOConfig, GRPOTrainer
     from vllm import SamplingParams
 
-    from rewards.by_data_source import compute_score
-    from rl.data import prompts_for_step, read_rows
-
     args.default_local_dir.mkdir(parents=True, exist_ok=True)
     shown = {"train_batch_size": args.train_batch_size, "rollout_n": args.rollout_n}
     (args.default_local_dir / "config.json").write_text(json.dumps(shown | settings(args), indent=2) + "\n")
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     train_rows, val_rows = read_rows(args.train_files[0]), read_rows(args.val_files[0])
-    steps = range(args.total_training_steps)
-    in_order = [row for i in steps for row in prompts_for_step(train_rows, i, args.train_batch_size, args.seed)]
-    columns = ("prompt", "data_source")
-    dataset = [{k: row[k] for k in columns} | {"truth": row["reward_model"]["ground_truth"]} for row in in_order]
-
-    def score(completions: list, data_source: list[str], truth: list[str], **others: Any) -> list[float]:
-        return [
-            compute_score(source, completion[0]["content"], answer)
-            for completion, source, answer in zip(completions, data_source, truth, strict=True)
-        ]
+    dataset = for_trl.prompts_in_order(train_rows, args.total_training_steps, args.train_batch_size, args.seed)
 
     def write(**line: Any) -> None:
         with open(args.default_local_dir / "metrics.jsonl", "a") as file:
@@ -165,16 +139,14 @@ def main(args: Args) -> None:
                 for text in [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)]
             ]
             greedy = SamplingParams(temperature=0, max_tokens=args.max_response_length)
-            scores = [
-                compute_score(row["data_source"], output.outputs[0].text, row["reward_model"]["ground_truth"])
-                for row, output in zip(val_rows, engine.llm.generate(prompts, greedy, use_tqdm=False), strict=True)
-            ]
-            write(step=step, **{"val/accuracy": sum(scores) / len(scores)})
-            print(f"step {step} accuracy {sum(scores) / len(scores):.4f}", flush=True)
+            outputs = engine.llm.generate(prompts, greedy, use_tqdm=False)
+            accuracy = for_trl.accuracy(val_rows, [output.outputs[0].text for output in outputs])
+            write(step=step, **{"val/accuracy": accuracy})
+            print(f"step {step} accuracy {accuracy:.4f}", flush=True)
 
     trainer = GRPOTrainer(
         model=args.model,
-        reward_funcs=score,
+        reward_funcs=for_trl.score,
         args=GRPOConfig(**settings(args)),
         train_dataset=Dataset.from_list(dataset),
         processing_class=tokenizer,

@@ -176,7 +176,7 @@ def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> d
     """`of_scores`, `of_lengths` and `of_groups` of n responses to each prompt; nothing if none were sampled."""
     if not responses:
         return {}
-    groups = torch.tensor([math.nan if r.score.value is None else r.score.value for r in responses]).view(-1, n)
+    groups = torch.tensor([r.score.value_or_nan for r in responses]).view(-1, n)
     return of_scores(responses, rows) | of_lengths(responses) | of_groups(groups)
 
 
@@ -210,7 +210,7 @@ def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, 
     every component by data source, which `rows` say.
     """
     scores = [r.score for r in responses]
-    values = torch.tensor([math.nan if x.value is None else x.value for x in scores])
+    values = torch.tensor([x.value_or_nan for x in scores])
     return describe("critic/score", values) | of_scoring(scores, _sources(responses, rows))
 
 

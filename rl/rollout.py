@@ -213,7 +213,7 @@ def _shared(a: Sample, b: Sample) -> int:
 
 def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     """The score of each response, (B,) float32: NaN where there is none."""
-    return torch.tensor([math.nan if r.score.value is None else r.score.value for r in responses])
+    return torch.tensor([r.score.value_or_nan for r in responses])
 
 
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:

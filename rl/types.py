@@ -4,6 +4,7 @@ Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens
 vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
@@ -84,6 +85,11 @@ class Score(NamedTuple):
     components: dict[str, float]
     status: Literal["ok", "none", "error", "timeout"]  # none: the function said that it cannot tell
     seconds: float
+
+    @property
+    def value_or_nan(self) -> float:
+        """`value`, and NaN where it is None: for tensors."""
+        return math.nan if self.value is None else self.value
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,10 +251,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def descendants(pid: int) -> list[int]:
-    """Ids of all processes below one, however deep."""
+def children(pid: int) -> list[int]:
+    """Ids of the processes that one has started, zombies too; none if there is no such process."""
     try:
         tasks = [p.read_text().split() for p in Path(f"/proc/{pid}/task").glob("*/children")]
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [one for task in tasks for child in map(int, task) for one in (child, *descendants(child))]
+    return [int(child) for task in tasks for child in task]
+
+
+def descendants(pid: int) -> list[int]:
+    """Ids of all processes below one, however deep."""
+    return [one for child in children(pid) for one in (child, *descendants(child))]

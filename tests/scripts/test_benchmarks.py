@@ -27,6 +27,7 @@ import train_prime
 import train_reinforce
 from benchmarks import (
     compare_trl,
+    for_trl,
     learning,
     learning_trl,
     make_model,
@@ -39,7 +40,7 @@ from benchmarks import (
 from benchmarks.tables import RESULTS
 from data import arithmetic
 from rl import lora
-from rl.data import stop_token_ids
+from rl.data import prompts_for_step, stop_token_ids
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -261,6 +262,20 @@ def test_trl_has_the_settings_of_our_run(tmp_path):
     for variant, changed in learning_trl.VARIANTS.items():
         other = learning_trl.settings(learning_trl.Args(), variant, 5, tmp_path)
         assert {name for name in trl if trl[name] != other[name]} == set(changed) and other.keys() == trl.keys()
+
+
+def test_trl_gets_prompts_in_the_order_of_our_run_and_the_default_reward():
+    rows = [
+        {"prompt": f"{i}?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": str(i)}, "split": "train"}
+        for i in range(5)
+    ]
+    in_order = for_trl.prompts_in_order(rows, 3, 2, 7)
+    expected = [row["prompt"] for step in range(3) for row in prompts_for_step(rows, step, 2, 7)]
+    assert [x["prompt"] for x in in_order] == expected and len(set(expected)) > 3
+    assert in_order == [{"prompt": x, "data_source": "openai/gsm8k", "truth": x[0]} for x in expected]
+    completions = [[{"role": "assistant", "content": text}] for text in ("#### 3", "#### 4", "so #### 1")]
+    assert for_trl.score(completions, ["openai/gsm8k"] * 3, ["3", "3", "1"], prompts=[]) == [1.0, 0.0, 1.0]
+    assert for_trl.accuracy(rows[1:4], ["#### 1", "#### 2", "none"]) == pytest.approx(2 / 3)
 
 
 def test_learning_rates_of_trl_are_what_the_variants_say(tmp_path):
