@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
+from rl import advantages, choice, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -48,7 +48,7 @@ ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
     "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
     "gdpo": advantages.gdpo,  # which compares the parts of the rewards (K, P, G) too
 }
-LOSSES = {  # (logp, old_logp, advantages, mask) -> loss (b, t), clipped (b, t)
+LOSSES = {  # (logp, old_logp, advantages, mask, chosen) -> loss (b, t), clipped (b, t)
     "ppo_clip": losses.ppo_clip,
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
@@ -57,13 +57,15 @@ LOSSES = {  # (logp, old_logp, advantages, mask) -> loss (b, t), clipped (b, t)
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
+    "clip_cov": losses.clip_cov,  # which treats the tokens apart that phase 6 chooses
+    "kl_cov": losses.kl_cov,
     "policy_gradient": losses.policy_gradient,
 }
 AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, choice.Choice, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -102,7 +104,6 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
     gdpo_reward_keys: tuple[str, ...] = ()  # components of the score that gdpo compares, each by itself
     gdpo_reward_weights: tuple[float, ...] = ()  # their weights; default: 1 each
-    top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
     loss_mode: Literal[*LOSSES] = "ppo_clip"  # the surrogate
     tau_pos: Positive = 1.0  # of sapo: how fast the gate closes where the advantage is positive
     tau_neg: Positive = 1.05  # the same where it is negative
@@ -228,7 +229,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
         # the reference, for the KL terms: they measure how far the policy has moved away from it.
-        if not on_policy or args.use_kl_in_reward:
+        if not on_policy or args.use_kl_in_reward or args.loss_mode in choice.RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
@@ -255,11 +256,9 @@ def main(args: Args) -> dict[str, float]:
         of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG, **of_parts)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        if args.top_entropy_quantile < 1:  # only the tokens teach at which the policy was most undecided
-            entropy = fixed_entropies(policy, batch, updates, sampling=sampling)
-            num_kept = int(args.top_entropy_quantile * sum(update.num_tokens for update in updates))
-            limit = ranks.kth_largest(entropy, batch.response_mask, num_kept)
-            batch = replace(batch, advantages=batch.advantages * (entropy >= limit))
+        # By default all tokens teach alike. Some rules choose tokens that do not, or that the loss treats apart.
+        entropies = partial(fixed_entropies, policy, sampling=sampling)
+        batch = choice.choose(args, args.loss_mode, batch, updates, entropies, seed=fold(args.seed, step), ranks=ranks)
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
@@ -271,7 +270,7 @@ def main(args: Args) -> dict[str, float]:
         clips = dict(
             clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
         )
-        numbers = dict(**clips, tau_pos=args.tau_pos, tau_neg=args.tau_neg)  # each loss takes those that it needs
+        numbers = dict(**clips, tau_pos=args.tau_pos, tau_neg=args.tau_neg, ppo_kl_coef=args.ppo_kl_coef)
         scale = args.loss_scale_factor or args.max_response_length
         means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
         for update in updates * args.ppo_epochs:
@@ -284,7 +283,8 @@ def main(args: Args) -> dict[str, float]:
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = LOSSES[args.loss_mode](logp, old_logp, micro.advantages, mask, **numbers)
+                inputs = logp, old_logp, micro.advantages, mask  # of what comes by name each loss takes what it needs
+                pg_loss, clipped = LOSSES[args.loss_mode](*inputs, chosen=micro.chosen, **numbers)
                 weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy

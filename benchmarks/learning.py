@@ -92,6 +92,8 @@ LOSSES = {
     "--clip-ratio-c 20",
     "luspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode luspo --loss-agg-mode seq-mean-token-sum "
     "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
+    "clip_cov": f"train_grpo.py {FOUR_UPDATES} --loss-mode clip_cov --clip-cov-ratio 0.02 --clip-cov-lb 0.1",
+    "kl_cov": f"train_grpo.py {FOUR_UPDATES} --loss-mode kl_cov --kl-cov-ratio 0.02",
 }
 # Prompts of eight steps are sampled at a time, so that most responses are from one to seven steps old.
 STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"

@@ -8,8 +8,8 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: logp, old_logp, advantages, mask, all (B, T); numbers by name, of which each loss takes those that it needs: the
-others are meant for its neighbours, and `**_` drops them.
+Args: logp, old_logp, advantages, mask, all (B, T); numbers, and what rl/choice.py has chosen, by name, of which each
+loss takes what it needs: the rest is meant for its neighbours, and `**_` drops it.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
 
@@ -96,7 +96,7 @@ def aggregate(
 
 def ppo_clip(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
 
@@ -120,7 +120,7 @@ def ppo_clip(
 
 def gspo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Clipped surrogate on the length-normalised ratio of the whole sequence (the GSPO-token form).
 
@@ -141,7 +141,7 @@ def gspo(
 
 def dppo_tv(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy gradient within a trust region of probabilities, not of their ratio: total variation of (token, rest).
 
@@ -161,7 +161,7 @@ def dppo_tv(
 
 def dppo_kl(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `dppo_tv`, with the KL divergence of (token, rest) in the place of total variation.
 
@@ -195,7 +195,7 @@ def _weighted_gradient(
 
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
 
@@ -212,7 +212,7 @@ def cispo(
 
 def sapo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: float,
+    *, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
 
@@ -231,7 +231,7 @@ def sapo(
 
 def gmpo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: float,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Geometric mean of the token ratios of a sequence, each clipped in log space, pessimistically as in PPO.
 
@@ -251,8 +251,47 @@ def gmpo(
     return _keep(row_loss.expand_as(logp), mask), _keep((bounded < free).to(logp.dtype), mask)
 
 
+def clip_cov(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, chosen: Tensor, clip_ratio_low: float, clip_ratio_high: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Clipped surrogate of PPO, and a loss of 0 on chosen tokens, so that they do not push the policy.
+
+    0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
+    `choice.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where chosen.
+
+    Args: chosen (B, T) bool.
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+    """
+    tensors = logp, old_logp, advantages, mask, chosen
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss, _ = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return _keep(loss, mask.bool() & ~chosen), _keep(chosen.to(loss.dtype), mask)
+
+
+def kl_cov(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, chosen: Tensor, ppo_kl_coef: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Surrogate without a clip; chosen tokens pay for moving away from the policy that starts the step.
+
+    -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
+    `choice.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where chosen.
+
+    Args: chosen (B, T) bool.
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+    """
+    tensors = logp, old_logp, advantages, mask, chosen
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    delta = _keep(logp - old_logp.detach(), mask)
+    loss = -advantages * delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = loss + ppo_kl_coef * _keep(delta.abs(), chosen)
+    return _keep(loss, mask), _keep(chosen.to(loss.dtype), mask)
+
+
 def policy_gradient(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, **_: float
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, **_: object
 ) -> tuple[Tensor, Tensor]:
     """Plain REINFORCE: -A * logp. old_logp is not used, and nothing is clipped.
 

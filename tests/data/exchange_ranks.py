@@ -8,6 +8,7 @@ must not talk to each other: that is what ranks that share a sequence would be.
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from helpers_data import scored
 
-from rl import advantages, metrics
+from rl import advantages, choice, metrics
 from rl.batching import make_batch
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.rollout import lengths_of, parts_of, scores_of, share, state_of_groups
 from rl.types import Response, Sample, Score
 
+CHOICE = choice.Choice(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
+ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
 PAD, N = 3, 3  # pad id, responses to a prompt
 PROMPTS = [[11, 12, 13], [20], [11, 12, 40, 41, 42], [50, 51], [60] * 7, [70, 71], [70, 71, 72]]
 ROWS = [{"row_index": 30 + i, "prompt_ids": prompt, "data_source": "math"} for i, prompt in enumerate(PROMPTS)]
@@ -101,6 +104,12 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     mean, var = found["moments"] = ranks.moments(logp, mask)
     found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)
     found["limits"] = [ranks.kth_largest(logp, mask, k) for k in (0, 1, 2, 7, 10**6)]
+    # Log-probs and advantages of which many are equal.
+    ready = replace(batch, old_logp=logp.round(), advantages=(batch.rows % 3 - 1.0)[:, None] * mask)
+    choose = partial(choice.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
+    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in choice.RULES}
+    found["uncertain"] = choose(ENTROPY, "ppo_clip").advantages
+    found["nothing chosen"] = choose(CHOICE, "ppo_clip") is ready
     found["described"] = metrics.describe_tokens("x", logp, mask, ranks)
     means = metrics.Means(ranks, num_updates=2)
     for row in range(len(mask)):
@@ -113,6 +122,11 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     means.largest(mask if len(mask) else torch.zeros(1, 2), {"largest": -logp if len(mask) else torch.ones(1, 2)})
     found["means"] = means.reduce()
     return found
+
+
+def entropies(batch, updates) -> torch.Tensor:
+    """Something of which many are equal."""
+    return (-2 * batch.rollout_logp).round()
 
 
 def collectives(ranks: Ranks) -> dict:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, sample, scored
 
+from rl import choice
 from rl.batching import collate, make_batch, shared_prefix
 from rl.rollout import groups_of_states, share
 
@@ -239,6 +240,40 @@ def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
             },
             rel=1e-12,
         )
+
+
+def k_largest(keys, k):
+    """The places with the k largest of the keys."""
+    return set(sorted(keys, key=keys.get, reverse=True)[:k])
+
+
+@pytest.mark.parametrize("name", EVERY_CUT)
+def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(ranks, name):
+    whole, mask = whole_batch(name)
+    B, T = mask.shape
+    old, entropy = whole.rollout_logp.round().tolist(), (-2 * whole.rollout_logp).round().tolist()
+    chance, advantage = choice.uniform(range(B), T, seed=7).tolist(), [i % 3 - 1.0 for i in range(B)]
+    tokens = [(i, t) for i in range(B) for t in range(T) if mask[i, t]]
+    expected = {"clip_cov": set(), "kl_cov": set()}
+    for update in ranks[0]["cuts"][name]["updates"]:
+        own = [(i, t) for i, t in tokens if i in update.rows]
+        mean_logp = sum(old[i][t] for i, t in own) / max(len(own), 1)
+        mean_advantage = sum(advantage[i] for i, t in own) / max(len(own), 1)
+        cov = {(i, t): (old[i][t] - mean_logp) * (advantage[i] - mean_advantage) for i, t in own}
+        some = {(i, t): chance[i][t] for i, t in own if -0.1 < cov[i, t] < 0.5}
+        expected["clip_cov"] |= k_largest(some, max(1, int(0.2 * len(own))))
+        # float32, so that equal ones are equal
+        keys = {(i, t): (float(np.float32(cov[i, t])), chance[i][t]) for i, t in own}
+        expected["kl_cov"] |= k_largest(keys, max(1, int(0.15 * len(own))))
+    uncertain = k_largest({(i, t): (entropy[i][t], chance[i][t]) for i, t in tokens}, int(0.3 * len(tokens)))
+    found = {"clip_cov": set(), "kl_cov": set(), "uncertain": set()}
+    for rank in ranks:
+        here = rank["cuts"][name]
+        rows = here["batch"]["rows"].tolist()
+        assert here["nothing chosen"]
+        for kind, x in {**here["chosen"], "uncertain": here["uncertain"]}.items():
+            found[kind] |= {(rows[i], t) for i, t in x.nonzero().tolist()}
+    assert found == {**expected, "uncertain": {(i, t) for i, t in uncertain if advantage[i]}}
 
 
 # --- collectives

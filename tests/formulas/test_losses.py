@@ -10,6 +10,18 @@ from rl import losses
 
 NAN = float("nan")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+
+
+def of_some(function):
+    """A loss that treats chosen tokens apart, with a choice that says which they are by their old log-prob."""
+
+    def loss(logp, old_logp, advantages, mask, **options):
+        chosen = (old_logp > -2) & (old_logp < -0.6)
+        return function(logp, old_logp, advantages, mask, chosen=chosen, ppo_kl_coef=0.7, **options)
+
+    return loss
+
+
 POLICY = {
     "ppo_clip": losses.ppo_clip,
     "dppo_tv": losses.dppo_tv,
@@ -19,6 +31,8 @@ POLICY = {
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
     "policy_gradient": losses.policy_gradient,
+    "clip_cov": of_some(losses.clip_cov),
+    "kl_cov": of_some(losses.kl_cov),
 }
 KL_KINDS = ["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -109,6 +123,15 @@ def token_reference(name, logp, old, adv, row_mean, c):
         tau = 1.0 if adv > 0 else 1.05
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         return -adv * gate * 4 / tau, 0.0, -adv * 4 * gate * (1 - gate) * ratio
+    if name == "kl_cov":
+        chosen = float(-2 < old < -0.6)
+        slope = math.copysign(0.7, logp - old) * chosen
+        return -adv * ratio + slope * (logp - old), chosen, -adv * ratio + slope
+    if name == "clip_cov":
+        if -2 < old < -0.6:
+            return 0.0, 1.0, 0.0
+        loss, _, grad = token_reference("ppo_clip", logp, old, adv, row_mean, None)
+        return loss, 0.0, grad
     if name == "gspo":
         ratio, c = math.exp(row_mean), None
     if c is not None and adv < 0 and ratio > c:
@@ -268,7 +291,25 @@ def test_gmpo_mean_of_rows_is_the_objective_of_the_paper():
     assert actual.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", POLICY)
+def test_chosen_tokens_by_hand():
+    # ratios 1.5 and 0.5; the first token of each row is chosen
+    logp, old_logp = f64([[1.5, 1.5], [0.5, 0.5]]).log(), torch.zeros(2, 2, dtype=torch.float64)
+    advantages, mask = f64([[2.0, 2.0], [-1.0, -1.0]]), torch.ones(2, 2)
+    batch, chosen = (logp, old_logp, advantages, mask), torch.tensor([[True, False], [True, False]])
+    loss, clipped, grad = gradient(losses.clip_cov, *batch, chosen=chosen, **CLIPS, clip_ratio_c=1.1)
+    check(loss, [[0.0, -2 * 1.28], [0.0, 0.8]])  # both others are clipped
+    check(grad, [[0.0, 0.0], [0.0, 0.0]])
+    check(clipped, [[1.0, 0.0], [1.0, 0.0]])
+    loss, clipped, grad = gradient(losses.kl_cov, *batch, chosen=chosen, ppo_kl_coef=0.1)
+    check(loss, [[-3 + 0.1 * math.log(1.5), -3], [0.5 + 0.1 * math.log(2), 0.5]])
+    check(grad, [[-3 + 0.1, -3], [0.5 - 0.1, 0.5]])
+    check(clipped, [[1.0, 0.0], [1.0, 0.0]])
+    for function in (losses.clip_cov, losses.kl_cov):
+        with pytest.raises(AssertionError, match=r"unexpected shapes: .*\(2, 2\), \(1, 2\)"):
+            function(*batch, chosen=chosen[:1], **CLIPS, ppo_kl_coef=1.0)
+
+
+@pytest.mark.parametrize("name", set(POLICY) - {"clip_cov", "kl_cov"})
 def test_policy_losses_on_policy_have_the_policy_gradient(name):
     logp, _, advantages, mask = token_batch()
     _, clipped, grad = gradient(POLICY[name], logp, logp, advantages, mask, **CLIPS)

@@ -69,12 +69,12 @@ LIMITS = {
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
     "positive and finite": "stall_timeout reward_timeout teacher_timeout",
-    "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile",
+    "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     "at least 0": """
         lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
         val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
-        distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef
+        distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
     """,
     "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
     "accuracy_lower_bound accuracy_upper_bound",
@@ -85,7 +85,7 @@ LIMITS = {
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
     reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef fsdp_size seed test_freq save_freq
-    correct_at
+    correct_at clip_cov_lb clip_cov_ub
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {
     "at least 1": ([0, -1], [1, 10**9]),
@@ -144,6 +144,8 @@ def test_a_lower_bound_is_not_above_its_upper_one():
     words = "--rollout-mask-threshold-lower 1.5 is above --rollout-mask-threshold 1.4; lower it"
     with pytest.raises(ValueError, match=words):
         flags.check(train_grpo.Args(**bounds | dict(rollout_mask_threshold=1.4)))
+    with pytest.raises(ValueError, match="--clip-cov-lb 6 is above --clip-cov-ub 5.0; lower it"):
+        flags.check(train_grpo.Args(clip_cov_lb=6))
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
@@ -318,7 +320,18 @@ def help_of(capsys, monkeypatch):
 
 
 GROUPS = {
-    "rl": ["algorithm", "lora", "correction", "data", "scoring", "engine", "memory", "checkpoints", "logging"],
+    "rl": [
+        "algorithm",
+        "lora",
+        "choice",
+        "correction",
+        "data",
+        "scoring",
+        "engine",
+        "memory",
+        "checkpoints",
+        "logging",
+    ],
     "supervised": ["algorithm", "lora", "data", "memory", "checkpoints", "logging"],
     "eval": ["algorithm", "engine", "scoring"],
 }
@@ -329,7 +342,9 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     script = SCRIPTS[name]
     kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
     boxes = help_of(script.Args)
-    groups = [group for group in GROUPS[kind] if group != "correction" or name not in ("dpo", "distill", "prime")]
+    missing = {"choice"} if name != "grpo" else set()
+    missing |= {"correction"} if name in ("dpo", "distill", "prime") else set()
+    groups = [group for group in GROUPS[kind] if group not in missing]
     assert list(boxes) == ["options", *(f"{group} options" for group in groups)]
     spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]
     assert len(spelled) == len(set(spelled)) and set(spelled) == fields(script)

@@ -332,6 +332,35 @@ def whole_advantages(other, batch):
     return other.advantages
 
 
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mode):
+    """In any micro-batches, with one update a step too, where `kl_cov` is the plain policy gradient."""
+    seen = []
+
+    def record(args, mode, batch, updates, *rest, choose=train_grpo.choice.choose, **options):
+        seen.append((choose(args, mode, batch, updates, *rest, **options), updates))
+        return seen[-1][0]
+
+    monkeypatch.setattr(train_grpo.choice, "choose", record)
+    rule = dict(clip_cov_ratio=0.1, clip_cov_lb=0.0, kl_cov_ratio=0.1, ppo_kl_coef=3.0, total_training_steps=1, lr=1e-3)
+    several = rule | dict(ppo_mini_batch_size=2, loss_mode=mode)
+    one, few = grpo(**several), grpo(**several, ppo_max_token_len_per_gpu=44)
+    assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+    assert few["actor/pg_clipfrac"] == one["actor/pg_clipfrac"]
+    (batch, updates), (other, _) = seen
+    assert torch.equal(batch.chosen, other.chosen) and len(updates) == 2
+    for update in updates:
+        own = batch.response_mask.bool() & torch.isin(batch.rows, torch.tensor(update.rows))[:, None]
+        logp, advantage = batch.old_logp[own].double(), batch.advantages[own].double()
+        cov, chosen = (logp - logp.mean()) * (advantage - advantage.mean()), batch.chosen[own]
+        assert chosen.sum() == int(0.1 * own.sum()) > 10
+        assert cov[chosen].min() >= (0 if mode == "clip_cov" else cov[~chosen].max()) - 1e-6
+    plain = grpo(**several | dict(loss_mode="ppo_clip"))
+    assert plain["actor/grad_norm"] != pytest.approx(one["actor/grad_norm"], rel=1e-2)
+    whole, gradient = (grpo(**rule, loss_mode=name)["actor/grad_norm"] for name in (mode, "policy_gradient"))
+    assert (whole == pytest.approx(gradient, rel=1e-4)) == (mode == "kl_cov")
+
+
 def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypatch, in_double):
     rounds = []
     h.record_rounds(rounds, monkeypatch.setattr)

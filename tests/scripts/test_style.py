@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
-from rl import correction, flags
+from rl import choice, correction, flags
 from rl.lora import LoRA
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
@@ -167,7 +167,7 @@ def test_a_flag_stands_once(path):
     """In the script or in rl/flags.py; in both only if the script gives it another default or other words."""
     args = args_of(path)
     inherited = {field.name: field for base in args.__bases__ for field in fields(base)}
-    shared = (flags.Scoring, correction.Correction, LoRA)
+    shared = (flags.Scoring, correction.Correction, choice.Choice, LoRA)
     assert set(inherited) <= SHARED | {field.name for kind in shared for field in fields(kind)}
     for name in args.__annotations__.keys() & inherited.keys():
         [line] = re.findall(rf"^    {name}: .*", path.read_text(), re.MULTILINE)
