@@ -353,7 +353,7 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mod
         own = batch.response_mask.bool() & torch.isin(batch.rows, torch.tensor(update.rows))[:, None]
         logp, advantage = batch.old_logp[own].double(), batch.advantages[own].double()
         cov, chosen = (logp - logp.mean()) * (advantage - advantage.mean()), batch.chosen[own]
-        assert chosen.sum() == int(0.1 * own.sum()) > 10
+        assert chosen.sum() == int(0.1 * own.sum()) > 5
         assert cov[chosen].min() >= (0 if mode == "clip_cov" else cov[~chosen].max()) - 1e-6
     plain = grpo(**several | dict(loss_mode="ppo_clip"))
     assert plain["actor/grad_norm"] != pytest.approx(one["actor/grad_norm"], rel=1e-2)
