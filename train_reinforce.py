@@ -199,9 +199,10 @@ def main(args: Args) -> dict[str, float]:
         clock("reward")
 
         # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
+        learned_B = (scores_PG - baselines_P.view(-1, 1)).isfinite().flatten()  # nothing from one without both scores
         batch, updates = make_batch(
             responses,
-            learn=(scores_PG - baselines_P.view(-1, 1)).isfinite().flatten(),  # without a score nothing is learned
+            learn=learned_B,
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
             pad_id=tokenizer.pad_token_id or 0,
@@ -229,10 +230,10 @@ def main(args: Args) -> dict[str, float]:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * mask  # (b, T)
             rewards = rewards - kl_coef * token_kl
             own_kl = token_kl.sum(1) / mask.sum(1).clamp(min=1)  # (b,) of a token, on average over its response
-            mean_kl = ranks.all_rows(own_kl, batch.rows, len(responses))[scores_B.isfinite()].mean().nan_to_num().item()
+            mean_kl = ranks.all_rows(own_kl, batch.rows, len(responses))[learned_B].mean().nan_to_num().item()
             kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
             if args.kl_ctrl_type == "adaptive":
-                num_responses = int(scores_B.isfinite().sum())
+                num_responses = int(learned_B.sum())
                 kl_coef = schedule.adaptive_kl_coef(
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
@@ -297,7 +298,7 @@ def main(args: Args) -> dict[str, float]:
             **metrics.of_scores(responses, rows),
             **metrics.of_lengths(responses),
             **metrics.of_groups(scores_PG),
-            **metrics.describe("critic/rewards", rewards_B[scores_B.isfinite()]),
+            **metrics.describe("critic/rewards", rewards_B[learned_B]),
             **metrics.describe("critic/baselines", baselines_P),
             **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),

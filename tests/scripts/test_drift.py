@@ -48,7 +48,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "validate": (7, 2),
         "main": (1, 3),
         "step": (3, 9),
-        "4": (1, 1),
+        "4": (1, 2),
         "5": (1, 1),
         "7": (3, 1),
         "8": (2, 5),
@@ -58,7 +58,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_dpo"): {
         "math": (6, 5),
         "dataclass": (33, 14),
-        "validate": (9, 12),
+        "validate": (9, 14),
         "main": (9, 9),
         "step": (7, 6),
         "4": (4, 10),
@@ -71,7 +71,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_distill"): {
         "math": (4, 5),
         "dataclass": (25, 17),
-        "validate": (9, 16),
+        "validate": (9, 22),
         "main": (6, 6),
         "step": (1, 1),
         "4": (1, 1),

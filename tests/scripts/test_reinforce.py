@@ -107,11 +107,12 @@ def plain_reinforce(task, args, rounds, score):
             if "b" in x:
                 x["A"] = torch.tensor([r - b for r, b in zip(x["R"], x["b"], strict=True)])
         scored = [x for x in sequences if x["score"] is not None]
-        mean_kl = sum(x["kl"] for x in learned) / len(scored)
+        mean_kl = statistics.mean(x["kl"] for x in learned)
         of_all = torch.cat([x["A"] for x in learned])
         known = [b for b in baselines if b is not None]
         report = {
             "critic/score/mean": statistics.mean(x["score"] for x in scored),
+            "critic/rewards/mean": statistics.mean(x["reward"] for x in learned),
             "critic/baselines/mean": statistics.mean(known),
             "critic/returns/max": max(everything),
             "critic/advantages/mean": of_all.mean().item(),
@@ -119,7 +120,7 @@ def plain_reinforce(task, args, rounds, score):
             "actor/reward_kl_penalty": mean_kl,
             "actor/reward_kl_penalty_coeff": kl_coef,
         }
-        kl_coef *= 1 + min(max(mean_kl / args.kl_target - 1, -0.2), 0.2) * len(scored) / args.kl_horizon
+        kl_coef *= 1 + min(max(mean_kl / args.kl_target - 1, -0.2), 0.2) * len(learned) / args.kl_horizon
 
         size, pg_losses = args.ppo_mini_batch_size * args.rollout_n, []
         for _ in range(args.ppo_epochs):
