@@ -125,6 +125,12 @@ def validate(args: Args) -> None:
         raise ValueError(
             f"--loss-mode {args.loss_mode} compares whole distributions; drop --top-p, --top-k and --min-p"
         )
+    if args.distillation_loss_coef == args.reward_coef == 0:
+        raise ValueError("--distillation-loss-coef 0 and --reward-coef 0 leave nothing to learn; raise one of them")
+    if args.reward_coef and args.rollout_n < 2:
+        raise ValueError(
+            f"--reward-coef {args.reward_coef} compares responses to a prompt; --rollout-n must be at least 2"
+        )
     if args.teacher_url and args.temperature != 1:
         raise ValueError(
             f"--temperature {args.temperature}: a server gives log-probs at temperature 1 only; leave it at 1"

@@ -47,12 +47,20 @@ def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerB
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
     """Raise ValueError naming `flag`, which has named `path`, if tokens have other ids there than in `tokenizer`, that
-    of --model, which is `model`: such a model could not read what the policy samples.
+    of --model, which is `model`, or if the model there has no weights for some of them: it could not read what the
+    policy samples.
     """
-    if load_tokenizer(path, flag=flag).get_vocab() != tokenizer.get_vocab():
+    vocabulary = tokenizer.get_vocab()
+    if load_tokenizer(path, flag=flag).get_vocab() != vocabulary:
         raise ValueError(
             f"{flag} {path}: its tokenizer is not that of --model {model}, so it would misread every token; choose a "
             "model of the same family"
+        )
+    rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
+    if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
+        raise ValueError(
+            f"{flag} {path}: it knows {rows} tokens, and --model {model} may sample {needed}; choose a model with an "
+            "embedding for each of them"
         )
 
 
@@ -507,8 +515,10 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
     return generator.permutation(n).tolist()
 
 
-def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[Row]:
-    """The `n` rows that training step `step` (from 0) uses: a pure function of (seed, step).
+def prompts_for_step(
+    rows: Sequence[Row], step: int, n: int, seed: int, *, flag: str = "--train-batch-size"
+) -> list[Row]:
+    """The `n` rows, as `flag` says, that training step `step` (from 0) uses: a pure function of (seed, step).
 
     An epoch is len(rows) // n steps. It shuffles the rows anew and leaves the last len(rows) % n of them out, as verl's
     drop_last: with 10 rows and n = 4, steps 0 and 1 are epoch 0, steps 2 and 3 epoch 1.
@@ -517,7 +527,7 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int) -> list[
         ValueError: n is less than 1 or more than there are rows.
     """
     if not 1 <= n <= len(rows):
-        raise ValueError(f"--train-batch-size {n} must be between 1 and the {len(rows)} rows of the training data")
+        raise ValueError(f"{flag} {n} must be between 1 and the {len(rows)} rows of the training data")
     epoch, batch = divmod(step, len(rows) // n)
     order = permutation(len(rows), seed=seed, epoch=epoch)
     return [rows[i] for i in order[batch * n : (batch + 1) * n]]

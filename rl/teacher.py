@@ -38,20 +38,26 @@ REQUESTS = 32  # that a rank has open at a time
 
 def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
-    the student samples: another tokenizer, too few positions, or a server that does not answer.
+    the student samples: another tokenizer, too few positions, or a server that refuses log-probs of a prompt.
     """
+    tokens = args.max_prompt_length + args.max_response_length
     if args.teacher_url is None:
         check_same_tokenizer(tokenizer, args.teacher_model, flag="--teacher-model", model=args.model)
-        tokens = args.max_prompt_length + args.max_response_length
         check_trainable(args.teacher_model, tokens, flag="--teacher-model")
-    elif (
-        _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
-        != tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    ):
+        return
+    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    found = _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
+    if found.get("tokens") != ids:
         raise ValueError(
             f"--teacher-url {args.teacher_url}: its tokenizer is not that of --model {args.model}, so it would misread "
             "every token; choose a teacher of the same family"
         )
+    if (limit := found.get("max_model_len", math.inf)) <= tokens:  # it insists on sampling a token behind them
+        raise ValueError(
+            f"--teacher-url {args.teacher_url}: it takes {limit} tokens, one more than --max-prompt-length + "
+            f"--max-response-length = {tokens} are needed; lower these, or start it with a larger --max-model-len"
+        )
+    _score_prompt(args, 0 if args.loss_mode == "sampled" else args.distill_top_k, ids)
 
 
 def load_teacher(args: Any, ranks: Ranks) -> nn.Module | None:
@@ -74,11 +80,12 @@ def add_teacher(
     """The batch with what the teacher says of its sampled tokens: `ref_logp` (B, T), and if top_k is not 0, `top_ids`
     and `top_logp` (B, T, K), all 0 where the mask is 0.
 
-    Args: top_k, K; -1 for all tokens that the student knows. All ranks must enter.
+    Args: top_k, K; -1 for all tokens that both know. All ranks must enter.
     """
     if teacher is None:
         return _ask_server(args, batch, top_k)
-    vocabulary = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
+    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
+    vocabulary = min(config.vocab_size for config in configs)
     if args.teacher_offload:
         onload(teacher, ranks.device)
     batch = teacher_logprobs(
@@ -93,8 +100,8 @@ def add_teacher(
 def teacher_logprobs(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling, top_k: int, vocabulary: int
 ) -> Batch:
-    """`add_teacher` by a model. `vocabulary`: how many tokens the student knows; a teacher may have more rows of
-    padding. All ranks must enter.
+    """`add_teacher` by a model. `vocabulary`: how many tokens both models know; either may have more rows of padding.
+    The teacher's probabilities are those of these tokens, so that they add up to 1. All ranks must enter.
     """
     k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
     logp = torch.zeros_like(batch.rollout_logp)
@@ -121,8 +128,8 @@ def _teacher_head(
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
     found = []
     for h, y in _chunks(hidden, targets):
-        logps = logits_of(model, h, sampling.temperature).log_softmax(-1)
-        top = logps[:, :vocabulary].topk(k, -1)
+        logps = logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
+        top = logps.topk(k, -1)
         found.append((logps.gather(-1, y[:, None])[:, 0], top.indices, top.values))
     return tuple(torch.cat(x) for x in zip(*found, strict=True))
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 import statistics
 import threading
 from functools import partial
@@ -185,6 +186,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         self.requests, self.failures, self.url = [], 0, f"http://127.0.0.1:{self.server_port}"
+        self.max_model_len, self.max_logprobs = 45, 20  # the settings need 32 + 12 tokens, and one that is sampled
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -197,8 +199,11 @@ class Handler(BaseHTTPRequestHandler):
         if body["model"] != "the-teacher":
             return self.send_error(404, "there is no such model")
         if self.path == "/tokenize":
-            return self.answer({"tokens": self.server.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]})
+            ids = self.server.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return self.answer({"tokens": ids, "max_model_len": self.server.max_model_len})
         ids, k = body["prompt"], body["prompt_logprobs"]
+        if k > self.server.max_logprobs:
+            return self.send_error(400, "too many prompt_logprobs")
         with torch.no_grad():
             logps = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         found = [None]
@@ -238,15 +243,22 @@ def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeyp
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert h.distance(distill.weights(1, 2), distill.weights(2, 2)) < 1e-5
     asked = [x for x in server.requests if "prompt_logprobs" in x]
-    assert len(asked) == 2 * 16 and {x["prompt_logprobs"] for x in asked} == {0 if mode == "sampled" else 8}
+    assert len(asked) == 1 + 2 * 16 and {x["prompt_logprobs"] for x in asked} == {0 if mode == "sampled" else 8}
 
 
-def test_a_server_that_is_away_or_knows_another_model_or_tokenizer_is_named(distill, server, task, monkeypatch):
+def test_a_server_that_cannot_be_the_teacher_is_refused_before_a_model_is_loaded(distill, server, monkeypatch):
     monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(models, "load_pretrained", None)
     with pytest.raises(RuntimeError, match="--teacher-url http://127.0.0.1:9: /tokenize failed 3 times: .*running"):
         distill(teacher_url="http://127.0.0.1:9", teacher_model="the-teacher")
     with pytest.raises(ValueError, match="/tokenize was refused with 404"):
         distill(teacher_url=server.url, teacher_model="another")
+    server.max_logprobs = 7
+    with pytest.raises(ValueError, match="/v1/completions was refused with 400"):
+        distill(teacher_url=server.url, teacher_model="the-teacher", loss_mode="jsd")
+    server.max_model_len = 44
+    with pytest.raises(ValueError, match="takes 44 tokens, one more than .* = 44 are needed; .* --max-model-len"):
+        distill(teacher_url=server.url, teacher_model="the-teacher")
     server.tokenizer = lambda text, add_special_tokens: {"input_ids": [1, 2, 3]}
     with pytest.raises(ValueError, match="its tokenizer is not that of --model"):
         distill(teacher_url=server.url, teacher_model="the-teacher")
@@ -264,6 +276,8 @@ MISTAKES = {
         dict(teacher_url="http://x", loss_mode="jsd", distill_top_k=-1),
         ["--distill-top-k -1", "server", "number"],
     ),
+    "nothing": (dict(distillation_loss_coef=0.0), ["--distillation-loss-coef 0", "--reward-coef 0", "raise"]),
+    "lone response": (dict(reward_coef=0.5, rollout_n=1), ["--reward-coef 0.5", "--rollout-n must be at least 2"]),
     "none": (dict(distill_top_k=0), ["--distill-top-k 0", "at least 1, or -1"]),
     "coefficient": (dict(distillation_loss_coef=-1.0), ["--distillation-loss-coef -1.0", "at least 0"]),
     "no teacher": (dict(teacher_model="/nowhere"), ["--teacher-model /nowhere", "no tokenizer"]),
@@ -293,3 +307,29 @@ def test_a_teacher_with_other_tokens_is_refused(distill, tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"--teacher-model .*other: its tokenizer is not that of --model .*family"):
         distill(teacher_model=str(tmp_path / "other"))
+
+
+def with_rows(model, rows, folder):
+    """A copy of a model, with its tokenizer, that has embeddings for so many tokens."""
+    shutil.copytree(model, folder)
+    resized = AutoModelForCausalLM.from_pretrained(model)
+    resized.resize_token_embeddings(rows, mean_resizing=False)
+    resized.save_pretrained(folder)
+    return str(folder)
+
+
+def test_probability_that_a_teacher_gives_to_padding_is_that_of_no_token(distill, tiny_model, tmp_path):
+    """The student with 16 more rows, likely ones, is a teacher that agrees with it on every token."""
+    padded = with_rows(tiny_model, 96, tmp_path / "padded")
+    changes = dict(model=tiny_model, teacher_model=padded, total_training_steps=1)
+    for k in (-1, 8):
+        distill(loss_mode="forward_kl", distill_top_k=k, **changes)
+        line = distill.lines(distill.count)[0]
+        assert abs(line["distillation/kl"]) < 1e-5 and abs(line["distillation/loss"]) < 1e-5
+        assert line["distillation/teacher_mass"] == pytest.approx(line["distillation/student_mass"], abs=1e-5)
+
+
+def test_a_teacher_that_lacks_tokens_is_refused(distill, task, tmp_path):
+    small = with_rows(task.model, 72, tmp_path / "small")
+    with pytest.raises(ValueError, match=r"--teacher-model .*small: it knows 72 tokens, and --model .* may sample 80"):
+        distill(teacher_model=small)
