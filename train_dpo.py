@@ -115,6 +115,8 @@ def validate(args: Args) -> None:
         raise ValueError(
             "--offline has its pairs from --train-files; leave --pairs and --pair-margin at their defaults"
         )
+    if (args.offline or args.pairs == "solution") and (args.top_p < 1 or args.top_k > 0 or args.min_p > 0):
+        raise ValueError("--top-p, --top-k and --min-p leave out tokens that the data's responses may have; drop them")
     if not args.offline and args.pairs != "solution" and args.rollout_n < 2:
         raise ValueError(f"--rollout-n {args.rollout_n} makes no pair; sample at least 2, or add --pairs solution")
     longest = 2 * (args.max_prompt_length + args.max_response_length)
@@ -148,8 +150,8 @@ def main(args: Args) -> dict[str, float]:
     n = 0 if args.offline else args.rollout_n
     run.resume(
         {"actor": (policy, optimizer), **refreshed},
-        about=f"{args.train_batch_size} prompts x {n} responses and up to {mini_batches * args.ppo_epochs} update(s) a "
-        f"step, {len(train_rows)} prompts to draw from\n{scorer.report}",
+        about=f"{args.train_batch_size} prompts x {n} sampled responses and up to {mini_batches * args.ppo_epochs} "
+        f"update(s) a step, {len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
         frozen=None if args.ref_update_steps else reference,
     )

@@ -275,6 +275,8 @@ MISTAKES = {
     "one response": (dict(rollout_n=1), ["--rollout-n 1 makes no pair", "--pairs solution"]),
     "offline pairs": (dict(offline=True, pairs="all"), ["--offline", "--train-files", "--pairs"]),
     "offline margin": (dict(offline=True, pair_margin=0.5), ["--offline", "--pair-margin"]),
+    "offline truncated": (dict(offline=True, top_k=5), ["--top-p, --top-k and --min-p", "drop them"]),
+    "solution truncated": (dict(pairs="solution", top_p=0.9), ["--top-p, --top-k and --min-p", "drop them"]),
     "prompts offline": (dict(offline=True), ["row 0", "no column chosen, rejected"]),
     "pair too long": (dict(ppo_max_token_len_per_gpu=87), ["--ppo-max-token-len-per-gpu 87", "= 88 tokens"]),
     "no such solution": (dict(pairs="solution", solution_key="proof"), ["row 0", "'proof'", "--solution-key"]),
