@@ -158,7 +158,7 @@ def main(args: Args) -> dict[str, float]:
     scorer = make_scorer(args, tokenizer, train_rows + val_rows)
     sampling = sampling_of(args, tokenizer)
     gen_batch_size = args.gen_batch_size or args.train_batch_size  # prompts
-    prompts_for_step(train_rows, 0, gen_batch_size, args.seed)  # refuses one larger than the data
+    prompts_for_step(train_rows, 0, gen_batch_size, args.seed, flag="--gen-batch-size")  # refuses more than there are
     total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // gen_batch_size)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)

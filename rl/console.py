@@ -23,6 +23,8 @@ SHOWN = {
     "actor/pg_clipfrac": "clip {:.3f}",
     "rollout/logprob_gap_mean": "gap {:.0e}",
     "rewards/margins": "margin {:.3f}",
+    "distillation/kl": "to teacher {:.4f}",
+    "reward_model/dpo_acc": "prm right {:.2f}",
     "actor/grad_norm": "|g| {:.2f}",
     "critic/vf_explained_var": "explained {:.2f}",
 }

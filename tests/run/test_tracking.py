@@ -617,6 +617,11 @@ def test_progress_line_says_what_matters():
     assert "kl 0.0046" in line and "old_log_prob 2.5 ref 2.2 update_actor 11.2" in line
 
 
+def test_progress_line_has_what_to_watch_in_each_script():
+    found = {"rewards/margins": 0.25, "distillation/kl": 0.125, "reward_model/dpo_acc": 0.75}
+    assert "margin 0.250 | to teacher 0.1250 | prm right 0.75 |" in progress_line(1, 1, METRICS | found)
+
+
 def test_progress_line_of_a_step_that_could_not_be_scored():
     assert "reward nan" in progress_line(1, 1, METRICS | {"critic/score/mean": math.nan})
 

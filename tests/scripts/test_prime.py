@@ -200,7 +200,7 @@ def test_prompts_with_a_cut_response_come_last(prime):
 MISTAKES = {
     "one response": (dict(rollout_n=1), ["--rollout-n 1", "at least 2"]),
     "few prompts": (dict(gen_batch_size=3), ["--gen-batch-size 3", "--train-batch-size 4", "raise it"]),
-    "many prompts": (dict(gen_batch_size=65), ["65", "the 64 rows"]),
+    "many prompts": (dict(gen_batch_size=65), ["--gen-batch-size 65", "the 64 rows"]),
     "bounds": (
         dict(accuracy_lower_bound=0.9),
         ["--accuracy-lower-bound 0.9", "--accuracy-upper-bound 0.8", "lower it"],
