@@ -16,6 +16,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import SHAPES  # noqa: E402
+from rl.sharding import PIECE  # noqa: E402
 
 VOCABULARY = 151936
 GIB = 2**30
@@ -99,7 +100,8 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
 
     P parameters, a of them adapters, N GPUs, bytes:
         weights     4 P / N                  LoRA: (2 P + 4 a) / N
-        AdamW       8 P / N                  LoRA: 8 a / N           on the host with an offload, but for a step
+        AdamW       8 P / N                  LoRA: 8 a / N           on the host with an offload, but for three pieces
+                    of at most 512 MiB in a step: the largest is the embedding, 8 V H / N
         gradients   4 P / N                  LoRA: 4 a / N
         gathered    2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers); and with --param-offload the gradients of the
                     root and of a layer, 6 bytes each
@@ -126,6 +128,9 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     there = 0 if flags.param_offload else weights
     resting = 0 if flags.param_offload or flags.optimizer_offload else moments
     stepping = 0 if flags.param_offload else moments
+    if flags.optimizer_offload:
+        piece = max(PIECE, 8 * max(a * b for a, b in zip(size.inputs, size.outputs, strict=True)) / gpus)
+        stepping = min(stepping, max(piece, 8 * VOCABULARY * size.hidden / gpus) + 2 * piece)
     reduced = 0 if flags.param_offload else gradients
     return Plan(
         sampling=there + resting + engine + OTHERS,

@@ -91,7 +91,7 @@ class Memory:
     activation_checkpointing: Literal["none", "selective", "full"] = "selective"
     fsdp_size: int | None = None  # ranks that share one copy of the model, e.g. the GPUs of a machine; default: all
     compile: bool = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
-    # keep AdamW's moments in host memory, and bring them to the GPU for each of its steps
+    # keep AdamW's moments in host memory; in its step they pass through the GPU, a few hundred MB at a time
     optimizer_offload: bool = False
     # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
     param_offload: bool = False

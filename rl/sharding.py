@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from rl.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
 
 GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
+PIECE = 2**29  # bytes of moments that come to a GPU at a time
+Moments = dict[tuple[torch.Tensor, str], torch.Tensor]  # what a rank has of them, by parameter and kind
 
 # torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
 # middle of a run. Only versions of torch that have the fusion know the option.
@@ -175,20 +178,24 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
-    """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU, and on the device only
-    while it steps. That changes no bit of them.
+    """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
+
+    A step goes through `moment_pieces`. While one steps on the device, the moments of the next come over and those of
+    the last go back, on streams of their own: the device holds three pieces at a time.
     """
+    own_step, on_gpu = optimizer.step, device.type == "cuda"
+    coming, going = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
     homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 
-    def moments() -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+    def moments(piece: list[torch.Tensor]) -> Moments:
         return {
             (parameter, kind): x.to_local() if isinstance(x, DTensor) else x
-            for parameter, state in optimizer.state.items()
-            for kind, x in state.items()
+            for parameter in piece
+            for kind, x in optimizer.state.get(parameter, {}).items()
             if kind != "step"  # a number
         }
 
-    def put(moved: dict[tuple[torch.Tensor, str], torch.Tensor]) -> None:
+    def put(moved: Moments) -> None:
         for (parameter, kind), own in moved.items():
             x = optimizer.state[parameter][kind]
             # Not DTensor.from_local, which would bring what is on the host to the device.
@@ -196,29 +203,93 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
                 DTensor(own, x._spec, requires_grad=False) if isinstance(x, DTensor) else own
             )
 
-    def to_device(*_: Any) -> None:
-        put({key: own.to(device, non_blocking=True) for key, own in moments().items()})
+    def copy(source: Moments, target: Moments, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Begin a copy after all that was asked of the device; returns what happens at its end."""
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for key, x in target.items():
+                x.copy_(source[key], non_blocking=True)
+            return stream.record_event() if stream else None
 
-    def to_host(*_: Any) -> None:
-        found = moments()
-        if new := [key for key in found if key not in homes]:
-            homes.update(zip(new, _pinned([found[key] for key in new], device), strict=True))
-        put({key: homes[key].copy_(own, non_blocking=True) for key, own in found.items()})
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # somebody may read them, such as a checkpoint
+    def fetch(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
+        there = {key: torch.empty_like(home, device=device) for key, home in moments(piece).items()}
+        return there, copy(homes, there, coming)
 
-    optimizer.register_step_pre_hook(to_device)
-    optimizer.register_step_post_hook(to_host)
-    to_host()
+    def send(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
+        there = moments(piece)
+        if new := [key for key in there if key not in homes]:
+            homes.update(zip(new, _pinned([there[key] for key in new], device), strict=True))
+        put({key: homes[key] for key in there})
+        return there, copy(there, {key: homes[key] for key in there}, going)
+
+    def step() -> None:
+        grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}
+        for x in grads:
+            x.grad = None
+        pieces = moment_pieces(grads)
+        fetched, sent = fetch(pieces[0] if pieces else []), None
+        for piece, following in itertools.zip_longest(pieces, pieces[1:], fillvalue=[]):
+            (there, arrived), fetched = fetched, fetch(following)
+            if arrived:
+                torch.cuda.current_stream().wait_event(arrived)
+            put(there)
+            for x in piece:
+                x.grad = grads[x]
+            own_step()
+            for x in piece:
+                x.grad = None
+            last, sent = sent, send(piece)
+            if last and last[1]:
+                last[1].synchronize()
+            del last  # the next piece to come may have its memory
+        for x, grad in grads.items():
+            x.grad = grad
+        if going:
+            going.synchronize()  # somebody may read the moments, such as a checkpoint
+
+    for piece in moment_pieces(optimizer.state):
+        _, end = send(piece)
+        if end:
+            end.synchronize()
+    optimizer.step = step
+
+
+def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split parameters, in their order, so that the two moments of a piece have at most PIECE bytes on this rank, or
+    belong to one parameter.
+    """
+    pieces, room = [], 0
+    for x in parameters:
+        size = moment_bytes([x])
+        if size > room:
+            pieces.append([])
+            room = PIECE
+        pieces[-1].append(x)
+        room -= size
+    return pieces
+
+
+def moment_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """What AdamW's two moments of parameters take on this rank."""
+    return sum(2 * (x.to_local() if isinstance(x, DTensor) else x).nbytes for x in parameters)
+
+
+def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:
+    """The most bytes of moments that a step of `keep_moments_on_host` has on the device."""
+    sizes = [moment_bytes(piece) for piece in moment_pieces(parameters)]
+    return max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
 
 
 def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Host memory for tensors like these, in one piece, which a GPU may read and write while the host goes on."""
     sizes = [x.nbytes + -x.nbytes % 64 for x in like]
-    whole = torch.empty(sum(sizes), dtype=torch.uint8)
+    total = sum(sizes) + -sum(sizes) % mmap.PAGESIZE
+    whole = torch.empty(total + mmap.PAGESIZE, dtype=torch.uint8)
+    whole = whole[-whole.data_ptr() % mmap.PAGESIZE :][:total]  # pages of its own, since those are what is registered
     if device.type == "cuda":  # torch's own pinned memory comes in powers of two
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
-    pieces = zip(like, whole.split(sizes), strict=True)
+    pieces = zip(like, whole[: sum(sizes)].split(sizes), strict=True)
     return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]
 
 

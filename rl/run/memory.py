@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.logprobs import token_logprobs
 from rl.ranks import Ranks
+from rl.sharding import moment_bytes_in_step
 from rl.types import Batch, select
 
 GIB = 2**30
@@ -65,14 +66,17 @@ def rehearse(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
-    resting = 0 if optimizer_offload else adamw  # moments between steps
-    needed = total - free - states + gradients + max(micro_batch + resting, adamw)  # in a pass, in a step
+    resting = stepping = adamw  # moments between steps, and in one
+    if optimizer_offload and not param_offload:
+        learning = [[p for p in module.parameters() if p.requires_grad] for module, _ in trained.values()]
+        resting, stepping = 0, max(map(moment_bytes_in_step, learning))  # one model steps after the other
+    needed = total - free - states + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
     own = {id(p) for module, _ in trained.values() for p in module.parameters()}
     beside = weights + resting + (0 if frozen is None else here(p for p in frozen.parameters() if id(p) not in own))
     beside -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
     plan = (
-        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {adamw / GIB:.1f}"
-        f"{' in its steps' if optimizer_offload else ''}, gradients "
+        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
+        f"{' at a time' if optimizer_offload else ''}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
         f"of {total / GIB:.1f} while training; the engine's {engine_memory / GIB:.1f} and "
         f"{beside / GIB:.1f} while generating"

@@ -86,11 +86,11 @@ def test_the_plan_adds_up_what_is_on_the_device(plan):
     assert plan(40, offloaded=("critic",)).endswith(both + "the engine's 40.0 and 18.0 while generating")
 
 
-def test_the_plan_counts_moments_on_the_host_in_optimizer_steps_only(plan):
-    """Of 12 GiB of weights, 12 of gradients, 24 of moments and 1 of others a step has all, a pass 10 instead of 24."""
+def test_the_plan_counts_moments_on_the_host_a_piece_at_a_time(plan):
+    """12 GiB of weights, 12 of gradients and 1 of others; a pass needs 10, the step of one of the models 12."""
     found = plan(40, optimizer_offload=True)
-    assert "AdamW 24.0 in its steps" in found
-    assert found.endswith("49.0 of 80.0 while training; the engine's 40.0 and 12.0 while generating")
+    assert "AdamW 12.0 at a time" in found
+    assert found.endswith("37.0 of 80.0 while training; the engine's 40.0 and 12.0 while generating")
     assert "and 6.0 while generating" in plan(40, optimizer_offload=True, offloaded=("critic",))
 
 

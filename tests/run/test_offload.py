@@ -77,3 +77,54 @@ def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task)
     first, state = next(iter(optimizer.state.items()))
     assert state["exp_avg"].shape == first.shape
     torch.testing.assert_close(state["exp_avg"].full_tensor(), torch.full(first.shape, 1 - 0.9**3))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_steps_in_pieces_change_no_bit(task, monkeypatch, is_sharded):
+    """Frozen parameters, one without a gradient in some steps and one that gets its first late; a piece holds few."""
+    monkeypatch.setattr(sharding, "PIECE", 40_000)
+    ranks = init_ranks()
+
+    def train(on_host, steps, loaded=None):
+        torch.manual_seed(0)
+        policy = models.load_causal_lm(task.model, ranks)
+        policy = sharding.shard(policy, ranks) if is_sharded else policy
+        every = list(policy.parameters())
+        every[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW(every, lr=1e-2, fused=True)
+        if loaded:
+            weights, state = loaded
+            for x, y in zip(every, weights, strict=True):
+                x.data.copy_(y)
+            optimizer.load_state_dict(state)
+        if on_host:
+            sharding.keep_moments_on_host(optimizer, ranks.device)
+        for step in steps:
+            for i, x in enumerate(every):
+                waits = not x.requires_grad or (i == 2 and step < 2) or (i == 4 and step == 1)
+                value = torch.sin(x.detach() * 100 + step)
+                x.grad = None if waits else value
+            given = [x.grad for x in every]
+            optimizer.step()
+            assert all(x.grad is y for x, y in zip(every, given, strict=True))  # as AdamW leaves them
+        assert every[1] not in optimizer.state and (every[2] in optimizer.state) == (max(steps) >= 2)
+        return [x.detach().clone() for x in every], optimizer.state_dict()
+
+    pieces = sharding.moment_pieces(models.load_causal_lm(task.model, ranks).parameters())
+    assert len(pieces) > 4 and max(map(len, pieces)) > 1
+    expected = train(False, range(4))
+    resumed = train(True, range(2, 4), loaded=train(True, range(2)))
+    for weights, state in (train(True, range(4)), resumed):
+        assert all(torch.equal(x, y) for x, y in zip(weights, expected[0], strict=True))
+        assert state["state"].keys() == expected[1]["state"].keys()
+        for i, kinds in state["state"].items():
+            h.assert_same(kinds, expected[1]["state"][i])
+
+
+def test_a_piece_is_no_larger_than_said_unless_it_is_one_parameter(monkeypatch):
+    monkeypatch.setattr(sharding, "PIECE", 80)
+    parameters = [torch.zeros(n) for n in (5, 5, 1, 50, 4, 6, 10)]  # 8 bytes of moments each
+    pieces = sharding.moment_pieces(iter(parameters))
+    assert [[len(x) for x in piece] for piece in pieces] == [[5, 5], [1], [50], [4, 6], [10]]
+    assert sharding.moment_bytes_in_step(parameters) == 8 * (50 + 10 + 10) and sharding.moment_pieces([]) == []
+    assert sharding.moment_bytes_in_step(parameters[:2]) == 80 and sharding.moment_bytes_in_step([]) == 0
