@@ -107,6 +107,8 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
                     root and of a layer, 6 bytes each
         activations 2 H a token and layer; "selective" also the results of all products, with LoRA those of A and B too
         logits      10 V for 2,048 tokens
+        reduced     several GPUs, when activations and logits are gone: gradients of the root and of a layer in bf16 and
+                    float32, 6 bytes each
         engine      2 P / N (FP8: 1 for weights of layers), and 4 KV a token and layer of keys and values
     With --param-offload weights, gradients and AdamW are on the host.
     """
@@ -125,6 +127,9 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     logits = 10 * VOCABULARY * min(tokens, HEAD_CHUNK)
     engine = ((1 if flags.fp8 else 2) * size.layer * size.layers + 2 * size.root) / gpus + ENGINE
     engine += sequences * length * 4 * size.kv * size.layers
+    passing = activations + logits
+    if gpus > 1 and not flags.param_offload:
+        passing = max(passing, 6 * a / size.layers if a else 6 * (size.root + size.layer))
     there = 0 if flags.param_offload else weights
     resting = 0 if flags.param_offload or flags.optimizer_offload else moments
     stepping = 0 if flags.param_offload else moments
@@ -134,7 +139,7 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     reduced = 0 if flags.param_offload else gradients
     return Plan(
         sampling=there + resting + engine + OTHERS,
-        update=there + resting + reduced + gathered + activations + logits + OTHERS,
+        update=there + resting + reduced + gathered + passing + OTHERS,
         step=there + stepping + reduced + OTHERS,
         host=(weights + gradients + moments if flags.param_offload else moments if flags.optimizer_offload else 0),
         engine=engine,

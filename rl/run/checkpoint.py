@@ -416,14 +416,16 @@ def _whole_weights(
     return dict(weights)
 
 
-def load(path: pathlib.Path, trained: Trained) -> int:
+def load(path: pathlib.Path, trained: Trained, *, moments_on_host: bool = False) -> int:
     """Restore a folder that `find` returned, in place, at any world size; returns its step. All ranks must enter.
 
+    moments_on_host: leave AdamW's moments on the host. `sharding.keep_moments_on_host` is to take them from there.
     Raises ValueError if it holds anything but the tensors of these modules and optimizers, or its adapters stood beside
     other weights than theirs.
     """
     _together(lambda: _check_bases(path, trained))
-    tensors.load(tensors.read(path / "state", _trainer_state(path)["world_size"]), trained)
+    saved = tensors.read(path / "state", _trainer_state(path)["world_size"])
+    tensors.load(saved, trained, moments_on_host=moments_on_host)
     return _step_of(path)
 
 

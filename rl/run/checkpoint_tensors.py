@@ -147,8 +147,11 @@ def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dic
     return found
 
 
-def load(saved: dict[str, Saved], trained: Trained) -> None:
-    """Give modules and optimizers what `read` found. Raises ValueError if that is not exactly of such modules."""
+def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = False) -> None:
+    """Give modules and optimizers what `read` found. Raises ValueError if that is not exactly of such modules.
+
+    moments_on_host: of which the device may have no room for all.
+    """
     moments = _check(saved, trained)
     for name, (module, optimizer) in trained.items():
         keys = {}
@@ -157,16 +160,23 @@ def load(saved: dict[str, Saved], trained: Trained) -> None:
             fill(parameter, saved[f"{name}/model/{key}"])
         if optimizer is None:
             continue
-        in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {
-            i: {
-                kind: fill(torch.empty_like(parameter), x) if x.shape else x.parts[0][1].clone()
-                for kind, x in kinds.items()
-            }
-            for i, parameter in enumerate(in_order)
-            if (kinds := moments.get((name, keys.get(parameter))))
-        }
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for kind, x in moments.get((name, keys.get(parameter)), {}).items():
+                    if x.shape:
+                        like = _on_host(parameter) if moments_on_host else torch.empty_like(parameter)
+                        optimizer.state[parameter][kind] = fill(like, x)
+                    else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
+                        where = parameter.device if group["fused"] else "cpu"
+                        optimizer.state[parameter][kind] = x.parts[0][1].to(where, copy=True)
+
+
+def _on_host(like: torch.Tensor) -> torch.Tensor:
+    """Memory on the host for a tensor, or for a rank's part of it."""
+    if not isinstance(like, DTensor):
+        return torch.empty_like(like, device="cpu")
+    return DTensor(torch.empty_like(like.to_local(), device="cpu"), like._spec, requires_grad=False)
 
 
 def fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:

@@ -83,10 +83,11 @@ class Run:
         """
         self.trained, resume_from = trained, self.folder.resume_from
         self.offloaded = () if self.args.param_offload else offloaded  # on the host already
-        self.start = checkpoint.load(resume_from, trained) if resume_from else 0
+        on_host = self.args.optimizer_offload and not self.args.param_offload
+        self.start = checkpoint.load(resume_from, trained, moments_on_host=on_host) if resume_from else 0
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
-            if self.args.optimizer_offload and not self.args.param_offload:
+            if on_host:
                 keep_moments_on_host(optimizer, self.ranks.device)
         self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
         plan = ""
