@@ -2,6 +2,7 @@
 
     pip install trl==1.16.0 datasets liger-kernel
     python benchmarks/compare_trl.py --shape 1.5B --tokenizer path/to/qwen2_tokenizer --rows B E
+    python benchmarks/compare_trl.py --shape 7B --tokenizer ... --rows C --lora-rank 32     # peft must be there as well
 
 Both make one update of AdamW from 64 prompts x 8 responses, sampled by vLLM in the training process at temperature 1,
 with token-mean loss, no KL term and a reward that is a hash of the response. Each row runs in a process of its own:
@@ -38,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
 from benchmarks.noise_reward import compute_score  # noqa: E402
 from rl.data import stop_token_ids  # noqa: E402
+from rl.lora import LoRA  # noqa: E402
 
 Row = Literal["A", "B", "C", "D", "E"]
 
@@ -50,6 +52,8 @@ class Args:
     """Responses in one of TRL's micro-batches; every row but D runs with each of them, and the fastest counts."""
     attn_implementation: str = "sdpa"
     """Attention of TRL's policy in every row but D: sdpa, or flash_attention_2 where it is installed."""
+    lora_rank: int = 0
+    """Train adapters of this rank on all linear layers but the head, in float32 beside weights in bf16; 0: weights."""
     shape: Literal["tiny", "0.5B", "1.5B", "7B"] = "1.5B"
     """As in benchmarks/step_time.py, like the next four; tiny is for the CPU, where TRL samples without vLLM."""
     tokenizer: str | None = None
@@ -165,7 +169,8 @@ def settings(args: Args, row: Row, batch_size: int, stops: tuple[int, ...], *, u
         vllm_max_model_length=args.prompt_length + args.max_response_length,
         vllm_importance_sampling_correction=row == "A",
         model_init_kwargs=dict(
-            dtype="bfloat16" if row == "E" else "float32", attn_implementation=args.attn_implementation
+            dtype="bfloat16" if row == "E" or args.lora_rank else "float32",
+            attn_implementation=args.attn_implementation,
         ),
     )
     if use_vllm and row in ("C", "E"):
@@ -189,12 +194,19 @@ def run_row(args: Args, row: Row, batch_size: int) -> None:
     config = GRPOConfig(**settings(args, row, batch_size, stops, use_vllm=device.type == "cuda"))
     clock = Clock(device)
     lines = (args.out / "prompts.jsonl").read_text().splitlines()
+    adapters = {}
+    if args.lora_rank:
+        from peft import LoraConfig
+
+        targets = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+        adapters = dict(peft_config=LoraConfig(r=args.lora_rank, lora_alpha=LoRA.lora_alpha, **targets))
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=noise,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in lines]),
         callbacks=[clock],
+        **adapters,
     )
     trainer._generate_single_turn = clock.timed(trainer._generate_single_turn)  # pushes the weights, then samples
     trainer.train()
@@ -208,6 +220,7 @@ def run_row(args: Args, row: Row, batch_size: int) -> None:
         "device_gib": clock.device_gib or None,
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "parameters": str(next(trainer.model.parameters()).dtype),
+        "learning": sum(x.numel() for x in trainer.model.parameters() if x.requires_grad),
         "attention": trainer.model.config._attn_implementation,
         "liger": config.use_liger_kernel,
         "trl": version("trl"),
@@ -253,6 +266,7 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
     file.unlink(missing_ok=True)
     command = [__file__, "--run-row", row, "--per-device-train-batch-size", str(batch_size), *shared_flags(args)]
     command += ["--prompts", str(args.prompts), "--attn-implementation", args.attn_implementation]
+    command += ["--lora-rank", str(args.lora_rank)]
     error = run([*command, "--out", str(args.out)], args.out / f"{name}.log", args.timeout)
     if error is not None:
         return {"row": row, "batch_size": batch_size, "error": error}
@@ -266,14 +280,18 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
         "step_s": statistics.median(x["step_s"][args.warmup :]),
         "generate_s": statistics.median(x["generate_s"][args.warmup :]),
         "response_tokens_per_s": statistics.median(rates[max(args.warmup - 1, 0) :]),
-        **{name: x[name] for name in ("device_gib", "allocated_gib", "parameters", "attention", "liger", "trl")},
+        **{
+            name: x[name]
+            for name in ("device_gib", "allocated_gib", "parameters", "learning", "attention", "liger", "trl")
+        },
     }
 
 
 def own_row(args: Args, row: str, flags: list[str]) -> dict[str, Any]:
     """Run train_grpo.py through step_time.py; returns the same entries, or {"error": ...}."""
     command = [str(ROOT / "benchmarks" / "step_time.py"), *shared_flags(args), "--bare-rounds", "0"]
-    command += ["--train-batch-size", str(args.prompts), "--out", str(args.out / row), *flags]
+    command += ["--train-batch-size", str(args.prompts), "--lora-rank", str(args.lora_rank)]
+    command += ["--out", str(args.out / row), *flags]
     error = run(command, args.out / f"{row}.log", args.timeout)
     if error is not None:
         return {"row": row, "error": error}

@@ -1,12 +1,14 @@
-"""Run a program as if its GPU were smaller: torch may take so many GiB of it, and what is beyond ends the program.
+"""Run a program as if its GPU were smaller: what is beyond so many GiB is taken before it begins.
 
     python benchmarks/limited.py 24 benchmarks/step_time.py --shape 7B --lora-rank 32 --param-offload \\
         --gpu-memory-utilization 0.15
+    torchrun --nproc_per_node 2 benchmarks/limited.py 80 benchmarks/step_time.py --shape 14B --optimizer-offload ...
 
-vLLM takes memory that sleeps and wakes from the driver, which no limit of torch's covers: give it its share of the
-whole GPU, such as 22 of 141 GiB. What was in use at most, by both, is printed at the end.
+--gpu-memory-utilization and memory_gb/* in the metrics are of the whole GPU: subtract what is taken. What was in use at
+most besides is printed at the end, seen five times a second.
 """
 
+import os
 import runpy
 import sys
 import threading
@@ -15,24 +17,33 @@ from pathlib import Path
 import torch
 
 
-def watch(most: list[float], stop: threading.Event) -> None:
-    """Keep the most GiB of this GPU that were ever in use, by anybody, in `most`."""
+def watch(most: list[float], stop: threading.Event, device: torch.device) -> None:
+    """Keep the most GiB of a GPU that were ever in use, by anybody, in `most`."""
     while not stop.wait(0.2):
-        free, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info(device)
         most[0] = max(most[0], (total - free) / 2**30)
 
 
 def main(gib: float, file: str) -> None:
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    torch.cuda.set_per_process_memory_fraction(min(gib / total, 1.0))
-    most, stop = [0.0], threading.Event()
-    threading.Thread(target=watch, args=(most, stop), daemon=True).start()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     sys.path.insert(0, str(Path(file).parent))
+    if not torch.cuda.is_available():
+        print("there is no GPU that could be made smaller", flush=True)
+        runpy.run_path(file, run_name="__main__")
+        return
+    torch.cuda.set_device(device)
+    # torch's own limit would count what a sleeping engine has given back.
+    taken = torch.cuda.mem_get_info(device)[1] - int(gib * 2**30)
+    torch.cuda.caching_allocator_alloc(taken, device)
+    print(f"{device}: {taken / 2**30:.1f} GiB are taken, {gib:g} are left", flush=True)
+    most, stop = [0.0], threading.Event()
+    threading.Thread(target=watch, args=(most, stop, device), daemon=True).start()
     try:
         runpy.run_path(file, run_name="__main__")
     finally:
         stop.set()
-        print(f"most GPU memory in use: {most[0]:.1f} GiB of the {gib:g} that were allowed", flush=True)
+        used = most[0] - taken / 2**30
+        print(f"{device}: at most {used:.1f} GiB were in use of the {gib:g} that were left", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 import tyro
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 SHAPES = {  # hidden, layers, heads, kv heads, intermediate, tied
     "0.5B": (896, 24, 14, 2, 4864, True),
@@ -54,8 +54,9 @@ def main(args: Args) -> None:
     )
     torch.manual_seed(args.seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(args.out)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cpu()
+    torch.cuda.empty_cache()  # somebody may want the GPU while the files are written
+    model.save_pretrained(args.out, max_shard_size="2GB")  # which are copied in memory, one at a time
     tokenizer.save_pretrained(args.out)
     count = sum(p.numel() for p in model.parameters())
     print(f"{args.out}: {args.shape} shape, {count / 1e9:.2f}B parameters, random")
