@@ -1,15 +1,15 @@
-"""On-policy distillation: the student samples, a teacher says of each token how likely it would have been to it.
+"""On-policy distillation: the student samples, and a teacher says of each token how likely it is.
 
     torchrun train_distill.py --model Qwen/Qwen2.5-0.5B-Instruct --teacher-model Qwen/Qwen2.5-7B-Instruct
     torchrun train_distill.py --loss-mode jsd --jsd-beta 0.5 --distill-top-k 32                     # GKD
     torchrun train_distill.py --teacher-url http://gpu7:8000 --teacher-model Qwen/Qwen2.5-72B-Instruct
 
 Distillation teaches a small model, the student, what a large one knows. Here the student learns on its own responses,
-so it learns to get out of the places where it gets itself into. The signal is dense: one number for every token, not
-one for a response. By default that number is an advantage, log p_teacher - log p_student of the sampled token, and the
-update is a policy gradient: an estimate of the gradient of KL(student || teacher) from one sample ("On-Policy
-Distillation", Thinking Machines 2025). --loss-mode forward_kl, reverse_kl and jsd (GKD, arXiv 2306.13649) compare the
-distributions instead, on the teacher's likeliest tokens. A reward may join in: --reward-coef.
+so it also sees the places that its own mistakes lead to. The signal is dense: one number for every token, not one for a
+response. By default that number is an advantage, log p_teacher - log p_student of the sampled token, and the update is
+a policy gradient: an estimate of the gradient of KL(student || teacher) from one sample ("On-Policy Distillation",
+Thinking Machines 2025). --loss-mode forward_kl, reverse_kl and jsd (GKD, arXiv 2306.13649) compare the distributions
+instead, on the teacher's likeliest tokens. A reward may join in: --reward-coef.
 
 Deviations from the papers:
   1. all responses are the student's (GKD's lambda = 1), and no gradient flows through the sampling;
@@ -207,7 +207,7 @@ def main(args: Args) -> dict[str, float]:
         # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
         batch, updates = make_batch(
             responses,
-            learn=torch.ones(len(responses), dtype=torch.bool),  # the teacher has a word on those without a score too
+            learn=torch.ones(len(responses), dtype=torch.bool),  # the teacher judges those without a score too
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.ppo_max_token_len_per_gpu,
             pad_id=tokenizer.pad_token_id or 0,
@@ -255,7 +255,7 @@ def main(args: Args) -> dict[str, float]:
                 )
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                objective = pg_loss + args.distillation_loss_coef * distance  # of the sampled form: a constant
+                objective = pg_loss + args.distillation_loss_coef * distance  # sampled: no gradient, only shown
                 loss = aggregate(objective, mask)
                 sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
                 loss.backward()  # adds to the gradients, and sums them over ranks

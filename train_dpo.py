@@ -5,10 +5,11 @@
     torchrun train_dpo.py --offline --train-files data/preferences/train.parquet                   # DPO as published
 
 Direct Preference Optimization (DPO, arXiv 2305.18290) needs no advantage and no critic. A pair is two responses to one
-prompt: one is chosen, the other rejected. The policy's *implicit reward* of a response is beta times its log-ratio to a
-frozen reference, which is the policy before training. The loss makes the implicit reward of the chosen response larger
-than that of the rejected one. --loss-type has the losses of IPO (2310.12036), SPPO (2405.00675), SLiC (2305.10425)
-and KTO (2402.01306) too. Self-play (SPIN, 2401.01335; SPPO) makes the policy the new reference every so many steps.
+prompt: one is chosen, the other rejected. The *log-ratio* of a response is its log-prob by the policy, less that by a
+frozen reference, which is the policy before training; beta times that is its *implicit reward*. The loss makes the
+implicit reward of the chosen response larger than that of the rejected one. --loss-type has the losses of IPO
+(2310.12036), SPPO (2405.00675), SLiC (2305.10425) and KTO (2402.01306) too. Self-play (SPIN, 2401.01335; SPPO) makes
+the policy the new reference every so many steps.
 
 Deviations from the papers:
   1. pairs are sampled by the policy that learns and scored by the reward (OAIF, arXiv 2402.04792), unless --offline;
@@ -220,7 +221,7 @@ def main(args: Args) -> dict[str, float]:
             clock("old_log_prob")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a pair
-        # depends on two numbers with gradients: how much likelier than to the reference is each of its responses now?
+        # depends on two numbers with gradients: how much likelier is each response than it was to the reference?
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=len(updates) * args.ppo_epochs), []
@@ -232,7 +233,7 @@ def main(args: Args) -> dict[str, float]:
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 sums = torch.stack([logp, logp - micro.ref_logp, mask]).sum(2)  # (3, b')
-                # (b' / 2, 2) each, chosen and rejected; the row of a rank without pairs is of none
+                # (b' / 2, 2) each, chosen and rejected; without the empty row of a rank that has run out of pairs
                 logps, ratios, lengths = sums[:, : len(micro_rows)].view(3, -1, 2)
                 losses = LOSSES[args.loss_type](ratios, lengths, moved.to(ranks.device), beta=args.beta)
                 loss = losses.sum() / num_pairs

@@ -1,4 +1,4 @@
-"""PRIME: GRPO's loop with a reward for every token, by a reward model that is trained on right and wrong as it goes.
+"""PRIME: GRPO's loop with a reward for every token, by a reward model that learns right from wrong beside the policy.
 
     torchrun train_prime.py --model Qwen/Qwen2.5-1.5B-Instruct                      # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_prime.py --model Qwen/Qwen2.5-7B-Instruct --gen-batch-size 512 --prm-offload
@@ -7,7 +7,7 @@ Process Reinforcement through Implicit Rewards (PRIME, arXiv 2502.01456) trains 
 process reward model (PRM), to tell right from wrong responses: beta times its log-ratio to a frozen reference, summed
 over the tokens of a response, shall be the log-odds that it is right. The log-ratio of a single token, times beta, then
 is a reward for that token, though nobody has ever judged a step. The policy learns from these and from the outcome.
-Prompts that are too easy or too hard are left to the last: of --gen-batch-size prompts, P are learned from.
+Prompts that are too easy or too hard come last: of --gen-batch-size prompts, the first P are learned from.
 
 Deviations from the paper, those of verl's recipe/prime but for the second:
   1. rewards of tokens and outcomes have weights, and their sum to the end is whitened over all tokens of the step;
@@ -86,8 +86,8 @@ class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     prime_norm: Literal["batch_norm", "none"] = "batch_norm"  # divide token rewards by their largest sum to the end
     reward_dpo_coef: NotNegative = 5.0  # weight of the token rewards
     reward_gt_coef: NotNegative = 5.0  # weight of the outcome
-    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this; GSPO wants about 3e-4
-    clip_ratio_high: NotNegative = 0.2  # ratio <= 1 + this; DAPO's clip-higher is 0.28, GSPO wants about 4e-4
+    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this
+    clip_ratio_high: NotNegative = 0.2  # ratio <= 1 + this; DAPO's clip-higher is 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default --train-batch-size: on policy
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses

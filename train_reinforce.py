@@ -5,9 +5,10 @@
 
 REINFORCE (Williams 1992) makes every token of a response likelier in proportion to its *return*: the reward from this
 token on. That is right on average but noisy, so something is subtracted that the token cannot influence, a baseline.
-  REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step, and divides by their standard deviation
+  REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step; the rest is divided by their deviation
   ReMax (arXiv 2310.10505)         the score of one greedy response to the same prompt, sampled beside the others
-  optimal token baseline           a mean over the prompt's responses at the same token, which makes the noise smallest
+  optimal token baseline           a weighted mean of the returns of the prompt's responses at the same token
+
 All charge every token for how far it is from the reference (a KL term in the reward). The first two work with any
 number of responses a prompt, one included. train_grpo.py explains other words, such as advantage, ratio and clip.
 
@@ -41,8 +42,8 @@ from rl.types import select
 
 ADVANTAGES = {  # (returns (b, T), mask, baselines (b, 1) or (b, T), moments of all returns) -> advantages (b, T)
     "reinforce_plus_plus": lambda returns, mask, _, moments: advantages.whiten(returns, mask, **moments),
-    "remax": lambda returns, mask, baselines, _: advantages.remax(returns, mask, baselines),
-    "optimal_token_baseline": lambda returns, mask, baselines, _: advantages.remax(returns, mask, baselines),
+    "remax": lambda returns, mask, baselines, _: advantages.less_baseline(returns, mask, baselines),
+    "optimal_token_baseline": lambda returns, mask, baselines, _: advantages.less_baseline(returns, mask, baselines),
 }
 
 
@@ -190,9 +191,9 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy with reinforce_plus_plus
+        own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy but with remax
         baselines = ranks.all_gather([x.value_or_nan for x in greedy_scores])
-        baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for one without a score
+        baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for a greedy one without a score
         responses = share(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
@@ -222,7 +223,8 @@ def main(args: Args) -> dict[str, float]:
             clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: the score comes with the last token. What was earned from each token on, and was that much?
+        # 6. Advantages: the score comes with the last token. How much was earned from each token on (the return), and
+        # is that more than the baseline?
         mask, scores_B = batch.response_mask, scores_PG.flatten()  # (b, T), (B,)
         is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
         rewards, kl_metrics = torch.where(is_last, scores_B[batch.rows].view(-1, 1), 0.0), {}  # (b, T)
@@ -243,7 +245,7 @@ def main(args: Args) -> dict[str, float]:
         baselines = baselines_P[prompts].view(-1, 1)  # (b, 1)
         if args.adv_estimator == "optimal_token_baseline":  # one for every token, from the group at the same place
             collisions = fixed_collisions(policy, batch, updates, sampling=sampling)
-            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # of the gradient up to each token
+            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # of the gradient so far
             sums = ranks.all_reduce_sum(advantages.sums_by_group(returns, energy, mask, prompts, len(rows)))
             baselines = advantages.token_baselines(sums)[prompts]  # (b, T)
         compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines, dict(mean=mean, var=var))  # (b, T)

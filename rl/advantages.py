@@ -274,8 +274,8 @@ def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     return torch.where(sums[2] > 1, sums[0] / (sums[1] + eps), 0.0)
 
 
-def remax(returns: Tensor, mask: Tensor, baselines: Tensor) -> Tensor:
-    """Return of every token less a baseline: the score of the greedy response to the same prompt.
+def less_baseline(returns: Tensor, mask: Tensor, baselines: Tensor) -> Tensor:
+    """Return of every token less a baseline, such as the score of the greedy response to the same prompt (ReMax).
 
     A_t = R_t - b_t. The baseline does not depend on the token, so it changes the variance and not the mean of the
     gradient. Example: returns [1, 0.5], mask [1, 1], baseline 0.25 -> [0.75, 0.25].

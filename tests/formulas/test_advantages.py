@@ -189,7 +189,7 @@ def test_gpg_matches_hand_values():
 def test_remax_matches_hand_values():
     # a score of 1 with a charge of 0.5 on its first token; a gap; a row that is not learned from
     returns, mask = f64([[0.5, 1.0, 1.0], [0.0, 9.0, 0.0], [NAN, 1.0, 1.0]]), f64([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
-    actual = advantages.remax(returns, mask, f64([[0.25], [0.75], [NAN]]))
+    actual = advantages.less_baseline(returns, mask, f64([[0.25], [0.75], [NAN]]))
     check(actual, [[0.25, 0.75, 0.75], [-0.75, 0.0, -0.75], [0.0, 0.0, 0.0]])
 
 
@@ -226,7 +226,7 @@ def test_remax_of_a_score_alone_is_the_score_less_the_greedy_one():
     scores, greedy = torch.rand(2, len(mask), dtype=torch.float64)
     is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
     returns = advantages.returns_to_go(is_last * scores.unsqueeze(-1), mask, gamma=1.0)
-    actual = advantages.remax(returns, mask, greedy.view(-1, 1))
+    actual = advantages.less_baseline(returns, mask, greedy.view(-1, 1))
     torch.testing.assert_close(actual, (scores - greedy).unsqueeze(-1) * mask, rtol=1e-12, atol=1e-12)
 
 
@@ -500,7 +500,7 @@ CALLS = {
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
     "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
-    "remax": (advantages.remax, [BT, MASK, torch.linspace(0, 1, 5).view(5, 1)], {}),
+    "less_baseline": (advantages.less_baseline, [BT, MASK, torch.linspace(0, 1, 5).view(5, 1)], {}),
     "sums_by_group": (
         lambda *x: advantages.sums_by_group(*x, torch.tensor([0, 0, 2, 2, 2]), 3),
         [BT, BT + 1, MASK],
