@@ -43,7 +43,7 @@ KILLED = {  # script, and what is special -> settings of a short run of it; one 
     "train_prime": partial(h.prime_settings, gen_batch_size=6, prime_update="after"),
     "sft": h.sft_settings,
     "train_reward": h.reward_settings,
-    "train_ppo with adapters": partial(h.ppo_settings, lora_rank=4),
+    "train_ppo with adapters, moments on the host": partial(h.ppo_settings, lora_rank=4, optimizer_offload=True),
 }
 COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 ranks: without torchrun
 
