@@ -262,7 +262,7 @@ def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]
     pieces, room = [], 0
     for x in parameters:
         size = moment_bytes([x])
-        if size > room:
+        if not pieces or size > room:
             pieces.append([])
             room = PIECE
         pieces[-1].append(x)
@@ -287,7 +287,7 @@ def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     total = sum(sizes) + -sum(sizes) % mmap.PAGESIZE
     whole = torch.empty(total + mmap.PAGESIZE, dtype=torch.uint8)
     whole = whole[-whole.data_ptr() % mmap.PAGESIZE :][:total]  # pages of its own, since those are what is registered
-    if device.type == "cuda":  # torch's own pinned memory comes in powers of two
+    if device.type == "cuda" and total:  # torch's own pinned memory comes in powers of two
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
     pieces = zip(like, whole[: sum(sizes)].split(sizes), strict=True)
     return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]

@@ -127,4 +127,8 @@ def test_a_piece_is_no_larger_than_said_unless_it_is_one_parameter(monkeypatch):
     pieces = sharding.moment_pieces(iter(parameters))
     assert [[len(x) for x in piece] for piece in pieces] == [[5, 5], [1], [50], [4, 6], [10]]
     assert sharding.moment_bytes_in_step(parameters) == 8 * (50 + 10 + 10) and sharding.moment_pieces([]) == []
+    empty = torch.zeros(0)  # as a rank has of a parameter with fewer rows than there are ranks
+    assert sharding.moment_pieces([empty, empty]) == [[empty, empty]] and not len(
+        sharding._pinned([empty], torch.device("cpu"))[0]
+    )
     assert sharding.moment_bytes_in_step(parameters[:2]) == 80 and sharding.moment_bytes_in_step([]) == 0
