@@ -101,6 +101,7 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
     kl_loss_coef: float = 0.001  # weight of that KL term
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
+    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward of every token
     kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
@@ -147,12 +148,13 @@ def main(args: Args) -> dict[str, float]:
     trained = {"actor": (policy, adamw(policy.parameters()))}
     if not args.share_backbone:
         trained["critic"] = (critic, adamw(critic.parameters()))
+    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # part of checkpoints, if it changes
     run.resume(
-        trained,
+        {**trained, **refreshed},
         about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
         f"{len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
-        frozen=reference,
+        frozen=None if args.ref_update_steps else reference,
         offloaded=("critic",) if args.critic_offload else (),
     )
     kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
@@ -211,6 +213,8 @@ def main(args: Args) -> dict[str, float]:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
+            if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
+                run.refresh(reference, policy)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
 

@@ -275,6 +275,9 @@ def _check_rl(args: Any) -> None:
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
         )
+    kl_terms = [vars(args)[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in vars(args)]
+    if vars(args).get("ref_update_steps") and kl_terms and not any(kl_terms):
+        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if vars(args).get("ref_update_steps") and vars(args).get("lora_rank"):
         raise ValueError(
             f"--ref-update-steps {args.ref_update_steps}: with --lora-rank {args.lora_rank} the reference is the "

@@ -172,8 +172,13 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike."""
-    for x, y in zip(source.parameters(), target.parameters(), strict=True):
+    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike.
+
+    A second head that only the source has, such as that of `models.add_value_head`, stays behind.
+    """
+    own = dict(source.named_parameters())
+    for name, y in target.named_parameters():
+        x = own[name]
         (y.to_local() if isinstance(y, DTensor) else y).copy_(x.to_local() if isinstance(x, DTensor) else x)
 
 

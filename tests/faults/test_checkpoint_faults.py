@@ -35,7 +35,7 @@ HERE = launch.TESTS / "faults"
 RANDOM_KILLS = int(os.environ.get("GLASSRL_RANDOM_KILLS", "1"))
 KILLED = {  # script, and what is special -> settings of a short run of it; one more is one more line
     "train_grpo": h.grpo_settings,
-    "train_ppo": h.ppo_settings,
+    "train_ppo": partial(h.ppo_settings, use_kl_loss=True, ref_update_steps=2),
     "train_dapo": h.dapo_settings,
     "train_reinforce": partial(h.reinforce_settings, ref_update_steps=2),
     "train_dpo": partial(h.dpo_settings, pairs="all", ref_update_steps=2),

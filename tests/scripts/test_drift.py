@@ -18,12 +18,12 @@ OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "learn_rewards", "6"}  # ea
 LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
     ("train_grpo", "train_ppo"): {
         "math": (4, 5),
-        "dataclass": (17, 20),
-        "validate": (9, 2),
-        "main": (7, 12),
+        "dataclass": (16, 20),
+        "validate": (7, 2),
+        "main": (5, 11),
         "step": (2, 3),
         "4": (1, 1),
-        "5": (5, 5),
+        "5": (3, 5),
         "7": (13, 34),
         "8": (5, 5),
         "9": (1, 1),
@@ -32,7 +32,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_dapo"): {
         "math": (4, 13),
         "dataclass": (28, 21),
-        "validate": (9, 7),
+        "validate": (7, 7),
         "main": (7, 12),
         "step": (8, 27),
         "4": (1, 4),
@@ -58,7 +58,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_dpo"): {
         "math": (6, 5),
         "dataclass": (33, 14),
-        "validate": (9, 14),
+        "validate": (7, 14),
         "main": (9, 9),
         "step": (7, 6),
         "4": (4, 10),
@@ -71,7 +71,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_distill"): {
         "math": (4, 5),
         "dataclass": (25, 17),
-        "validate": (9, 22),
+        "validate": (7, 22),
         "main": (6, 6),
         "step": (1, 1),
         "4": (1, 1),
@@ -84,7 +84,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
     ("train_grpo", "train_prime"): {
         "math": (7, 7),
         "dataclass": (29, 19),
-        "validate": (9, 11),
+        "validate": (7, 11),
         "main": (10, 16),
         "step": (6, 6),
         "4": (1, 10),

@@ -253,6 +253,7 @@ BUSY = dict(
     save_freq=1,
     ppo_epochs=2,
     use_kl_in_reward=True,
+    ref_update_steps=2,  # the last step is compared with the policy of the one before
     kl_ctrl_type="adaptive",
     kl_horizon=50,
     kl_target=0.01,
@@ -269,7 +270,8 @@ def assert_same_end(left, right, step):
         h.assert_same(*(h.weights(x / f"global_step_{step}", folder) for x in (left, right)))
     states = [h.saved_state(x / f"global_step_{step}") for x in (left, right)]
     assert {"/".join(name.split("/")[:2]) for name in states[0]} == {
-        f"{name}/{part}" for name in ("actor", "critic") for part in ("model", "optimizer")
+        *(f"{name}/{part}" for name in ("actor", "critic") for part in ("model", "optimizer")),
+        "reference/model",
     }
     h.assert_same(*states)
     lines = [h.timeless(h.read_jsonl(x / "metrics.jsonl")) for x in (left, right)]
@@ -385,6 +387,15 @@ def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, monk
     h.assert_same(h.saved_state(ppo.dir(2) / "global_step_2"), state)
     metrics = ppo.lines(1)[1]
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + 0.1 * metrics["critic/vf_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reference_that_follows_is_the_policy_with_or_without_a_head_for_values(ppo, shared):
+    """The KL before the update of a step is 0 in the first step, and in the third, which begins with a refresh."""
+    settings = dict(ppo_mini_batch_size=8, total_training_steps=3, save_freq=0, share_backbone=shared)
+    ppo(**settings, use_kl_loss=True, ref_update_steps=2)
+    first, second, third = (x["actor/kl_loss"] for x in ppo.lines(1))
+    assert (first, third) == pytest.approx((0, 0), abs=1e-9) and second > 1e-7
 
 
 def write_rows(path, questions, truths):
@@ -566,6 +577,7 @@ MISTAKES = {
     "shared and another": (dict(share_backbone=True, critic_model="m"), ["--share-backbone", "--critic-model"]),
     "shared and warm-up": (dict(share_backbone=True, critic_warmup=1), ["--share-backbone", "--critic-warmup"]),
     "shared and offload": (dict(share_backbone=True, critic_offload=True), ["--share-backbone", "--critic-offload"]),
+    "refresh": (dict(ref_update_steps=2), ["--ref-update-steps 2", "needs --use-kl-loss or --use-kl-in-reward"]),
     "gamma": (dict(gamma=1.01), ["--gamma 1.01", "within 0 and 1"]),
     "lambda": (dict(lam=-0.5), ["--lam -0.5", "within 0 and 1"]),
     "value clip": (dict(cliprange_value=-0.1), ["--cliprange-value -0.1", "must be at least 0"]),
