@@ -275,14 +275,14 @@ def _check_rl(args: Any) -> None:
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
         )
-    kl_terms = [vars(args)[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in vars(args)]
-    if vars(args).get("ref_update_steps") and kl_terms and not any(kl_terms):
-        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if vars(args).get("ref_update_steps") and vars(args).get("lora_rank"):
         raise ValueError(
             f"--ref-update-steps {args.ref_update_steps}: with --lora-rank {args.lora_rank} the reference is the "
             "policy without its adapters, which stays as it is; leave one of them out"
         )
+    kl_terms = [vars(args)[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in vars(args)]
+    if vars(args).get("ref_update_steps") and kl_terms and not any(kl_terms):
+        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if args.val_n > 1 and args.val_temperature == 0:
         raise ValueError(f"--val-n {args.val_n} repeats one greedy response; add a positive --val-temperature")
     if args.ppo_max_token_len_per_gpu < (longest := args.max_prompt_length + args.max_response_length):

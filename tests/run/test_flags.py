@@ -135,7 +135,9 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
             try:
                 flags.check(args)
             except ValueError as error:  # beyond another flag, not beyond its own limit
-                assert " must be " not in str(error) and flag.startswith(("max_", "ppo_", "val_n", "rollout_")), error
+                assert " must be " not in str(error) and flag.startswith(
+                    ("max_", "ppo_", "val_n", "rollout_", "ref_update")
+                ), error
 
 
 def test_a_lower_bound_is_not_above_its_upper_one():
