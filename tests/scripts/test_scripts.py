@@ -1114,8 +1114,8 @@ def test_impossible_values_are_refused(task, module, settings, words):
 
 def test_every_number_of_a_script_has_a_limit_or_may_be_any():
     free = """
-        correct_at entropy_coeff fsdp_size kl_coef kl_loss_coef reward_model_coef save_freq seed test_freq
-        value_loss_coef
+        clip_cov_lb clip_cov_ub correct_at entropy_coeff fsdp_size kl_coef kl_loss_coef reward_model_coef save_freq seed
+        test_freq value_loss_coef
     """.split()  # any number has a meaning, or the script compares it with another flag
     bounded, unbounded = set(), set()
     for script in SCRIPTS.values():
