@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -163,6 +164,9 @@ def test_rows_of_the_comparison_differ_in_what_they_say():
     assert rows["C"]["generation_kwargs"]["detokenize"] is False
     assert differences(rows["C"], rows["E"]) == {"model_init_kwargs"}
     assert rows["E"]["model_init_kwargs"]["dtype"] == "bfloat16"
+    assert compare_trl.settings(replace(args, lora_rank=8), "C", 8, (7, 9), use_vllm=True) == rows["C"] | {
+        "model_init_kwargs": rows["E"]["model_init_kwargs"]  # frozen weights; adapters are in float32
+    }
     assert not {"gradient_checkpointing", "model_init_kwargs", "use_liger_kernel"} & rows["D"].keys()
     with pytest.raises(ValueError, match="--per-device-train-batch-size 5 does not divide the 16 responses"):
         compare_trl.settings(args, "A", 5, (), use_vllm=True)
@@ -565,6 +569,9 @@ def test_the_memory_plan_adds_up_by_hand():
     assert (found.sampling, found.step, found.host) == (engine - 200 + others, others, 16 * 250)
     assert found.update == 2 * 250 + 6 * 150 + 7 * (2 * 188 + 504) + logits + others
     halves = memory_plan.plan(size, memory_plan.Flags(), **work | dict(gpus=2))
+    found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work | dict(gpus=2))
+    units = 2 * (large.root + 2 * large.layer)  # gathered; gradients to be summed take more than seven tokens' pass
+    assert found.update == 4 * large.total + units + 6 * (large.root + large.layer) + others
     assert halves.step == 8 * 250 + others and halves.update == 8 * 250 + 2 * 250 + 7 * 880 + logits + others
 
 
