@@ -4,15 +4,15 @@
     torchrun --nproc_per_node 8 train_prime.py --model Qwen/Qwen2.5-7B-Instruct --gen-batch-size 512 --prm-offload
 
 Process Reinforcement through Implicit Rewards (PRIME, arXiv 2502.01456) trains a second language model, the implicit
-process reward model (PRM), to tell right from wrong responses: beta times its log-ratio to a frozen reference, summed
-over the tokens of a response, shall be the log-odds that it is right. The log-ratio of a single token, times beta, then
-is a reward for that token, though nobody has ever judged a step. The policy learns from these and from the outcome.
-Prompts that are too easy or too hard come last: of --gen-batch-size prompts, the first P are learned from.
+process reward model (PRM), to tell right from wrong: beta times its log-ratio to a frozen reference, summed over the
+tokens of a response, shall be the log-odds that it is right. That of a single token then is its reward, though nobody
+has judged a step. The policy learns from these and from the outcome. Prompts that are too easy or hard come last.
 
 Deviations from the paper, those of verl's recipe/prime but for the second:
   1. rewards of tokens and outcomes have weights, and their sum to the end is whitened over all tokens of the step;
   2. token rewards are divided by the largest sum to the end of all ranks, not of one (--prime-norm);
-  3. the last token has no process reward: its place is that of the outcome.
+  3. the last token has no process reward, for the outcome;  4. among n responses a token's reward counts n / (n - 1);
+  5. the reward model learns from a step before it is asked about it (--prime-update).
 
 Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
 Every per-token tensor is (b, T), and position t describes token t given the tokens before it. See docs/train_prime.md.

@@ -29,7 +29,7 @@ def cross_entropy(log_ratios: Tensor, accuracies: Tensor, *, beta: float) -> Ten
     """-a log sigmoid(beta * q) - (1 - a) log sigmoid(-beta * q), for q = sum_t q_t of a response.
 
     Args: log_ratios (b,), the q; accuracies (b,), the a, within 0 and 1. Returns: (b,).
-    Source: PRIME, arXiv 2502.01456.
+    Source: PRIME, alg. 1, arXiv 2502.01456.
     """
     assert log_ratios.shape == accuracies.shape, f"{log_ratios.shape}, {accuracies.shape}"
     return F.binary_cross_entropy_with_logits(beta * log_ratios, accuracies.to(log_ratios.dtype), reduction="none")
@@ -39,7 +39,7 @@ def token_rewards(prm_logp: Tensor, ref_logp: Tensor, mask: Tensor, *, beta: flo
     """beta * q_t for every sampled token but the last one of a response, where the outcome is.
 
     Args: prm_logp, ref_logp, mask (b, T). Returns: (b, T), without gradient.
-    Source: PRIME, arXiv 2502.01456.
+    Source: PRIME, eq. 3, arXiv 2502.01456.
     """
     assert prm_logp.shape == ref_logp.shape == mask.shape, f"{prm_logp.shape}, {ref_logp.shape}, {mask.shape}"
     inner = mask.bool() & (mask.cumsum(1) < mask.sum(1, keepdim=True))
@@ -62,7 +62,8 @@ def leave_one_out(means: Tensor) -> tuple[Tensor, Tensor]:
     of a response over its tokens stands for it. n counts the scored responses of the group; a lone one keeps its r.
 
     Args: means (P, G), NaN = not scored. Returns: factors and baselines (P, G), 0 where not scored.
-    Source: PRIME, arXiv 2502.01456; RLOO, arXiv 2402.14740.
+    Source: verl, recipe/prime; PRIME, eq. 5, arXiv 2502.01456, subtracts the mean of the others from each r as it is;
+    RLOO, arXiv 2402.14740.
     """
     scored = ~means.isnan()
     n = scored.sum(1, keepdim=True)
