@@ -23,17 +23,19 @@ Writes sft.parquet (prompt, response), train.parquet and test.parquet (verl's RL
 """
 
 import dataclasses
-import hashlib
 import random
+import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 
 NUM_CHAINS = 9**5
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -208,14 +210,10 @@ def main(args: Args) -> dict[str, int]:
         "train": [rl_row(totals, "train", i) for i, totals in enumerate(seen[: args.num_train])],
         "test": [rl_row(totals, "test", i) for i, totals in enumerate(test)],
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        path = args.output_dir / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    sizes = files.write(args.output_dir, tables)
     save_model(args.output_dir / "model", args.seed)
     print(f"{args.output_dir / 'model'}: untrained Qwen2 and its tokenizer")
-    return {name: len(rows) for name, rows in tables.items()}
+    return sizes
 
 
 if __name__ == "__main__":

@@ -11,17 +11,18 @@ Writes train.parquet (data_source math_dapo) and aime_2024.parquet (data_source 
 """
 
 import dataclasses
-import hashlib
 import json
-import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
+
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 
 
 @dataclasses.dataclass
@@ -40,26 +41,22 @@ def locate(source: str, flag: str) -> list[Path]:
     Raises:
         FileNotFoundError: neither on disk nor of the form owner/name, or without parquet files.
     """
-    if Path(source).is_file():
-        return [Path(source)]
-    folder = Path(source)
-    if not folder.is_dir():
-        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-            raise FileNotFoundError(f"{flag} {source}: no such file or folder; give one, or a data set id owner/name")
-        folder = Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="*.parquet"))
-    files = sorted(folder.rglob("*.parquet"))
-    if not files:
-        raise FileNotFoundError(f"{flag} {source}: no parquet files in {folder}")
-    return files
+    path = files.locate(source, "*.parquet", flag=flag)
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob("*.parquet"))
+    if not found:
+        raise FileNotFoundError(f"{flag} {source}: no parquet files in {path}")
+    return found
 
 
-def read_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
+def read_rows(paths: list[Path]) -> Iterator[dict[str, Any]]:
     """Rows of parquet or jsonl files, one after the other: 1.8 million at once would take many GB."""
-    for file in files:
-        if file.suffix == ".jsonl":
-            yield from (json.loads(line) for line in file.read_bytes().splitlines() if line.strip())
+    for path in paths:
+        if path.suffix == ".jsonl":
+            yield from files.read(path)
         else:
-            batches = pq.ParquetFile(file, page_checksum_verification=True).iter_batches(batch_size=10_000)
+            batches = pq.ParquetFile(path, page_checksum_verification=True).iter_batches(batch_size=10_000)
             yield from (row for batch in batches for row in batch.to_pylist())
 
 
@@ -119,12 +116,7 @@ def main(args: Args) -> dict[str, int]:
         name: distinct(read_rows(locate(source, flag)), data_source, name, flag)
         for name, (flag, source, data_source) in sources.items()
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        path = args.output_dir / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {name: len(rows) for name, rows in tables.items()}
+    return files.write(args.output_dir, tables)
 
 
 if __name__ == "__main__":

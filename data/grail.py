@@ -15,19 +15,16 @@ the 374, so the 500 test problems stay unseen.
 """
 
 import dataclasses
-import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 
 sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
 
-from data import gsm8k, math_dataset, mbpp  # noqa: E402
+from data import files, gsm8k, math_dataset, mbpp  # noqa: E402
 
 SYSTEM_PROMPT = """You are given a problem. Think step by step.
 Place your reasoning between <start_working_out> and </end_working_out>.
@@ -55,7 +52,7 @@ class Args:
 
 def gsm8k_rows(source: str) -> tuple[list[dict], list[dict]]:
     """(training, test) rows."""
-    folder = gsm8k.locate(source)
+    folder = files.locate(source, gsm8k.HUB_FILES)
 
     def row(source_row: dict[str, str], split: str, index: int) -> dict:
         gsm8k.to_row(source_row, split, index)  # raises if the row is unfit
@@ -68,7 +65,7 @@ def gsm8k_rows(source: str) -> tuple[list[dict], list[dict]]:
 
 def math_rows(source: str) -> tuple[list[dict], list[dict]]:
     """(training, held-out) rows of MATH's training problems."""
-    problems = math_dataset.read_split(math_dataset.locate(source), "train")
+    problems = math_dataset.read_split(files.locate(source, *math_dataset.HUB_FILES), "train")
     if len(problems) != 7500:
         raise ValueError(f"--source {source}: has {len(problems)} training problems, not 7500; the split would differ")
 
@@ -134,14 +131,10 @@ def main(args: Args) -> dict[str, int]:
     read, default_source = TASKS[args.task]
     tables = dict(zip(("train", "test"), read(args.source or default_source), strict=True))
     output_dir = args.output_dir or Path(f"data/grail_{args.task}")
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for split, rows in tables.items():
-        path = output_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    sizes = files.write(output_dir, tables)
     if args.chat_template_file:
         args.chat_template_file.write_text(CHAT_TEMPLATE)
-    return {split: len(rows) for split, rows in tables.items()}
+    return sizes
 
 
 if __name__ == "__main__":

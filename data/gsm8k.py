@@ -9,17 +9,18 @@ for sft.py, without the `<<48/2=24>>` notes for a calculator.
 """
 
 import dataclasses
-import hashlib
-import json
 import re
+import sys
 from pathlib import Path
 
-import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
+
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+HUB_FILES = "main/*.parquet"
 
 
 @dataclasses.dataclass
@@ -30,19 +31,6 @@ class Args:
     """folder to write to"""
 
 
-def locate(source: str) -> Path:
-    """The folder `source`, or the folder that the hub's data set `source` was downloaded to.
-
-    Raises:
-        FileNotFoundError: neither a folder nor of the form owner/name.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(f"--source {source}: no such folder; give one, or a data set id such as openai/gsm8k")
-    return Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="main/*.parquet"))
-
-
 def read_split(folder: Path, split: str) -> list[dict[str, str]]:
     """Rows {question, answer} of a split: <split>.jsonl, or the hub's layout main/<split>-*.parquet.
 
@@ -51,13 +39,11 @@ def read_split(folder: Path, split: str) -> list[dict[str, str]]:
     """
     jsonl = folder / f"{split}.jsonl"
     if jsonl.exists():
-        return [json.loads(line) for line in jsonl.read_bytes().splitlines() if line.strip()]
+        return files.read(jsonl)
     shards = sorted(folder.glob(f"main/{split}-*.parquet"))
     if not shards:
         raise FileNotFoundError(f"{folder}: has neither {split}.jsonl nor main/{split}-*.parquet; check --source")
-    return [
-        row for shard in shards for row in pq.ParquetFile(shard, page_checksum_verification=True).read().to_pylist()
-    ]
+    return files.read(*shards)
 
 
 def final_number(answer: str, where: str) -> str:
@@ -93,17 +79,12 @@ def sft_row(row: dict) -> dict:
 
 def main(args: Args) -> dict[str, int]:
     """Write the files; returns the number of rows of each."""
-    folder = locate(args.source)
+    folder = files.locate(args.source, HUB_FILES)
     tables = {
         split: [to_row(row, split, i) for i, row in enumerate(read_split(folder, split))] for split in ("train", "test")
     }
     tables["sft"] = [sft_row(row) for row in tables["train"]]
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        path = args.output_dir / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {name: len(rows) for name, rows in tables.items()}
+    return files.write(args.output_dir, tables)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ name, and test has unittest.TestCase classes; own_eq and in_place, if a row has 
 """
 
 import dataclasses
-import gzip
-import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
+
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 
 INSTRUCTION = (
     "Write it in Python, with the standard library only. Put the whole code into one block that starts with ```python "
@@ -42,21 +42,11 @@ def read_rows(source: str) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: neither a file nor of the form owner/name, or the hub's data set has no such files.
     """
-    if Path(source).is_file():
-        data = Path(source).read_bytes()
-        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        return [json.loads(line) for line in data.splitlines() if line.strip()]
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(
-            f"--source {source}: no such file; give one, or a data set id such as openai/openai_humaneval"
-        )
-    folder = Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="*/*.parquet"))
-    shards = sorted(folder.glob("*/test-*.parquet"))
-    if not shards:
+    path = files.locate(source, "*/*.parquet")
+    found = [path] if path.is_file() else sorted(path.glob("*/test-*.parquet"))
+    if not found:
         raise FileNotFoundError(f"--source {source}: the data set has no */test-*.parquet")
-    return [
-        row for shard in shards for row in pq.ParquetFile(shard, page_checksum_verification=True).read().to_pylist()
-    ]
+    return files.read(*found)
 
 
 def to_row(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -96,11 +86,7 @@ def main(args: Args) -> int:
     rows = [to_row(row, i) for i, row in enumerate(read_rows(args.source))]
     if not rows:
         raise ValueError(f"--source {args.source}: has no rows")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / "test.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-    print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return len(rows)
+    return files.write(args.output_dir, {"test": rows})["test"]
 
 
 if __name__ == "__main__":

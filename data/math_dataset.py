@@ -15,26 +15,23 @@ answer take part in the draw, so that the split is GRAIL's, and are then left ou
 """
 
 import dataclasses
-import hashlib
-import json
 import random
 import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 
 sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
 
+from data import files  # noqa: E402
 from rewards.math_reward import last_boxed  # noqa: E402
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 # As verl names them, whichever copy of MATH was read: the reward is found by this name.
 DATA_SOURCES = {"math": "DigitalLearningGmbH/MATH-lighteval", "math500": "HuggingFaceH4/MATH-500"}
+HUB_FILES = ("*.jsonl", "*.parquet")
 HUB = {"math": "EleutherAI/hendrycks_math", "math500": "HuggingFaceH4/MATH-500"}  # this copy of MATH is by subject
 SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus".split()
 
@@ -52,21 +49,6 @@ class Args:
     """folder to write to"""
 
 
-def locate(source: str) -> Path:
-    """The file or folder `source`, or the folder that the hub's data set `source` was downloaded to.
-
-    Raises:
-        FileNotFoundError: neither on disk nor of the form owner/name.
-    """
-    if Path(source).exists():
-        return Path(source)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(
-            f"--source {source}: no such file or folder; give one, or a data set id such as {HUB['math']}"
-        )
-    return Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns=["*.jsonl", "*.parquet"]))
-
-
 def read_split(source: Path, split: str) -> list[dict[str, Any]]:
     """Rows of a split: of the jsonl file itself, <split>.jsonl, data/<split>-*.parquet or <subject>/<split>-*.parquet.
 
@@ -75,7 +57,7 @@ def read_split(source: Path, split: str) -> list[dict[str, Any]]:
     """
     jsonl = source if source.is_file() else source / f"{split}.jsonl"
     if jsonl.exists():
-        return [json.loads(line) for line in jsonl.read_bytes().splitlines() if line.strip()]
+        return files.read(jsonl)
     shards = sorted(source.glob(f"data/{split}-*.parquet"))
     shards = shards or [shard for name in SUBJECTS for shard in sorted(source.glob(f"{name}/{split}-*.parquet"))]
     if not shards:
@@ -83,9 +65,7 @@ def read_split(source: Path, split: str) -> list[dict[str, Any]]:
             f"{source}: has neither {split}.jsonl, data/{split}-*.parquet nor {SUBJECTS[0]}/{split}-*.parquet; "
             "check --source"
         )
-    return [
-        row for shard in shards for row in pq.ParquetFile(shard, page_checksum_verification=True).read().to_pylist()
-    ]
+    return files.read(*shards)
 
 
 def to_row(source_row: dict[str, Any], data_source: str, split: str, index: int) -> dict | None:
@@ -168,7 +148,7 @@ def main(args: Args) -> dict[str, int]:
         FileNotFoundError: there is no such source.
     """
     name = "math500" if args.split == "math500" else "math"
-    folder = locate(args.source or HUB[name])
+    folder = files.locate(args.source or HUB[name], *HUB_FILES)
     if name == "math500":
         splits = {"math500": read_split(folder, "test")}
     elif args.split == "7500/5000":
@@ -183,12 +163,7 @@ def main(args: Args) -> dict[str, int]:
         split: without_empty([to_row(row, DATA_SOURCES[name], split, i) for i, row in enumerate(rows)], split)
         for split, rows in splits.items()
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for split, rows in tables.items():
-        path = args.output_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {split: len(rows) for split, rows in tables.items()}
+    return files.write(args.output_dir, tables)
 
 
 if __name__ == "__main__":

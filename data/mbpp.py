@@ -10,16 +10,16 @@ validation 511-600, test 11-510; 1-10 are few-shot prompts and not used. The gro
 
 import ast
 import dataclasses
-import hashlib
 import json
-import re
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
+
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 
 INSTRUCTION = (
     "Write it in Python, with the standard library only. Put the whole code into one block that starts with ```python "
@@ -47,19 +47,11 @@ def read_rows(source: str) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: neither a file nor of the form owner/name, or the hub's data set has no such files.
     """
-    if Path(source).is_file():
-        return [json.loads(line) for line in Path(source).read_bytes().splitlines() if line.strip()]
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(
-            f"--source {source}: no such file; give one, or a data set id such as google-research-datasets/mbpp"
-        )
-    folder = Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns="full/*.parquet"))
-    shards = sorted(folder.glob("full/*.parquet"))
-    if not shards:
+    path = files.locate(source, "full/*.parquet")
+    found = [path] if path.is_file() else sorted(path.glob("full/*.parquet"))
+    if not found:
         raise FileNotFoundError(f"--source {source}: the data set has no full/*.parquet")
-    return [
-        row for shard in shards for row in pq.ParquetFile(shard, page_checksum_verification=True).read().to_pylist()
-    ]
+    return files.read(*found)
 
 
 def stub(code: str, tests: str) -> str:
@@ -131,12 +123,7 @@ def main(args: Args) -> dict[str, int]:
                 f"--source {args.source}: lacks {len(missing)} tasks of {split}, the first is {missing[0]}"
             )
         tables[name] = [to_row(by_id[task], split, i, args.show_tests) for i, task in enumerate(SPLITS[split])]
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        path = args.output_dir / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(rows)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {name: len(rows) for name, rows in tables.items()}
+    return files.write(args.output_dir, tables)
 
 
 if __name__ == "__main__":

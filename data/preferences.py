@@ -18,17 +18,18 @@ dialogue whose turns do not alternate. A row of another form is an error.
 
 import dataclasses
 import gzip
-import hashlib
 import json
 import random
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
-import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
+
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 
 Messages = list[dict[str, str]]
 # Where a split's files lie in a folder; the first pattern that any file matches is taken.
@@ -47,26 +48,12 @@ class Args:
     """which prompts are held out"""
 
 
-def locate(source: str) -> Path:
-    """The file or folder `source`, or the folder that the hub's data set `source` was downloaded to.
-
-    Raises:
-        FileNotFoundError: neither on disk nor of the form owner/name.
-    """
-    if Path(source).exists():
-        return Path(source)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise FileNotFoundError(f"--source {source}: no such file or folder; give one, or a data set id (owner/name)")
-    patterns = [f"*{layout.format(split=split)}" for layout in LAYOUTS for split in ("train", "test")]
-    return Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
-
-
 def split_files(path: Path, split: str) -> list[Path]:
     """The files of a split in a folder and its subfolders, or [] if there are none; a file is its own train split."""
     if path.is_file():
         return [path] if split == "train" else []
     found = (sorted(path.rglob(layout.format(split=split))) for layout in LAYOUTS)
-    return next((files for files in found if files), [])
+    return next((paths for paths in found if paths), [])
 
 
 def read_file(path: Path) -> list[dict]:
@@ -76,7 +63,7 @@ def read_file(path: Path) -> list[dict]:
         ValueError: another kind of file, or a line that is no JSON object.
     """
     if path.suffix == ".parquet":
-        return pq.ParquetFile(path, page_checksum_verification=True).read().to_pylist()
+        return files.read(path)
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ValueError(f"--source {path}: give a .parquet, .jsonl or .jsonl.gz file")
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -170,16 +157,17 @@ def main(args: Args) -> dict[str, int]:
     """Write both files; returns the number of pairs of each split."""
     if not 0 <= args.test_fraction < 1:
         raise ValueError(f"--test-fraction {args.test_fraction}: give a share from 0 to below 1")
-    path = locate(args.source)
+    patterns = [f"*{layout.format(split=split)}" for layout in LAYOUTS for split in ("train", "test")]
+    path = files.locate(args.source, *patterns)
     tables: dict[str, list[dict]] = {}
     for split in ("train",) if args.test_fraction else ("train", "test"):
-        files = split_files(path, split)
-        if not files:
+        found = split_files(path, split)
+        if not found:
             raise FileNotFoundError(
                 f"--source {path}: has no {split} file; give a folder with {split}.parquet or {split}.jsonl"
                 + (", or --test-fraction 0.05" if split == "test" else "")
             )
-        pairs = [to_pair(row, f"{file} row {i}") for file in files for i, row in enumerate(read_file(file))]
+        pairs = [to_pair(row, f"{file} row {i}") for file in found for i, row in enumerate(read_file(file))]
         for reason, count in Counter(pair for pair in pairs if isinstance(pair, str)).items():
             print(f"{split}: dropped {count} of {len(pairs)} pairs: {reason}")
         tables[split] = [pair for pair in pairs if not isinstance(pair, str)]
@@ -188,12 +176,7 @@ def main(args: Args) -> dict[str, int]:
     for split, pairs in tables.items():
         if not pairs:
             raise ValueError(f"--source {path}: no {split} pair is left; check the rows and --test-fraction")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for split, pairs in tables.items():
-        path = args.output_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(pairs), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(pairs)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {split: len(pairs) for split, pairs in tables.items()}
+    return files.write(args.output_dir, tables)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,15 @@ are not in train.parquet.
 """
 
 import dataclasses
-import hashlib
 import random
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
+
+from data import files  # noqa: E402
 from data.gsm8k import INSTRUCTION  # noqa: E402
 
 NAMES = "Ada Ben Chen Dina Emil Fatima Goran Hana Ivan Juno Kofi Lena Mika Nora Omar Priya Ravi Sara Tomas Uma".split()
@@ -139,12 +138,7 @@ def main(args: Args) -> dict[str, int]:
     tables = {name: [next(problems) for _ in range(size)] for name, size in sizes.items()}
     rows = {name: [rl_row(x, name, i) for i, x in enumerate(tables[name])] for name in ("train", "test")}
     rows["sft"] = [{"prompt": prompt(question), "response": solution} for question, solution, _ in tables["sft"]]
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, table in rows.items():
-        path = args.output_dir / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(table), path, compression="zstd", write_page_checksum=True)
-        print(f"{path}: {len(table)} rows, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
-    return {name: len(table) for name, table in rows.items()}
+    return files.write(args.output_dir, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from data import gsm8k
+from data import files, gsm8k
 from rl.data import (
     check_context,
     encode_conversation,
@@ -655,7 +655,7 @@ def test_gsm8k_files_carry_zstd_and_page_checksums(tmp_path):
 
 
 def test_gsm8k_bad_sources(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--source /no/such/folder: no such folder"):
+    with pytest.raises(FileNotFoundError, match="--source /no/such/folder: no such file or folder"):
         gsm8k.main(gsm8k.Args(source="/no/such/folder", output_dir=tmp_path))
     with pytest.raises(FileNotFoundError, match=r"has neither train\.jsonl nor main/train-\*\.parquet"):
         gsm8k.main(gsm8k.Args(source=str(tmp_path), output_dir=tmp_path))
@@ -676,10 +676,10 @@ def test_gsm8k_downloads_only_the_main_parquet_files(tmp_path, monkeypatch):
         asked.update(kwargs, repo_id=repo_id)
         return str(source(tmp_path, "hub"))
 
-    monkeypatch.setattr(gsm8k.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files.huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     assert gsm8k.main(gsm8k.Args(output_dir=tmp_path)) == {"train": 3, "test": 1, "sft": 3}
-    assert asked == {"repo_id": "openai/gsm8k", "repo_type": "dataset", "allow_patterns": "main/*.parquet"}
+    assert asked == {"repo_id": "openai/gsm8k", "repo_type": "dataset", "allow_patterns": ["main/*.parquet"]}
 
 
 def test_gsm8k_runs_as_a_script_from_anywhere(tmp_path):

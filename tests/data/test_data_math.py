@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from launch import SHARED
 
-from data import dapo_math, math_dataset
+from data import dapo_math, files, math_dataset
 from rewards.math_reward import compute_score
 from rl.data import read_rows
 
@@ -234,7 +234,7 @@ def test_downloads_from_the_hub(tmp_path, monkeypatch, published):
         asked.append((repo_id, kwargs))
         return str(published if repo_id == "EleutherAI/hendrycks_math" else tmp_path)
 
-    monkeypatch.setattr(math_dataset.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files.huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "test.jsonl").write_text(MATH500.read_text())
     assert math_dataset.main(math_dataset.Args(split="7000/500")) == {"train": 7000, "test": 500}
@@ -306,10 +306,10 @@ def test_dapo_reads_folders_and_the_hub(tmp_path, monkeypatch):
             tmp_path / {"BytedTsinghua-SIA/DAPO-Math-17k": "train", "BytedTsinghua-SIA/AIME-2024": "aime"}[repo_id]
         )
 
-    monkeypatch.setattr(dapo_math.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files.huggingface_hub, "snapshot_download", snapshot_download)
     assert make_dapo(tmp_path, tmp_path / "train", tmp_path / "aime") == {"train": 3, "aime_2024": 1} and not asked
     assert dapo_math.main(dapo_math.Args(output_dir=tmp_path)) == {"train": 3, "aime_2024": 1}
-    kwargs = {"repo_type": "dataset", "allow_patterns": "*.parquet"}
+    kwargs = {"repo_type": "dataset", "allow_patterns": ["*.parquet"]}
     assert asked == [("BytedTsinghua-SIA/DAPO-Math-17k", kwargs), ("BytedTsinghua-SIA/AIME-2024", kwargs)]
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import preferences
+from data import files, preferences
 
 
 def user(text):
@@ -191,7 +191,7 @@ def test_download_asks_for_nothing_but_pairs(tmp_path, monkeypatch):
         write(tmp_path / "hub/test.jsonl", PLAIN)
         return str(tmp_path / "hub")
 
-    monkeypatch.setattr(preferences.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(files.huggingface_hub, "snapshot_download", snapshot_download)
     assert run("HuggingFaceH4/ultrafeedback_binarized", tmp_path / "out") == {"train": 10, "test": 10}
     assert asked["repo_id"] == "HuggingFaceH4/ultrafeedback_binarized" and asked["repo_type"] == "dataset"
     wanted = {

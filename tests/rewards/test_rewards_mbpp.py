@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from launch import SHARED
 
+from data import files
 from data import mbpp as mbpp_data
 from rewards import sandbox
 from rewards.sandbox import Verdict, run_tests
@@ -307,7 +308,7 @@ def test_hub_layout(tmp_path, monkeypatch, capsys):
         "train": rows[600:],
     }.items():
         pq.write_table(pa.Table.from_pylist(part), tmp_path / "hub" / "full" / f"{name}-00000-of-00001.parquet")
-    monkeypatch.setattr(mbpp_data.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path / "hub"))
+    monkeypatch.setattr(files.huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path / "hub"))
     assert mbpp_data.main(mbpp_data.Args(output_dir=tmp_path / "a")) == {"train": 374, "test": 90}
     (tmp_path / "mbpp.jsonl").write_text("\n".join(map(json.dumps, rows)))
     mbpp_data.main(mbpp_data.Args(source=str(tmp_path / "mbpp.jsonl"), output_dir=tmp_path / "b"))

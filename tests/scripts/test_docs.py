@@ -19,7 +19,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
-DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py"))]
+DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py")) if path.stem != "files"]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal"}  # of Slurm
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
