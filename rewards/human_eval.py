@@ -39,8 +39,7 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        score: 0 to 1. acc (all hold), loaded (it compiled and did not raise at import) and timeout (the first test that
-        failed did so by running out of time): 1.0 or 0.0 each. None if the sandbox could not judge the code.
+        score (0 to 1), acc, loaded and timeout, or None, as `rewards.sandbox.Verdict.as_score` says.
 
     Raises:
         ValueError: the ground truth has another form, or its tests cannot be used. Importing this file raises
@@ -49,15 +48,7 @@ def compute_score(
     truth, tests, setup = _tests(ground_truth)
     code = complete(extract_code(solution_str), truth["prompt"], truth["entry_point"])
     options = {name: bool(truth.get(name)) for name in ("own_eq", "in_place")}
-    verdict = run_tests(code, tests, setup=setup, total_s=12.0, **options)
-    if verdict.status == "sandbox_error":
-        return None
-    return {
-        "score": verdict.passed / verdict.total,
-        "acc": float(verdict.status == "pass"),
-        "loaded": float(verdict.status != "error"),
-        "timeout": float(verdict.status == "timeout"),
-    }
+    return run_tests(code, tests, setup=setup, total_s=12.0, **options).as_score()
 
 
 def complete(code: str, prompt: str, entry_point: str) -> str:

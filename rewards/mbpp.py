@@ -27,24 +27,15 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        score: share of the asserts that hold, 0 to 1. acc (all of them hold), loaded (it compiled and did not raise at
-        import) and timeout (the first assert that failed did so by running out of time): 1.0 or 0.0 each. None if the
-        sandbox could not judge the code; it says why on stderr.
+        score (share of the asserts that hold, 0 to 1), acc, loaded and timeout, or None if the sandbox could not judge
+        the code, which it tells on stderr: see `rewards.sandbox.Verdict.as_score`.
 
     Raises:
         ValueError: the ground truth has another form, or its tests cannot be used. Importing this file raises
             SandboxUnavailable if the machine lacks a layer of protection.
     """
     tests, setup, options = _tests(ground_truth)
-    verdict = run_tests(extract_code(solution_str), tests, setup=setup, **options)
-    if verdict.status == "sandbox_error":
-        return None
-    return {
-        "score": verdict.passed / verdict.total,
-        "acc": float(verdict.status == "pass"),
-        "loaded": float(verdict.status != "error"),
-        "timeout": float(verdict.status == "timeout"),
-    }
+    return run_tests(extract_code(solution_str), tests, setup=setup, **options).as_score()
 
 
 def extract_code(response: str) -> str:

@@ -45,9 +45,8 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        score: share of the tests that hold, 0 to 1. acc (all of them hold), loaded (the program compiled) and timeout
-        (the first test that failed did so by running out of time): 1.0 or 0.0 each. None if the sandbox could not judge
-        the program; it says why on stderr.
+        score (share of the tests that hold, 0 to 1), acc, loaded and timeout, or None if the sandbox could not judge
+        the program, which it tells on stderr: see `rewards.sandbox.Verdict.as_score`.
 
     Raises:
         ValueError: the ground truth has another form. Importing this file raises SandboxUnavailable if the machine
@@ -55,15 +54,7 @@ def compute_score(
     """
     tests, setup = _tests(ground_truth)
     code = f"{_RUNNER}\nprogram = compile({extract_code(solution_str)!r}, 'solution.py', 'exec', dont_inherit=True)"
-    verdict = run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S, total_s=TOTAL_S)
-    if verdict.status == "sandbox_error":
-        return None
-    return {
-        "score": verdict.passed / verdict.total,
-        "acc": float(verdict.status == "pass"),
-        "loaded": float(verdict.status != "error"),
-        "timeout": float(verdict.status == "timeout"),
-    }
+    return run_tests(code, tests, setup=setup, timeout_s=TIMEOUT_S, total_s=TOTAL_S).as_score()
 
 
 def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str]:

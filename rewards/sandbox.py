@@ -72,6 +72,22 @@ class Verdict:
     total: int
     detail: str = ""
 
+    def as_score(self) -> dict[str, float] | None:
+        """What a reward function returns for it: the score with its parts, or None where there is none.
+
+        score: passed / total. acc (all tests held), loaded (the code compiled and did not raise at import) and timeout
+        (the first test that failed did so by running out of time): 1.0 or 0.0 each. None after a sandbox_error, which
+        says nothing about the code.
+        """
+        if self.status == "sandbox_error":
+            return None
+        return {
+            "score": self.passed / self.total,
+            "acc": float(self.status == "pass"),
+            "loaded": float(self.status != "error"),
+            "timeout": float(self.status == "timeout"),
+        }
+
 
 class SandboxUnavailable(RuntimeError):
     """This machine lacks a layer of protection."""
