@@ -5,7 +5,6 @@ arrive as pickles from the trainer; results go back as JSON, so that nothing a r
 be a number. It is two processes: a guard, which outlives the other and kills whatever that one leaves behind.
 """
 
-import asyncio
 import contextlib
 import copy
 import ctypes
@@ -75,7 +74,8 @@ def allowed(limit: int, wanted: int) -> int:
 def read_result(value: Any) -> tuple[float | None, dict[str, float]]:
     """What a reward function returned for one response -> (score, components); score None means "no score".
 
-    A dict has `score`, and its other finite numbers are components; texts and other entries are left out.
+    A dict has `score`, and its other finite numbers are components; texts and other entries are left out. Raises
+    ValueError for a dict without `score`, and for a score that `as_number` refuses.
     """
     if value is None:
         return None, {}
@@ -94,19 +94,26 @@ def read_result(value: Any) -> tuple[float | None, dict[str, float]]:
 
 
 def call(reward: Reward, calls: list[tuple]) -> list[tuple[float | None, dict[str, float]]]:
-    """(data_source, solution_str, ground_truth, extra_info) of each response -> (score, components) of each."""
+    """(data_source, solution_str, ground_truth, extra_info) of each response -> (score, components) of each.
+
+    Raises ValueError for a result that is none, see `read_result`, and whatever the function raises.
+    """
     if reward.batched:  # verl's signature for lists
-        result = reward.function(*map(list, zip(*calls, strict=True)))
-        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        result = _awaited(reward.function(*map(list, zip(*calls, strict=True))))
         if isinstance(result, (str, dict)) or not hasattr(result, "__len__") or len(result) != len(calls):
             count = len(result) if hasattr(result, "__len__") else "no list of"
             raise ValueError(f"{reward.label} returned {count} scores for {len(calls)} responses")
         return [read_result(value) for value in result]
-    results = []
-    for arguments in calls:
-        result = reward.function(*arguments)
-        results.append(read_result(asyncio.run(result) if inspect.iscoroutine(result) else result))
-    return results
+    return [read_result(_awaited(reward.function(*arguments))) for arguments in calls]
+
+
+def _awaited(result: Any) -> Any:
+    """What a reward function returned, also if it is `async`."""
+    if not inspect.iscoroutine(result):
+        return result
+    import asyncio  # takes longer than everything else here, so a worker without need for it starts in half the time
+
+    return asyncio.run(result)
 
 
 def score(rewards: list[Reward], calls: list[tuple]) -> list[tuple[float | None, dict[str, float]]]:
