@@ -508,7 +508,10 @@ def _name(row: Row) -> str:
 
 
 def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
-    """The order of `n` rows in an epoch (from 0): a shuffle of 0..n-1 that is a pure function of its arguments."""
+    """The order of `n` rows in an epoch (from 0): a shuffle of 0..n-1 that is a pure function of its arguments.
+
+    Raises ValueError for a negative seed.
+    """
     if seed < 0:
         raise ValueError(f"--seed {seed} is negative; use 0 or more")
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))

@@ -38,7 +38,8 @@ REQUESTS = 32  # that a rank has open at a time
 
 def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
-    the student samples: another tokenizer, too few positions, or a server that refuses log-probs of a prompt.
+    the student samples: it has another tokenizer, too few positions, or a server that refuses log-probs of a prompt.
+    RuntimeError if a server does not answer.
     """
     tokens = args.max_prompt_length + args.max_response_length
     if args.teacher_url is None:
@@ -80,7 +81,8 @@ def add_teacher(
     """The batch with what the teacher says of its sampled tokens: `ref_logp` (B, T), and if top_k is not 0, `top_ids`
     and `top_logp` (B, T, K), all 0 where the mask is 0.
 
-    Args: top_k, K; -1 for all tokens that both know. All ranks must enter.
+    Args: top_k, K; -1 for all tokens that both know, which a server does not tell. All ranks must enter.
+    Raises: ValueError if a server refuses a request, RuntimeError if it cannot be reached or leaves tokens out.
     """
     if teacher is None:
         return _ask_server(args, batch, top_k)

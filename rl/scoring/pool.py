@@ -141,6 +141,8 @@ class Scorer:
 
         The first failure is printed. If the run was asked to stop, no sample has a score. With a reward model, all
         ranks must enter, and leave here if the run was asked to stop.
+
+        Raises RuntimeError if the pool itself has failed, for instance because no process can be started.
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]
         wanted = [number for ticket in tickets for number in ticket.tasks]
