@@ -1,6 +1,6 @@
 """The same greedy responses by a run's engine, by eval.py on its export, and by PEFT on base and adapter, in float32.
 
-    python peft_compare.py FOLDER      # of run.sh
+python peft_compare.py FOLDER      # of run.sh
 """
 
 import json
@@ -11,11 +11,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import eval as evaluation
 from rl import engines
 from rl.data import encode_prompts, load_tokenizer, read_rows, sampling_of
 from rl.ranks import init_ranks
 from rl.rollout import sample_groups
-import eval as evaluation
+
+
+def of_response(model, ids, own):
+    """Logits of the places of a response, and the log-probs of its tokens."""
+    logits = model(ids).logits[0, -len(own) - 1 : -1]
+    return logits, logits.log_softmax(-1).gather(1, own[:, None])[:, 0]
+
 
 folder = Path(sys.argv[1])
 step = folder / "grpo/global_step_2"
@@ -35,17 +42,12 @@ with torch.no_grad():
     for s in samples:
         ids, n = torch.tensor([[*s.prompt_ids, *s.response_ids]]), len(s.response_ids)
         own = ids[0, -n:]
-
-        def logits(model):
-            return model(ids).logits[0, -n - 1 : -1]
-
-        found = logits(adapted)
-        logp = found.log_softmax(-1).gather(1, own[:, None])[:, 0]
+        found, logp = of_response(adapted, ids, own)
         same += int((found.argmax(-1) == own).sum())
         tokens += n
-        others = {"engine, PEFT": torch.tensor(s.rollout_logprobs), "export, PEFT": logits(merged).log_softmax(-1).gather(1, own[:, None])[:, 0]}
+        others = {"engine, PEFT": torch.tensor(s.rollout_logprobs), "export, PEFT": of_response(merged, ids, own)[1]}
         with adapted.disable_adapter():
-            others["without the adapter, PEFT"] = logits(adapted).log_softmax(-1).gather(1, own[:, None])[:, 0]
+            others["without the adapter, PEFT"] = of_response(adapted, ids, own)[1]
         for name, x in others.items():
             gaps[name] = max(gaps[name], (x - logp).abs().max().item())
 metrics = [json.loads(x) for x in open(folder / "grpo/metrics.jsonl")]
