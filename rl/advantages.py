@@ -268,7 +268,7 @@ def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     which is that of log pi_t with respect to the logits.
 
     Args: sums (3, P, T), of all ranks, see `sums_by_group`. Returns: (P, T).
-    Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, PMLR 306, 2026.
+    Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, arXiv 2602.07078.
     """
     assert sums.dim() == 3 and len(sums) == 3, _shapes(sums)
     return torch.where(sums[2] > 1, sums[0] / (sums[1] + eps), 0.0)

@@ -220,7 +220,8 @@ class Scorer:
                     f"function fails on it ({score.status}; the traceback is above); leave such rows out of the file"
                 )
         pairs = zip(first.items(), scores[::2], scores[1::2], strict=True)
-        return "rewards: " + "; ".join(f"{source}: {self._say(row, *pair)}" for (source, row), *pair in pairs)
+        said = "; ".join(f"{source}: {self._say(row, *pair)}" for (source, row), *pair in pairs)
+        return f"rewards: {said or 'nothing to score'}"
 
     def _say(self, row: dict[str, Any], right: Score, empty: Score) -> str:
         """What a row's reference and an empty response scored. Where the reference is the bare ground truth and earns

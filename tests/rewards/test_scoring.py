@@ -770,6 +770,7 @@ def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, 
         row(3, source="short", truth="12"),
         row(4, source="swapped", truth="12", answer="no such thing"),
     ]
+    assert scorer.check([]) == "rewards: nothing to score"
     assert scorer.check(rows) == (
         "rewards: math: the reference answer scores 0.25, an empty one -0.25; "
         "open: the ground truth, in every form tried, scores nothing, an empty one nothing; "

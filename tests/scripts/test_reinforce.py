@@ -5,11 +5,13 @@ import math
 import statistics
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_reinforce
+from rl.engines import hf
 from rl.rollout import sample_groups
 from rl.types import Completion, Sampling
 
@@ -180,6 +182,20 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
     assert any(0 < report["critic/baselines/mean"] < 1 for report in reports) == (estimator == "remax")
     run_weights = h.weights(tmp_path / "run" / "global_step_3")
     assert h.distance(run_weights, weights) < 1e-5 < 1e-3 < h.distance(run_weights, h.original(task))
+
+
+def test_the_optimal_token_baseline_of_two_ranks_is_that_of_one(task, tmp_path, monkeypatch, in_double):
+    """Three prompts, whose responses are shared out to be learned from: a place's sums come from both ranks."""
+    changes = dict(adv_estimator="optimal_token_baseline", train_batch_size=3, ppo_mini_batch_size=3, rollout_n=4)
+    changes |= dict(total_training_steps=1, lr=1e-4, ppo_max_token_len_per_gpu=44)
+    settings = h.reinforce_settings(task, tmp_path / "two", **changes)
+    entry = {"script": "train_reinforce", "settings": settings, "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
+    assert status == 0, output
+    monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
+    train_reinforce.main(train_reinforce.Args(**settings | {"default_local_dir": str(tmp_path / "one")}))
+    (found,), (expected,) = (h.timeless(h.read_jsonl(tmp_path / x / "metrics.jsonl")) for x in ("two", "one"))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6) and found["critic/advantages/max"] > 0.1
 
 
 def test_the_optimal_token_baseline_needs_two_responses():
