@@ -64,6 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: garbage collections need not walk through it."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
     """Folder of the arithmetic task's model and tokenizer: livelier weights, 512 positions and two EOS ids (2 and 0).
@@ -84,6 +89,12 @@ def tiny_model(tmp_path_factory) -> str:
     model.generation_config.eos_token_id = [2, 0]
     model.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> h.Task:
+    """The arithmetic task, small, for the tests of a file."""
+    return h.make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [*SCRIPTS, "transformers.models.qwen2.modeling_qwen2", "torch.testing", "pytest", "helpers_scripts"]
 # What an engine of vLLM imports, eight seconds of a core; where it is not installed nothing happens.
 PRELOADED += ["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2"]
+PRELOADED += ["frozen"]
 PR_SET_PDEATHSIG = 1
 
 _started: list[Any] = []  # processes; the interpreter would wait for those that a failed test has left behind

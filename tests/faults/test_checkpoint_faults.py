@@ -49,11 +49,6 @@ COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 r
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def unbroken(task, tmp_path_factory):
     """An SFT run of four steps that nothing went wrong with, with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("unbroken")

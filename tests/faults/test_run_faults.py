@@ -32,11 +32,6 @@ from rl.types import Sampling
 pytestmark = pytest.mark.usefixtures("runs_here")
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
 def same_checkpoint(one, two):
     h.assert_same(h.weights(one), h.weights(two))
     h.assert_same(h.saved_state(one), h.saved_state(two))

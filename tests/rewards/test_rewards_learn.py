@@ -352,7 +352,7 @@ import time
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.02)
+    time.sleep(0.05)
     return float(sum(map(ord, solution_str)) % 2)
 """
 
@@ -364,15 +364,15 @@ def test_scoring_hides_behind_generation(tmp_path):
     settings = dict(
         engine="vllm",
         custom_reward_function=(str(tmp_path / "slow.py"),),
-        train_batch_size=16,
-        ppo_mini_batch_size=16,
-        rollout_n=8,
-        max_response_length=80,
+        train_batch_size=8,
+        ppo_mini_batch_size=8,
+        rollout_n=4,
+        max_response_length=40,
         save_freq=0,
     )
     runs = {
-        "hidden": dict(reward_workers=4, max_num_seqs=4),  # half a group at a time
-        "behind": dict(reward_workers=1, max_num_seqs=128),  # all responses at the end, then one after the other
+        "hidden": dict(reward_workers=4, max_num_seqs=2),  # half a group at a time
+        "behind": dict(reward_workers=1, max_num_seqs=32),  # all responses at the end, then one after the other
     }
     entries = [
         {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / name, **settings, **changes)}
@@ -380,12 +380,12 @@ def test_scoring_hides_behind_generation(tmp_path):
     ]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=1)
     assert status == 0, output
-    serial = 16 * 8 * 0.02
+    serial = 8 * 4 * 0.05
     for name in runs:
         for x in h.read_jsonl(tmp_path / name / "metrics.jsonl"):
             generation, waiting = x["timing_s/gen"], x["timing_s/reward"]
             print(
                 f"{name}: {serial:.2f} s of scoring; generation takes {generation:.2f} s, then {waiting:.2f} s are left"
             )
-            assert x["reward/seconds_p95"] >= 0.02
+            assert x["reward/seconds_p95"] >= 0.05
             assert waiting < 0.25 * serial if name == "hidden" else waiting > 0.6 * serial

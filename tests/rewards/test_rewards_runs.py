@@ -41,11 +41,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
 def grpo(task, tmp_path):
     """Runs of one step, unless a test says otherwise."""

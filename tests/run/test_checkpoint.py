@@ -56,11 +56,6 @@ BUSY = dict(
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def unbroken(task, tmp_path_factory):
     """A GRPO run of five steps that was never interrupted, with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("unbroken")

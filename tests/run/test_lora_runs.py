@@ -26,11 +26,6 @@ PPO = dict(lora_rank=4, lora_alpha=8, use_kl_loss=True, kl_loss_coef=0.1, lr=1e-
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def unbroken(task, tmp_path_factory):
     """A PPO run of three steps with adapters on policy and critic, and a checkpoint after each step."""
     folder = tmp_path_factory.mktemp("unbroken")

@@ -69,11 +69,6 @@ def train_on_nodes(folder: Path) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def one_node(task, tmp_path_factory):
     """Folder of the runs of two ranks on one node."""
     folder = tmp_path_factory.mktemp("nodes") / "one"

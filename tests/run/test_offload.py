@@ -19,11 +19,6 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 OFFLOADS = dict(moments=dict(optimizer_offload=True), everything=dict(param_offload=True, optimizer_offload=True))
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
 def end_of(folder, step):
     lines = h.timeless(h.read_jsonl(folder / "metrics.jsonl"))
     return h.saved_state(folder / f"global_step_{step}"), h.weights(folder / f"global_step_{step}"), lines

@@ -19,11 +19,6 @@ from rl.run.run import Run
 pytestmark = pytest.mark.usefixtures("runs_here")
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
 class Left(BaseException):
     """Raised where the process would end."""
 

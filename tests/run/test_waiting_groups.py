@@ -23,11 +23,6 @@ def comparable():
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def train(task, tmp_path_factory):
     """train(name, steps, ranks) continues the run of that name up to so many steps, on so many ranks."""
     folder = tmp_path_factory.mktemp("runs")

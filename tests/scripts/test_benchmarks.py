@@ -365,14 +365,14 @@ def test_runs_that_finish_fail_and_hang(tmp_path):
         learning.Job(how, 0, f"{tmp_path}/worker.py {tmp_path / how} {how}", tmp_path / how)
         for how in ("finish", "fail", "hang")
     ]
-    learning.run_all(jobs, at_a_time=3, timeout=5.0)
+    learning.run_all(jobs, at_a_time=3, timeout=2.0)
     done, failed, hung = [learning.result(job) for job in jobs]
     for x in (done, failed, hung):
         assert x["steps"] == [0, 1] and x["responses"] == [0, 8] and x["accuracy"] == [0.25, 0.5] and x["seed"] == 0
         assert re.fullmatch(r"[0-9a-f]{12}(\+changes)?", x["commit"])
     assert done["error"] is None and done["final_accuracy"] == 0.5
     assert failed["error"] == "exit 1: ValueError: --lr 7 is too much" and failed["final_accuracy"] is None
-    assert hung["error"] == "took longer than --timeout 5 s" and hung["seconds"] >= 5
+    assert hung["error"] == "took longer than --timeout 2 s" and hung["seconds"] >= 2
     assert learning.result(jobs[0]._replace(command="another")) is None  # to be run again
 
 

@@ -52,11 +52,6 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return h.make_task(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
 def grpo(task, tmp_path):
     return h.Runs(train_grpo, partial(h.grpo_settings, task), tmp_path)
