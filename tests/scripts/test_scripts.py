@@ -395,13 +395,16 @@ def test_on_policy_all_surrogates_have_the_same_gradient(grpo):
     runs = [grpo(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
     assert all(math.isfinite(m["actor/loss"]) for m in runs)
     assert [m["actor/grad_norm"] for m in runs] == pytest.approx([runs[0]["actor/grad_norm"]] * len(runs), rel=1e-4)
-    assert all(m["actor/pg_clipfrac"] == 0 and m["actor/ppo_kl"] == 0 for m in runs)
+    chosen = {"kl_cov"}  # which chooses the largest covariances, wherever they are
+    assert {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] != 0} == chosen
+    assert all(m["actor/ppo_kl"] == 0 for m in runs)
     assert runs[0]["actor/grad_norm"] > 0.1
 
 
 def test_off_policy_every_surrogate_goes_its_own_way(grpo):
     tv, kl = (dict(clip_ratio_low=x, clip_ratio_high=x) for x in (0.003, 1e-4))  # tokens have probabilities of 1/80
-    narrow = {"dppo_tv": tv, "dppo_kl": kl}
+    chosen = dict(clip_cov_ratio=0.2, clip_cov_lb=-10, kl_cov_ratio=0.2)
+    narrow = {"dppo_tv": tv, "dppo_kl": kl, "clip_cov": chosen, "kl_cov": chosen}
     runs = [
         grpo(
             loss_mode=mode,
@@ -416,7 +419,7 @@ def test_off_policy_every_surrogate_goes_its_own_way(grpo):
     ]
     assert all(math.isfinite(m["actor/loss"]) and m["actor/ppo_kl"] != 0 for m in runs)
     clipping = {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] > 0}
-    assert clipping == {"ppo_clip", "dppo_tv", "dppo_kl", "gspo", "cispo", "gmpo"}
+    assert clipping == {"ppo_clip", "dppo_tv", "dppo_kl", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov"}
     final = [grpo.weights(i + 1, 1) for i in range(len(LOSS_MODES))]
     for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
         assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"

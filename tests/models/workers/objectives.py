@@ -18,7 +18,7 @@ from rl.types import Batch, Sample, Sampling, select
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
-NUMBERS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05)
+NUMBERS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05, ppo_kl_coef=0.3)
 NARROW = {"dppo_tv": 3e-3, "dppo_kl": 1e-3}  # clips for losses that bound probabilities, which are about 1 / 80 here
 CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
@@ -65,7 +65,9 @@ def make_batch(model: nn.Module) -> Batch:
     def near(spread: float) -> torch.Tensor:
         return (logp + spread * torch.randn(logp.shape, generator=random, dtype=torch.float64)) * mask
 
-    return replace(batch, old_logp=near(0.4), ref_logp=near(0.5), rollout_logp=near(0.1), advantages=advantages * mask)
+    fixed = dict(old_logp=near(0.4), ref_logp=near(0.5), rollout_logp=near(0.1))
+    chosen = mask.bool() & (torch.rand(mask.shape, generator=random) < 0.3)
+    return replace(batch, **fixed, advantages=advantages * mask, chosen=chosen)
 
 
 def token_objective(
@@ -75,7 +77,8 @@ def token_objective(
     formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
     near = NARROW.get(loss_mode)
     numbers = NUMBERS if near is None else NUMBERS | dict(clip_ratio_low=near, clip_ratio_high=near)
-    loss, clipped = formula(logp, batch.old_logp, batch.advantages, batch.response_mask, **numbers)
+    inputs = logp, batch.old_logp, batch.advantages, batch.response_mask
+    loss, clipped = formula(*inputs, chosen=batch.chosen, **numbers)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
         loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
