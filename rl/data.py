@@ -154,7 +154,7 @@ def add_given(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]
                     f"{_name(row)}: extra_info has {_show(texts[0])} as {args.solution_key!r}, and --pairs solution "
                     "needs a text there; name the column that has the solution by --solution-key"
                 )
-        given = [_encode_response(tokenizer, row | {"response": text})[0][len(row["prompt_ids"]) :] for text in texts]
+        given = [_response_ids(tokenizer, row, text) for text in texts]
         longest = max(map(len, given), default=0)
         if longest <= args.max_response_length:
             kept.append(row | {"given": given})
@@ -574,16 +574,19 @@ def encode_sft(
 
 
 def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    response_ids, prompt_ids = _response_ids(tokenizer, row, row["response"]), render_prompt(tokenizer, row)
+    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+
+
+def _response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+    """Token ids of a response behind a row's prompt, the end-of-sequence token at the end."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer could end; set one"
         )
-    prompt, prompt_ids = row["prompt"], render_prompt(tokenizer, row)
-    before = prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt)
-    response_ids = _encode_behind(tokenizer, before, row["response"])
-    if response_ids[-1:] != [tokenizer.eos_token_id]:
-        response_ids = [*response_ids, tokenizer.eos_token_id]
-    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+    prompt = row["prompt"]
+    ids = _encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
