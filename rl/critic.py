@@ -58,7 +58,10 @@ def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
 def token_logprobs_and_values(
     policy: nn.Module, batch: Batch, *, sampling: Sampling, entropy_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`token_logprobs` and `token_values` of a policy with a value head, from one pass: logp, entropy, values."""
+    """`token_logprobs` and `token_values` of a policy with a value head, from one pass.
+
+    Args: batch (b, T); sampling and entropy_grad as there. Returns: logp, entropy and values, (b, T) each.
+    """
     return run_on_responses(policy, batch, _response_logprobs_and_values, sampling, entropy_grad)
 
 

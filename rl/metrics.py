@@ -135,7 +135,7 @@ class Means:
 
 
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """mean, max and min of the finite entries: {prefix/mean: ...}; NaN if there are none."""
+    """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}; NaN if there are none."""
     values = values[values.isfinite()].double()
     if values.numel() == 0:
         return {f"{prefix}/{k}": float("nan") for k in ("mean", "max", "min")}
@@ -151,11 +151,9 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
 
     All data ranks must enter.
     """
-    own = values[mask > 0].double()
-    total, count = ranks.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
-    edges = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
-    largest, negated = ranks.all_reduce_max(edges).tolist()
-    found = (total / count, largest, -negated) if count else (math.nan,) * 3
+    low, high = ranks.extremes(values, mask)
+    mean, _ = ranks.moments(values, mask)
+    found = (mean, high, low) if low <= high else (math.nan,) * 3
     return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
 
 

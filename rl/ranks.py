@@ -92,6 +92,16 @@ class Ranks:
         squares = self.all_reduce_sum((own - mean).square().sum()).item()
         return mean, squares / max(count - 1, 1)
 
+    def extremes(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+        """The smallest and the largest of the entries of x with mask 1 on all data ranks, which must enter.
+
+        Of none (inf, -inf).
+        """
+        own = x[mask > 0].double()
+        edges = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
+        high, low = self.all_reduce_max(edges).tolist()
+        return -low, high
+
     def kth_largest(self, x: torch.Tensor, mask: torch.Tensor, k: int) -> float:
         """The limit that k of the entries of x with mask 1 on all data ranks reach, more if several are equal to it.
 
@@ -99,9 +109,8 @@ class Ranks:
         one number exchanged each time. All data ranks must enter.
         """
         own = x[mask > 0].double()
-        edges = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
-        high, low = self.all_reduce_max(edges).tolist()
-        high, low = math.nextafter(high, math.inf), -low  # `low` is reached by all, `high` by none
+        low, high = self.extremes(x, mask)
+        high = math.nextafter(high, math.inf)  # `low` is reached by all, `high` by none
         if k < 1 or not math.isfinite(low):
             return math.inf
         for _ in range(60):

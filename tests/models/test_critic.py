@@ -305,7 +305,8 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def check(folder, **changes):
-        critic.check_critic(worker.arguments(critic_model=folder and str(folder), **changes), tokenizer)
+        args = worker.arguments(model=tiny_model, critic_model=folder and str(folder), **changes)
+        critic.check_critic(args, tokenizer)
 
     for name, words in (
         ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),
