@@ -2,7 +2,7 @@
 # make check   install, then ruff and the tests of formulas, batching and data: under a minute on two cores
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
 #              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
-# make faults  install, then kill runs at 50 random times and break their checkpoints: 12 minutes on two cores
+# make faults  install, then kill runs at 50 random times and break their checkpoints: 7 minutes on two cores
 # make lint    install, then ruff
 
 PYTHON ?= python3

@@ -12,12 +12,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import launch
 import pyarrow.parquet as pq
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -72,6 +74,12 @@ class Task(NamedTuple):
     train: str
     test: str
     reward: str
+
+
+def needs_vllm() -> None:
+    """Skip a test where vLLM is not installed. To import it, as pytest.importorskip does, takes three seconds."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
 
 
 def make_task(folder: Path) -> Task:

@@ -1,9 +1,9 @@
 """One engine of each kind for all tests of a file: to start vLLM takes as long as most of them together."""
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 
+import helpers_scripts as h
 import launch
 import pytest
 import torch
@@ -39,8 +39,7 @@ def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
 @pytest.fixture(scope="module")
 def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
     """vLLM, with shortcuts."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
+    h.needs_vllm()
     engine = vllm.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
     yield engine
     engine.close()

@@ -1,5 +1,7 @@
 """vLLM with models that are not Qwen2: run by classes of transformers, with buffers, with other names than ours."""
 
+from importlib.util import find_spec
+
 import helpers_families as families
 import pytest
 import torch
@@ -9,7 +11,7 @@ from rl.engines import vllm
 from rl.rollout import sample_groups, verify_engine
 from rl.types import Sampling
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
 
 def gap(policy, engine, world):

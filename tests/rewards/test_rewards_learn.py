@@ -358,7 +358,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_scoring_hides_behind_generation(tmp_path):
-    pytest.importorskip("vllm")
+    h.needs_vllm()
     task = h.make_task(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
     settings = dict(

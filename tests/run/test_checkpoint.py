@@ -205,7 +205,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
 
 
 def test_a_vllm_run_continues_as_if_nothing_had_happened(task, tmp_path):
-    pytest.importorskip("vllm")
+    h.needs_vllm()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     changes = dict(engine="vllm", save_freq=1, total_training_steps=3, test_freq=3)
     launch.run_file("train_grpo.py", *h.flags(h.grpo_settings(task, whole, **changes)))

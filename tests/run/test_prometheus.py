@@ -54,7 +54,7 @@ def scraped(text: str) -> dict[str, dict[tuple, float]]:
 def run(request, tmp_path_factory):
     """(engine, what was scraped in the second step, lines of metrics.jsonl) of a run."""
     if request.param == "vllm":
-        pytest.importorskip("vllm")
+        h.needs_vllm()
     folder = tmp_path_factory.mktemp("run")
     task, (port,) = h.make_task(folder), launch.free_ports(1)
     (folder / "reward.py").write_text(REWARD.replace("{port}", str(port)))

@@ -438,7 +438,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
 
 
 def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
-    pytest.importorskip("vllm")
+    h.needs_vllm()
     settings = h.dapo_settings(task, tmp_path, engine="vllm", gen_batch_size=3, rollout_n=2, lr=1e-2, test_freq=2)
     output = launch.run_file("train_dapo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")

@@ -613,7 +613,7 @@ def test_ppo_refuses(case, ppo, task, tmp_path, monkeypatch):
 
 def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
     """The value head on the backbone is nothing to the engine: its log-probs agree after every push."""
-    pytest.importorskip("vllm")
+    h.needs_vllm()
     settings = h.ppo_settings(task, tmp_path, engine="vllm", share_backbone=True, lr=1e-2, test_freq=2)
     output = launch.run_file("train_ppo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")

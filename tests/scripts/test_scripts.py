@@ -197,7 +197,7 @@ def reward(path):
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
-        pytest.importorskip("vllm")
+        h.needs_vllm()
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
     output = launch.run_file("eval.py", *h.flags(settings | {"output": tmp_path / "sub" / "out.jsonl"}))
     written = h.read_jsonl(tmp_path / "sub" / "out.jsonl")
