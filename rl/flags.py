@@ -202,7 +202,7 @@ def parse(cls: type[T], description: str | None) -> T:
         outlive_output()
     args = tyro.cli(cls, description=description)
     if getattr(args, "rollout_quantization", "none") != "none":  # read the same again, with these defaults
-        other = {name: value for name, value in QUANTIZED.items() if getattr(cls, name) in (None, "none")}
+        other = {name: value for name, value in QUANTIZED.items() if getattr(cls, name, value) in (None, "none")}
         args = tyro.cli(cls, description=description, default=dataclasses.replace(cls(), **other))
     return args
 

@@ -275,13 +275,14 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
         (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.2)),
         (train_grpo, ["--max-logprob-gap", "0.1", "--rollout-quantization", "fp8", "--lr", "1"], ("token", 0.1)),
         (train_grpo, ["--rollout-quantization", "none"], ("none", None)),
+        *((x, ["--rollout-quantization", "fp8"], (None, 0.2)) for x in (train_dpo, train_distill, train_prime)),
     ],
     ids=str,
 )
 def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script, words, found, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--rollout-n", "3", *words])
     args = flags.parse(script.Args, None)
-    assert (args.rollout_is, args.max_logprob_gap) == found
+    assert (getattr(args, "rollout_is", None), args.max_logprob_gap) == found
     assert args.rollout_n == 3 and args.lr == (1.0 if "--lr" in words else script.Args.lr)
 
 
