@@ -90,7 +90,7 @@ class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     # --- algorithm
 
     # what pulls the student to the teacher: the sampled token's advantage, or a distance of distributions
-    loss_mode: Literal["sampled", "forward_kl", "reverse_kl", "jsd"] = "sampled"
+    loss_mode: Literal[*DISTANCES] = "sampled"
     jsd_beta: Share = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl; both ends excluded
     distill_top_k: TopK = 64  # the teacher's likeliest tokens that a distance looks at; -1 all, for small vocabularies
     distillation_loss_coef: NotNegative = 1.0  # weight of the distance, or of the sampled token's advantage

@@ -92,10 +92,10 @@ class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     # --- algorithm
 
     # which responses are compared: the best with the worst, every two, or the reference solution with each (SPIN)
-    pairs: Literal["best_worst", "all", "solution"] = "best_worst"
+    pairs: Literal[*PAIRS] = "best_worst"
     pair_margin: NotNegative = 0.0  # scores of a pair must differ by more than this; not looked at with solutions
     solution_key: str = "answer"  # the reference solution's name in extra_info, for --pairs solution
-    loss_type: Literal["dpo", "ipo", "sppo", "hinge", "kto_pair"] = "dpo"  # what a pair costs
+    loss_type: Literal[*LOSSES] = "dpo"  # what a pair costs
     beta: Positive = 0.1  # how much a nat of log-ratio is worth; a small one lets the policy go far from the reference
     ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts whose pairs make an optimizer step; default: all of the step

@@ -191,6 +191,13 @@ def test_what_is_learned_is_decided_by_the_script_alone(path):
             assert not set(re.findall(r"\bargs\.(\w+)", ast.unparse(call))) & SHARED, ast.unparse(call)
 
 
+def test_a_flag_that_picks_from_a_table_has_its_choices_from_there():
+    """So a row that a copy of a script adds is a choice at once."""
+    picked = [(path, *found) for path in SCRIPTS for found in re.findall(r"([A-Z]+)\[args\.(\w+)\]", path.read_text())]
+    assert len(picked) >= 6
+    assert [x for x in picked if f"    {x[2]}: Literal[*{x[1]}] = " not in x[0].read_text()] == []
+
+
 def test_every_flag_is_read():
     read = {path: set(re.findall(r"\b(?:args|config)\.(\w+)", path.read_text())) for path in [*SCRIPTS, *LIBRARY]}
     of_library = set().union(*(read[path] for path in LIBRARY)) | {"custom_reward_function"}
