@@ -78,9 +78,11 @@ def check_trainable(
     flags: str = "--max-prompt-length + --max-response-length",
     *,
     flag: str = "--model",
+    instead: str = "choose a dense model",
 ) -> None:
     """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on sequences of so
     many tokens: see `check_context`, a mixture of experts, or rotary embeddings that depend on what else is packed.
+    `instead`: what the message proposes in the place of a mixture of experts.
     """
     check_context(model, tokens, flags)
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -91,7 +93,7 @@ def check_trainable(
         if any(re.search(r"(moe|moeblock|experts)$", type(module).__name__, re.IGNORECASE) for module in modules):
             raise ValueError(
                 f"{flag} {model}: {config.model_type} is a mixture of experts, which cannot be trained here: vLLM has "
-                "their weights under other names, so they would not reach the engine; choose a dense model"
+                f"their weights under other names, so they would not reach the engine; {instead}"
             )
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer

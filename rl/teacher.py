@@ -44,7 +44,8 @@ def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = args.max_prompt_length + args.max_response_length
     if args.teacher_url is None:
         check_same_tokenizer(tokenizer, args.teacher_model, flag="--teacher-model", model=args.model)
-        check_trainable(args.teacher_model, tokens, flag="--teacher-model")
+        instead = "let vllm serve it, and give --teacher-url"
+        check_trainable(args.teacher_model, tokens, flag="--teacher-model", instead=instead)
         return
     ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     found = _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})

@@ -13,7 +13,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 import train_distill
 from data import arithmetic
@@ -327,6 +327,14 @@ def test_probability_that_a_teacher_gives_to_padding_is_that_of_no_token(distill
         line = distill.lines(distill.count)[0]
         assert abs(line["distillation/kl"]) < 1e-5 and abs(line["distillation/loss"]) < 1e-5
         assert line["distillation/teacher_mass"] == pytest.approx(line["distillation/student_mass"], abs=1e-5)
+
+
+def test_a_mixture_of_experts_is_a_teacher_behind_a_server_only(distill, task, tmp_path):
+    shutil.copytree(task.model, tmp_path / "moe")
+    sizes = dict(vocab_size=80, max_position_embeddings=64, num_local_experts=4)
+    MixtralConfig(**sizes).save_pretrained(tmp_path / "moe")
+    with pytest.raises(ValueError, match="--teacher-model .*moe: mixtral is a mixture of experts, .* --teacher-url"):
+        distill(teacher_model=str(tmp_path / "moe"))
 
 
 def test_a_teacher_that_lacks_tokens_is_refused(distill, task, tmp_path):
