@@ -134,7 +134,7 @@ class Engine:
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""
         own = dict(itertools.chain(self.model.named_parameters(), buffers_in_files(self.model)))
-        own = {exported_name: x for name, x in own.items() for exported_name, _ in exported(self.model, [(name, x)])}
+        own = {name: x for (name, _), x in zip(exported(self.model, own.items()), own.values(), strict=True)}
         missing = set(own)
         for name, tensor in named_tensors:
             own[name].data.copy_(tensor)
