@@ -229,6 +229,7 @@ def main(args: Args) -> dict[str, float]:
         advantages_PG = args.reward_coef * advantages.grpo(scores_PG, lengths_PG)  # (P, G)
         of_tokens = distillation.sampled_advantage(batch.rollout_logp, batch.ref_logp, batch.response_mask)  # (b, T)
         token_coef = args.distillation_loss_coef if distance_of is None else 0.0
+        distance_coef = args.distillation_loss_coef - token_coef  # one of the two is 0
         advantages_bT = advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask + token_coef * of_tokens
         batch = replace(batch, advantages=advantages_bT)
         clock("adv")
@@ -255,7 +256,7 @@ def main(args: Args) -> dict[str, float]:
                 )
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                objective = pg_loss + args.distillation_loss_coef * distance  # sampled: no gradient, only shown
+                objective = pg_loss + distance_coef * distance
                 loss = aggregate(objective, mask)
                 sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
                 loss.backward()  # adds to the gradients, and sums them over ranks

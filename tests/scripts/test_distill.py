@@ -128,6 +128,8 @@ def test_steps_are_what_plain_transformers_computes(case, distill, task, tiny_mo
     weights, reports = plain_distill(task, args, rounds)
     for line, report in zip(distill.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=1e-5)  # float32 log-probs
+        coef = 0.0 if args.loss_mode == "sampled" else args.distillation_loss_coef
+        assert line["actor/loss"] == pytest.approx(line["actor/pg_loss"] + coef * line["distillation/loss"], abs=1e-6)
     assert abs(reports[0]["distillation/kl"]) > 0.05
     assert (
         h.distance(distill.weights(1, 2), weights) < 1e-4 < 1e-3 < h.distance(distill.weights(1, 2), h.original(task))
