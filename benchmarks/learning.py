@@ -278,10 +278,12 @@ def commit() -> str:
 def responses_by_step(metrics: list[dict], config: dict) -> dict[int, int]:
     """Number of responses sampled for training until the end of each step, from the lines of metrics.jsonl.
 
-    DAPO reports its own, since it samples until its batch is full; elsewhere every step samples the same.
+    DAPO reports its own, since it samples until its batch is full; elsewhere every step samples the same: with ReMax a
+    greedy response to each prompt too, with PRIME's --gen-batch-size more prompts than are learned from.
     """
     steps = [line for line in metrics if "critic/score/mean" in line]
-    batch = config["train_batch_size"] * config["rollout_n"]
+    prompts = config.get("gen_batch_size") or config["train_batch_size"]
+    batch = prompts * (config["rollout_n"] + (config.get("adv_estimator") == "remax"))
     counts = [int(line.get("train/num_sampled_responses", batch)) for line in steps]
     return {0: 0} | dict(zip([line["step"] for line in steps], accumulate(counts), strict=True))
 

@@ -237,6 +237,8 @@ def test_responses_are_counted_until_each_step():
     evaluation = {"step": 1, "val/accuracy": 0.5}
     lines = [{"step": 1, "critic/score/mean": 0.1}, evaluation, {"step": 2, "critic/score/mean": 0.2}]
     assert learning.responses_by_step(lines, config) == {0: 0, 1: 8, 2: 16}
+    assert learning.responses_by_step(lines, config | {"adv_estimator": "remax"}) == {0: 0, 1: 12, 2: 24}
+    assert learning.responses_by_step(lines, config | {"gen_batch_size": 10}) == {0: 0, 1: 20, 2: 40}
     for line, count in zip(lines[::2], (24.0, 0.0), strict=True):
         line["train/num_sampled_responses"] = count  # three rounds, then none: groups that waited were enough
     assert learning.responses_by_step(lines, config) == {0: 0, 1: 24, 2: 24}
