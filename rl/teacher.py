@@ -83,12 +83,18 @@ def add_teacher(
     and `top_logp` (B, T, K), all 0 where the mask is 0.
 
     Args: top_k, K; -1 for all tokens that both know, which a server does not tell. All ranks must enter.
-    Raises: ValueError if a server refuses a request, RuntimeError if it cannot be reached or leaves tokens out.
+    Raises: ValueError if a server refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if
+    the student has sampled a token that a loaded teacher does not have.
     """
     if teacher is None:
         return _ask_server(args, batch, top_k)
     configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
     vocabulary = min(config.vocab_size for config in configs)
+    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= vocabulary:
+        raise RuntimeError(
+            f"--teacher-model {args.teacher_model}: it has no token {unknown}, which the student has sampled from the "
+            "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
+        )
     if args.teacher_offload:
         onload(teacher, ranks.device)
     batch = teacher_logprobs(

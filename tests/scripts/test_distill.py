@@ -343,3 +343,6 @@ def test_a_teacher_that_lacks_tokens_is_refused(distill, task, tmp_path):
     small = with_rows(task.model, 72, tmp_path / "small")
     with pytest.raises(ValueError, match=r"--teacher-model .*small: it knows 72 tokens, and --model .* may sample 80"):
         distill(teacher_model=small)
+    padded = with_rows(task.model, 96, tmp_path / "padded")  # whose padding an untrained student samples
+    with pytest.raises(RuntimeError, match=r"--teacher-model .*: it has no token [89]\d, which the student"):
+        distill(model=padded, teacher_model=task.model)
