@@ -43,11 +43,13 @@ def rehearse(
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
         "--activation-checkpointing full, or --optimizer-offload or --param-offload, or use more GPUs"
     )
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
     batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
     try:
+        for parameter in policy.parameters():  # from the second micro-batch on, a step's gradients are there
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
         logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), ranks.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
@@ -60,8 +62,7 @@ def rehearse(
     own_adamw = {name: own_states[name] or 2 * own_gradients[name] for name in trained}
     weights, gradients, adamw = (sum(own.values()) for own in (own_weights, own_gradients, own_adamw))
     states = 0 if optimizer_offload else sum(own_states.values())
-    made = here(p.grad for p in policy.parameters() if p.grad is not None)
-    micro_batch = torch.cuda.max_memory_allocated() - before - made
+    micro_batch = torch.cuda.max_memory_allocated() - before
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
