@@ -86,7 +86,8 @@ RUNS = {
     "ReMax, preferences, implicit rewards, and distillation from a policy that GRPO has trained": {
         "remax": "train_reinforce.py --adv-estimator remax",
         "dpo": "train_dpo.py --pairs all",
-        "prime": "train_prime.py --prm-lr 1e-5",
+        "prime": "train_prime.py --gen-batch-size 256",
+        "prime_prm_lr_1e-5": "train_prime.py --prm-lr 1e-5",
         "distill": "train_distill.py --teacher-model TEACHER --loss-mode reverse_kl",
         "distill_sampled": "train_distill.py --teacher-model TEACHER",
     },
