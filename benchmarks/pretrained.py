@@ -75,7 +75,8 @@ TASKS = {
     ),
 }
 
-PPO = "train_ppo.py --train-batch-size 512 --rollout-n 1 --ppo-mini-batch-size 128 --critic-lr 5e-5"
+# Half the responses of the others: two models learn, and no two responses share a prompt.
+PPO = "train_ppo.py --train-batch-size 256 --rollout-n 1 --ppo-mini-batch-size 64 --critic-lr 5e-5"
 RUNS = {
     "algorithms": {
         "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of `distill`

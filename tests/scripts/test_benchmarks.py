@@ -477,7 +477,7 @@ def test_pretrained_flags_are_those_of_their_scripts():
                 assert found["per_device_train_batch_size"] * found["steps_per_generation"] == 64 * 8
                 assert found["learning_rate"] == 1e-5 and others  # flags that TRL has no use for
         tyro.cli(sft.Args, args=f"--model m --train-files x {pretrained.TASKS[task].sft}".split())
-    assert seen == {(script, 512) for script in scripts}
+    assert seen == {(script, 256 if script == "train_ppo.py" else 512) for script in scripts}
 
 
 def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
