@@ -1,12 +1,12 @@
-"""Which tokens of a step teach, or teach in a way of their own: those that a rule chooses among all of all ranks.
+"""Rules that choose tokens of a step, over all ranks: some choose which teach, others which the loss treats apart.
 
 Two rules of "The Entropy Mechanism of Reinforcement Learning" look at the covariance of a token,
 
     cov_t = (old_logp_t - mean of old_logp) * (A_t - mean of A),    means over the tokens of its mini-batch
 
-Tokens for which it is large, likely ones with a large advantage, are those that make a policy sure of itself and end
-its exploring. `losses.clip_cov` leaves some of them out, `losses.kl_cov` holds them back. A third rule is that only the
-tokens teach at which the policy was most undecided.
+It is large for likely tokens with a large advantage, and for unlikely ones with a low advantage. Learning from them
+makes a policy sure of itself and ends its exploring. `losses.clip_cov` leaves some of them out, and `losses.kl_cov`
+holds them back. By a third rule only those tokens teach at which the policy was most undecided.
 
 A choice is a pure function of the step's responses and of (seed, step): it depends neither on the number of ranks nor
 on the micro-batches, and is the same in every pass over the responses.
@@ -27,14 +27,14 @@ from rl.types import Batch
 
 @dataclass(frozen=True)
 class Choice:
-    """choice of tokens: which of them teach, or teach in a way of their own"""
+    """choice of tokens: which of them teach, and which the loss treats apart"""
 
     top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
-    clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of the tokens that is left out
-    clip_cov_lb: float = 1.0  # they are drawn among those with a covariance above this
-    clip_cov_ub: float = 5.0  # and below this
-    kl_cov_ratio: PositiveShare = 0.0002  # of kl_cov: share of the tokens, those of the largest covariance
-    ppo_kl_coef: NotNegative = 1.0  # weight of the KL term that they get
+    clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
+    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn among those with a covariance above this
+    clip_cov_ub: float = 5.0  # of clip_cov: and with one below this
+    kl_cov_ratio: PositiveShare = 0.0002  # of kl_cov: share of a mini-batch's tokens, those of the largest covariance
+    ppo_kl_coef: NotNegative = 1.0  # of kl_cov: weight of the KL term that the chosen tokens get
 
 
 def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advantage: float) -> Tensor:
@@ -50,8 +50,9 @@ def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advan
 def random_within(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) -> tuple[Tensor, Tensor, float]:
     """The rule of clip_cov: any of the tokens with clip_cov_lb < cov < clip_cov_ub.
 
-    Args: cov, mask, chance (B, T), the last one random. Returns: what decides, (B, T), the largest are chosen; among
-    which tokens, (B, T) bool; which share of all tokens is chosen, at most.
+    Args: cov, mask, chance (B, T), the last one random.
+    Returns: (B, T), of which the largest values are chosen; (B, T) bool, among which tokens; the share of all tokens of
+    the mini-batch that is chosen at most.
     """
     return chance, mask.bool() & (cov > args.clip_cov_lb) & (cov < args.clip_cov_ub), args.clip_cov_ratio
 
@@ -74,10 +75,11 @@ def choose(
     seed: int,
     ranks: Ranks,
 ) -> Batch:
-    """The batch with what the flags choose: advantages of 0 where tokens do not teach, `chosen` where the loss asks.
+    """The batch after the choices that the flags ask for. Without such flags it stays as it is.
 
-    Of n tokens, those of a step for the entropy and those of a mini-batch for a covariance, int(share * n) are chosen,
-    for a covariance at least one. Without such flags the batch stays as it is.
+    --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy teach; the advantages
+    of the others become 0. A loss mode of RULES: of the n tokens of each mini-batch, max(1, int(share * n)) are marked
+    in `chosen`, or all that the rule allows if these are fewer.
 
     Args: loss_mode, a key of RULES or any other; batch with advantages and, for a key of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
@@ -120,7 +122,7 @@ def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> 
 def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:
     """Random numbers from 0 to 1 that depend on the seed, the row's number and the position alone: (b, width), float64.
 
-    Whoever has a row of the step so draws the same numbers for it.
+    So every rank would draw the same numbers for a row, whichever of them has it.
     """
     result = torch.empty(len(rows), width, dtype=torch.float64)
     for own, row in zip(result, rows, strict=True):

@@ -34,8 +34,8 @@ PARTS = ("lora_A", "lora_B")
 class LoRA:
     """LoRA: train small matrices beside frozen weights"""
 
-    lora_rank: Count = 0  # train adapters of this rank beside frozen weights, at about ten times the --lr; 0: weights
-    lora_alpha: AtLeast1 = 32  # what adapters add is multiplied by --lora-alpha / --lora-rank
+    lora_rank: Count = 0  # train adapters of this rank, with about ten times the --lr; 0: train the weights themselves
+    lora_alpha: AtLeast1 = 32  # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)
 
@@ -110,8 +110,8 @@ def _is_called(name: str, target: str) -> bool:
 def add(model: nn.Module, args: LoRA, *, path: str, seed: int, flag: str = "--model") -> None:
     """Freeze a model on the host, not sharded yet, and give it adapters: random ones that add nothing yet.
 
-    Args: path, where its weights are from; seed, of A; flag, that has named the model. Adapters have at least float32.
-    Raises ValueError as `layers_of`.
+    Args: path, where its weights are from; seed, of A; flag, that has named the model. Adapters have float32, or the
+    precision of the weights if that is higher. Raises ValueError as `layers_of`.
     """
     names, generator = layers_of(model, args.target_modules, flag=flag), torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
@@ -124,8 +124,9 @@ def add(model: nn.Module, args: LoRA, *, path: str, seed: int, flag: str = "--mo
 
 
 def hash_of(model: nn.Module) -> str:
-    """sha256 of the names and values of all parameters of a model on the host, the same in every precision that holds
-    them exactly.
+    """sha256 of the names and values of all parameters of a model on the host.
+
+    It is the same in every precision that holds the values exactly.
     """
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:

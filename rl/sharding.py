@@ -185,8 +185,9 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
     """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
 
-    A step goes through `moment_pieces`. While one steps on the device, the moments of the next come over and those of
-    the last go back, on streams of their own: the device holds three pieces at a time.
+    A step goes through the pieces of `moment_pieces`, one after the other. While AdamW steps one piece on the device,
+    the moments of the next come over and those of the last go back, on streams of their own: the device holds three
+    pieces at a time.
     """
     own_step, on_gpu = optimizer.step, device.type == "cuda"
     coming, going = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))

@@ -30,10 +30,10 @@ def rehearse(
 
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
     reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
-    the engine has while awake; frozen, a model that stays on the device, or one of those that are trained without its
-    adapters; offloaded, names in `trained` of what is on the host while the engine generates; optimizer_offload,
-    whether moments are on the device for a step only; param_offload, whether neither they nor weights and gradients
-    ever are.
+    the engine has while awake; frozen, a reference that stays on the device, which may share its weights with a trained
+    model (`lora.Base`); offloaded, the names in `trained` of models that are on the host while the engine generates;
+    optimizer_offload, whether moments are on the device during AdamW's step only; param_offload, whether weights,
+    gradients and moments live on the host.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
