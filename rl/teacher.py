@@ -65,12 +65,15 @@ def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 def load_teacher(args: Any, ranks: Ranks) -> nn.Module | None:
     """The model of --teacher-model, frozen and sharded as the memory flags say, with --teacher-offload on the host.
 
-    None if it is behind --teacher-url. All ranks must enter.
+    Its `vocabulary` is how many tokens it and the student both know. None if it is behind --teacher-url. All ranks must
+    enter.
     """
     if args.teacher_url:
         return None
     model = load_causal_lm(args.teacher_model, ranks, dtype=ranks.dtype, flag="--teacher-model")
     model = shard_as(args, model.requires_grad_(False), ranks, flag="--teacher-model")
+    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
+    model.vocabulary = min(config.vocab_size for config in configs)
     if args.teacher_offload:
         offload(model)
     return model
@@ -88,18 +91,15 @@ def add_teacher(
     """
     if teacher is None:
         return _ask_server(args, batch, top_k)
-    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
-    vocabulary = min(config.vocab_size for config in configs)
-    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= vocabulary:
+    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= teacher.vocabulary:
         raise RuntimeError(
             f"--teacher-model {args.teacher_model}: it has no token {unknown}, which the student has sampled from the "
             "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
         )
     if args.teacher_offload:
         onload(teacher, ranks.device)
-    batch = teacher_logprobs(
-        teacher, batch, updates, sampling=Sampling(temperature=args.temperature), top_k=top_k, vocabulary=vocabulary
-    )
+    sampling = Sampling(temperature=args.temperature)
+    batch = teacher_logprobs(teacher, batch, updates, sampling=sampling, top_k=top_k, vocabulary=teacher.vocabulary)
     if args.teacher_offload:
         offload(teacher)
     return batch
