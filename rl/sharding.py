@@ -170,6 +170,22 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
                 state[name] = x.to(device)
 
 
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: of one that is not sharded, all."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def own_bytes(xs: Iterable[torch.Tensor]) -> int:
+    """What tensors take on this rank."""
+    return sum(own_part(x).nbytes for x in xs)
+
+
+def with_part(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor sharded as `like`, of which this rank has `own`, wherever that is."""
+    # Not DTensor.from_local, which would bring what is on the host to the device.
+    return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
+
+
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike.
@@ -178,8 +194,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """
     own = dict(source.named_parameters())
     for name, y in target.named_parameters():
-        x = own[name]
-        (y.to_local() if isinstance(y, DTensor) else y).copy_(x.to_local() if isinstance(x, DTensor) else x)
+        own_part(y).copy_(own_part(own[name]))
 
 
 def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
@@ -195,7 +210,7 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
 
     def moments(piece: list[torch.Tensor]) -> Moments:
         return {
-            (parameter, kind): x.to_local() if isinstance(x, DTensor) else x
+            (parameter, kind): own_part(x)
             for parameter in piece
             for kind, x in optimizer.state.get(parameter, {}).items()
             if kind != "step"  # a number
@@ -203,11 +218,7 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
 
     def put(moved: Moments) -> None:
         for (parameter, kind), own in moved.items():
-            x = optimizer.state[parameter][kind]
-            # Not DTensor.from_local, which would bring what is on the host to the device.
-            optimizer.state[parameter][kind] = (
-                DTensor(own, x._spec, requires_grad=False) if isinstance(x, DTensor) else own
-            )
+            optimizer.state[parameter][kind] = with_part(optimizer.state[parameter][kind], own)
 
     def copy(source: Moments, target: Moments, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         """Begin a copy after all that was asked of the device; returns what happens at its end."""
@@ -278,7 +289,7 @@ def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]
 
 def moment_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """What AdamW's two moments of parameters take on this rank."""
-    return sum(2 * (x.to_local() if isinstance(x, DTensor) else x).nbytes for x in parameters)
+    return 2 * own_bytes(parameters)
 
 
 def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rl.sharding import own_part, with_part
+
 # By name; the first one is what the run is about. A reference that the run changes has no optimizer.
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]
 
@@ -165,18 +167,12 @@ def load(saved: dict[str, Saved], trained: Trained, *, moments_on_host: bool = F
             for parameter in group["params"]:
                 for kind, x in moments.get((name, keys.get(parameter)), {}).items():
                     if x.shape:
-                        like = _on_host(parameter) if moments_on_host else torch.empty_like(parameter)
-                        optimizer.state[parameter][kind] = fill(like, x)
+                        own = own_part(parameter)
+                        empty = torch.empty_like(own, device="cpu" if moments_on_host else own.device)
+                        optimizer.state[parameter][kind] = fill(with_part(parameter, empty), x)
                     else:  # the number of steps; AdamW wants it on the device if fused, on the host if not
                         where = parameter.device if group["fused"] else "cpu"
                         optimizer.state[parameter][kind] = x.parts[0][1].to(where, copy=True)
-
-
-def _on_host(like: torch.Tensor) -> torch.Tensor:
-    """Memory on the host for a tensor, or for a rank's part of it."""
-    if not isinstance(like, DTensor):
-        return torch.empty_like(like, device="cpu")
-    return DTensor(torch.empty_like(like.to_local(), device="cpu"), like._spec, requires_grad=False)
 
 
 def fill(x: torch.Tensor, saved: Saved) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """Will it fit? The largest micro-batch is rehearsed before the first rollout, and the memory of a run is laid out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rl.logprobs import token_logprobs
 from rl.ranks import Ranks
-from rl.sharding import moment_bytes_in_step
+from rl.sharding import moment_bytes_in_step, own_bytes
 from rl.types import Batch, select
 
 GIB = 2**30
@@ -54,7 +53,7 @@ def rehearse(
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
-    here = (lambda xs: 0) if param_offload else _bytes
+    here = (lambda xs: 0) if param_offload else own_bytes
     own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
     own_gradients = {name: here(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
     own_states = {name: here(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
@@ -87,11 +86,6 @@ def rehearse(
     if engine_memory + beside > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
     return plan
-
-
-def _bytes(xs: Iterable[torch.Tensor]) -> int:
-    """What tensors take on this rank."""
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in xs)
 
 
 def _moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
