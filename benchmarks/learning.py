@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -415,8 +415,7 @@ def plot(results: list[dict], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = {x["name"] for x in results if x["error"] is None}
-    groups = {group: [name for name in runs if name in found] for group, runs in RUNS.items()}
-    groups = {group: names for group, names in groups.items() if names}
+    groups = groups_found(RUNS, found)
     figure, axes = plt.subplots(
         len(groups), 2, figsize=(11, 3.3 * len(groups)), squeeze=False, sharex="col", sharey=True, layout="constrained"
     )
@@ -434,13 +433,25 @@ def plot(results: list[dict], title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def curve(axis, runs: list[dict], x_name: str, label: str, color: str) -> None:
-    """Mean line and band from the lowest to the highest over the seeds; x is the mean over the seeds too."""
+def groups_found(runs: dict[str, dict[str, str]], found: set[str]) -> dict[str, list[str]]:
+    """The names of each group of runs that are among `found`, of groups that have any."""
+    groups = {group: [name for name in names if name in found] for group, names in runs.items()}
+    return {group: names for group, names in groups.items() if names}
+
+
+def curve(
+    axis, runs: list[dict], x_name: str, label: str, color: str, error: Callable[[float], float] = lambda accuracy: 0.0
+) -> None:
+    """Mean line and band from the lowest to the highest over the seeds; x is the mean over the seeds too.
+
+    `error`: how far the band goes beyond an accuracy.
+    """
     n = min(len(run["accuracy"]) for run in runs)
     columns = [[run["accuracy"][i] for run in runs] for i in range(n)]
     x = [sum(run[x_name][i] for run in runs) / len(runs) for i in range(n)]
     axis.plot(x, [sum(c) / len(c) for c in columns], color=color, label=label, linewidth=1.3)
-    axis.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15, linewidth=0)
+    low, high = [min(a - error(a) for a in c) for c in columns], [max(a + error(a) for a in c) for c in columns]
+    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def write_results(args: Args, results: list[dict]) -> None:

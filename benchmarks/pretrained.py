@@ -26,6 +26,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -244,8 +245,7 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = {x["name"] for x in results if len(x["accuracy"]) > 1}
-    groups = {group: [name for name in runs if name in found] for group, runs in RUNS.items()}
-    groups = {group: names for group, names in groups.items() if names}
+    groups = learning.groups_found(RUNS, found)
     figure, axes = plt.subplots(
         len(groups), 3, figsize=(13, 3.4 * len(groups)), squeeze=False, sharey=True, layout="constrained"
     )
@@ -254,13 +254,7 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
         for axis, key in zip(row, ("steps", "responses", "train_seconds"), strict=True):
             for i, name in enumerate(shown):
                 runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1]
-                columns = list(zip(*(x["accuracy"] for x in runs), strict=False))  # until the shortest run ends
-                at = [sum(x[key][j] for x in runs) / len(runs) for j in range(len(columns))]
-                means = [sum(column) / len(column) for column in columns]
-                low = [min(a - standard_error(a, n) for a in column) for column in columns]
-                high = [max(a + standard_error(a, n) for a in column) for column in columns]
-                axis.plot(at, means, color=f"C{i}", linewidth=1.3, label=f"{name} ({len(runs)})")
-                axis.fill_between(at, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
+                learning.curve(axis, runs, key, f"{name} ({len(runs)})", f"C{i}", error=partial(standard_error, n=n))
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)
         row[0].set(title=group, ylabel="held-out accuracy, greedy")

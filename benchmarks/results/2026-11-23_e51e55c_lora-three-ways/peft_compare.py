@@ -31,8 +31,7 @@ args = evaluation.Args(model=str(step / "huggingface"), val_files=files, max_pro
 tokenizer, ranks = load_tokenizer(args.model), init_ranks()
 rows = encode_prompts(tokenizer, read_rows(files), max_prompt_length=288)
 engine = engines.make(args, ranks, load_weights=True)
-samples = sample_groups(engine, rows, sampling_of(args, tokenizer), seed=0, on_group=lambda *_: None)
-samples = samples[0] if isinstance(samples, tuple) else samples
+samples, _ = sample_groups(engine, rows, sampling_of(args, tokenizer), seed=0, on_group=lambda *_: None)
 base = AutoModelForCausalLM.from_pretrained(folder / "sft/global_step_60/huggingface", dtype=torch.float32).eval()
 merged = AutoModelForCausalLM.from_pretrained(step / "huggingface", dtype=torch.float32).eval()
 adapted = PeftModel.from_pretrained(base, step / "adapter").eval()
