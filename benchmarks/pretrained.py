@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
+from statistics import mean
 from typing import Literal, NamedTuple
 
 import tyro
@@ -257,14 +258,15 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
                 learning.curve(axis, runs, key, f"{name} ({len(runs)})", f"C{i}", error=partial(standard_error, n=n))
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)
-        row[0].set(title=group, ylabel="held-out accuracy, greedy")
+        row[0].set_title(group, loc="left")
+        row[0].set_ylabel("held-out accuracy, greedy")
         row[0].legend(loc="lower right", fontsize="small", title="run (seeds)")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 
 
 def plot_training(results: list[dict], folder: Path, path: Path) -> None:
-    """Training metrics of every run and seed: score, length, entropy, and the gap of engine and trainer."""
+    """Means of ten steps of every run and seed: score, length, entropy, and the gap of engine and trainer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -278,7 +280,9 @@ def plot_training(results: list[dict], folder: Path, path: Path) -> None:
             file = folder / x["name"] / f"seed_{x['seed']}" / "metrics.jsonl"
             lines = [line for line in map(json.loads, file.read_text().splitlines()) if key in line]
             color, label = f"C{names.index(x['name'])}", x["name"] if x["seed"] == 0 else None
-            axis.plot([y["step"] for y in lines], [y[key] for y in lines], color=color, label=label, linewidth=0.8)
+            tens = [lines[i : i + 10] for i in range(0, len(lines), 10)]
+            steps, means = [ten[-1]["step"] for ten in tens], [mean(y[key] for y in ten) for ten in tens]
+            axis.plot(steps, means, color=color, label=label, linewidth=1)
         axis.set(title=key, xlabel="steps")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
