@@ -126,10 +126,19 @@ def test_a_page_has_the_deviations_of_its_script_under_the_same_numbers(name):
     assert set(ARXIV.findall(header)) <= set(ARXIV.findall(page))
 
 
+def anchors(text: str) -> set[str]:
+    """The names under which GitHub finds the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *PAGES]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", without_blocks(page.read_text())):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *PAGES]:
+        for target in re.findall(r"\]\(([^):]+)\)", without_blocks(page.read_text())):
+            path, _, anchor = target.partition("#")
+            path = page.parent / path if path else page
+            assert path.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,4 +259,5 @@ def test_how_tables_are_read():
     table = "| name | x |\n|---|---|\n| `a/mean`, `/max` | `no/name` |\n| `r/<data_source>/<part>` | |\n"
     assert documented(table) == {"a/mean", "a/max", "r/<data_source>/<part>"}
     assert fits("r/gsm8k/acc", "r/<data_source>/<part>") and not fits("r/gsm8k", "r/<data_source>/<part>")
+    assert anchors("# A `b-c`: d, e?\n```\n# f\n```\n") == {"a-b-c-d-e"}
     assert section("# a\n1\n## b\n2\n### c\n3\n## d\n4\n", "b") == "2\n### c\n3\n"
