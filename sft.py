@@ -115,13 +115,13 @@ def main(args: Args) -> dict[str, float]:
         # 3. Update: the denominator is the whole batch's, so gradients of micro-batches and ranks add up.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        num_tokens, means = batch.response_mask[:, 1:].sum().item(), metrics.Means(ranks)
+        num_tokens, means = batch.response_mask[:, 1:].sum().item(), metrics.Means(ranks)  # nothing predicts token 0
         for micro_rows in update.micro_batches:
             run.leave_if_asked()
             micro = select(batch, micro_rows, ranks.device)  # (b, t)
             logp, _ = token_logprobs(policy, micro)
             loss = losses.masked_sum(-logp, micro.response_mask) / num_tokens
-            sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+            sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
             loss.backward()  # adds to the gradients, and sums them over ranks
             means.over_updates({"train/loss": loss})
         grad_norm = sharding.clip_grad_norm(policy, args.grad_clip)

@@ -162,8 +162,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={"drawn": drawn, "surplus": state_of_groups(surplus)})
 
         # The engine gets this step's policy, and keeps it until the batch is full.
@@ -191,7 +191,7 @@ def main(args: Args) -> dict[str, float]:
             rows = prompts_for_step(train_rows, drawn, gen_batch_size, args.seed)
 
             # 2. Rollouts: sample G responses per prompt.
-            own_rows, seed = ranks.own_slice(rows), fold(args.seed, drawn, engine.first_rank)
+            own_rows, seed = ranks.own_slice(rows), fold(args.seed, drawn, engine.first_rank)  # fold: one seed of three
             own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
             clock("gen")
 
@@ -267,7 +267,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss - args.entropy_coeff * entropy
                 loss = aggregate(objective, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})

@@ -159,8 +159,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -176,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(asked), fold(args.seed, step, engine.first_rank)
+        own_rows, seed = ranks.own_slice(asked), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -237,7 +237,7 @@ def main(args: Args) -> dict[str, float]:
                 logps, ratios, lengths = sums[:, : len(micro_rows)].view(3, -1, 2)
                 losses = LOSSES[args.loss_type](ratios, lengths, moved.to(ranks.device), beta=args.beta)
                 loss = losses.sum() / num_pairs
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss})
                 means.over_tokens(mask, {"actor/entropy": entropy})

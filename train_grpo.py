@@ -36,7 +36,7 @@ from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
 from rl.types import select
 
-ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
+ADVANTAGES = {  # (rewards (P, G), lengths (P, G), others by name) -> advantages (P, G)
     "grpo": advantages.grpo,
     "dr_grpo": lambda *x, **parts: advantages.grpo(*x, norm_by_std=False),
     "grpo_batch": advantages.grpo_batch,
@@ -46,9 +46,9 @@ ADVANTAGES = {  # (rewards (P, G), lengths (P, G)) -> advantages (P, G)
     "opo": advantages.opo,
     "gpg": advantages.gpg,
     "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
-    "gdpo": advantages.gdpo,  # which compares the parts of the rewards (K, P, G) too
+    "gdpo": advantages.gdpo,  # which compares each of the K parts of the rewards instead
 }
-LOSSES = {  # (logp, old_logp, advantages, mask, chosen) -> loss (b, t), clipped (b, t)
+LOSSES = {  # (logp, old_logp, advantages, mask, others by name) -> loss (b, t), clipped (b, t)
     "ppo_clip": losses.ppo_clip,
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
@@ -57,7 +57,7 @@ LOSSES = {  # (logp, old_logp, advantages, mask, chosen) -> loss (b, t), clipped
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
-    "clip_cov": losses.clip_cov,  # which treats the tokens apart that phase 6 chooses
+    "clip_cov": losses.clip_cov,  # which makes an exception of the tokens that phase 6 chooses
     "kl_cov": losses.kl_cov,
     "policy_gradient": losses.policy_gradient,
 }
@@ -182,8 +182,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -198,7 +198,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
         of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG, **of_parts)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        # By default all tokens teach alike. Some rules choose tokens that do not, or that the loss treats apart.
+        # Leave out tokens for --top-entropy-quantile; choose those of which clip_cov and kl_cov make an exception.
         entropies = partial(fixed_entropies, policy, sampling=sampling)
         batch = choice.choose(args, args.loss_mode, batch, updates, entropies, seed=fold(args.seed, step), ranks=ranks)
         clock("adv")
@@ -281,7 +281,7 @@ def main(args: Args) -> dict[str, float]:
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
-                inputs = logp, old_logp, micro.advantages, mask  # of what comes by name each loss takes what it needs
+                inputs = logp, old_logp, micro.advantages, mask  # a loss takes what it needs of the others
                 pg_loss, clipped = LOSSES[args.loss_mode](*inputs, chosen=micro.chosen, **numbers)
                 weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
                 pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
@@ -291,7 +291,7 @@ def main(args: Args) -> dict[str, float]:
                     objective = objective + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(objective, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})

@@ -161,8 +161,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -178,7 +178,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -274,7 +274,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"critic/vf_loss": vf_loss})
                 means.over_tokens(mask, {"critic/vf_clipfrac": vf_clipped})
                 if not args.share_backbone:
-                    sharding.last_micro_batch(critic, micro_rows is update.micro_batches[-1])  # when copies add up
+                    sharding.last_micro_batch(critic, micro_rows is update.micro_batches[-1])  # the last syncs copies
                     vf_loss.backward()  # adds to the gradients, and sums them over ranks
                     if "actor" not in learners:
                         continue
@@ -291,7 +291,7 @@ def main(args: Args) -> dict[str, float]:
                 loss = aggregate(objective, mask)
                 if args.share_backbone:
                     loss = loss + args.value_loss_coef * vf_loss
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
@@ -314,7 +314,7 @@ def main(args: Args) -> dict[str, float]:
             **metrics.of_critic(batch, ranks),
             **metrics.of_norms(norms),
             **kl_metrics,
-            **{"rollout/logprob_gap_max": 0.0} | means.reduce(),  # none in --critic-warmup
+            **{"rollout/logprob_gap_max": 0.0} | means.reduce(),  # absent in --critic-warmup
             **{f"{name}/lr": lrs[name] for name in learners},
         }
         step_metrics = run.log_step(step + 1, found, **metrics.count(responses))

@@ -137,7 +137,7 @@ def learn_rewards(
             learned = right.isfinite()  # those with a score
             loss = implicit_reward.cross_entropy(log_ratios[learned], right[learned], beta=args.prime_beta).sum()
             loss = loss / max(update.num_seqs, 1)
-            sharding.last_micro_batch(prm, micro_rows is update.micro_batches[-1])  # when copies add up
+            sharding.last_micro_batch(prm, micro_rows is update.micro_batches[-1])  # the last syncs copies
             loss.backward()  # adds to the gradients, and sums them over ranks
             means.over_updates({"reward_model/dpo_loss": loss})
         norms.append({"reward_model": sharding.clip_grad_norm(prm, args.grad_clip)})
@@ -184,8 +184,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -201,7 +201,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -288,7 +288,7 @@ def main(args: Args) -> dict[str, float]:
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
                 loss = aggregate(pg_loss - args.entropy_coeff * entropy, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})

@@ -159,8 +159,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the `step` steps made so far if that is due. A run that is asked to stop saves this and leaves, at the
-        # next call of the clock or of leave_if_asked, until the first optimizer step.
+        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
+        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
         clock = run.begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -176,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)
+        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
         each_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
         own_samples, tickets = sample_groups(engine, *each_way, seed=seed, on_group=scorer.submit)
         clock("gen")
@@ -280,7 +280,7 @@ def main(args: Args) -> dict[str, float]:
                     objective = objective + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(objective, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # when copies add up
+                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})

@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
             scores = reward_model.sequence_scores(model, select(batch, micro_rows, ranks.device))
             chosen, rejected = scores[: len(micro_rows)].view(-1, 2).unbind(1)  # (b,) each; a rank may be out of pairs
             loss = losses.bradley_terry(chosen, rejected).sum() / len(pairs)
-            sharding.last_micro_batch(model, micro_rows is update.micro_batches[-1])  # when copies add up
+            sharding.last_micro_batch(model, micro_rows is update.micro_batches[-1])  # the last syncs copies
             loss.backward()  # adds to the gradients, and sums them over ranks
             means.over_updates({"train/loss": loss})
             means.over_sequences({"train/accuracy": chosen > rejected})
