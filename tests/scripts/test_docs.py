@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import math
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import tyro
 from launch import ROOT
 from torch.distributed.run import get_args_parser
+
+from rl import losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -124,6 +127,24 @@ def test_a_page_has_the_deviations_of_its_script_under_the_same_numbers(name):
     in_page = re.findall(r"^(\d)\. ", section(page, "Deviations"), re.MULTILINE)
     assert in_header == in_page and in_page == [str(i + 1) for i in range(len(in_page))] and len(in_page) >= 3
     assert set(ARXIV.findall(header)) <= set(ARXIV.findall(page))
+
+
+def test_the_functions_of_modify_are_right():
+    functions: dict = {}
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "docs" / "modify.md").read_text(), re.DOTALL).group(1), functions)
+    rewards = torch.tensor([[0.0, 1.0, 3.0, math.nan], [1.0, 1.0, 1.0, 1.0]])
+    assert functions["median_baseline"](rewards, torch.ones(2, 4)).tolist() == [[-1, 0, 2, 0], [0, 0, 0, 0]]
+
+    logp = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    old_logp = logp.detach() - torch.tensor([[1.1, 1.3, 1.0]]).log()
+    advantages, mask = torch.tensor([[2.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 0.0]])  # the last is padding
+    numbers = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, chosen=None)
+    loss, clipped = functions["hard_mask"](logp, old_logp, advantages, mask, **numbers)
+    total = losses.aggregate(loss, mask, "token-mean", num_tokens=2, num_seqs=1)
+    total.backward()
+    torch.testing.assert_close(total.item(), 1.1)  # -(1.1 * 2 * -1) / 2, and nothing of the second, at ratio 1.3
+    torch.testing.assert_close(logp.grad, torch.tensor([[-1.1, 0.0, 0.0]]))
+    assert losses.masked_mean(clipped, mask) == 0.5
 
 
 def anchors(text: str) -> set[str]:
