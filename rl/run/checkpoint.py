@@ -385,9 +385,11 @@ def _frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     names = {key for key, x in module.named_parameters() if not x.requires_grad}
     if not names:
         return {}
-    every = full_tensors(module, ranks.dtype)
-    found = {key: x.to("cpu", copy=True) if ranks.is_main else x for key, x in every if key in names}
-    return found if ranks.is_main else {}
+    found = {}
+    for key, x in full_tensors(module, ranks.dtype):
+        if ranks.is_main and key in names:
+            found[key] = x.to("cpu", copy=True)
+    return found
 
 
 def _whole_weights(

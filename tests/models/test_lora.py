@@ -14,6 +14,7 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import train_grpo
 from rl import flags, lora, models, sharding
 from rl.logprobs import token_logprobs
+from rl.run import checkpoint
 from rl.types import Sampling
 
 CASE = ("ppo_clip", "token-mean")
@@ -193,6 +194,24 @@ def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, t
     sharding.shard(model, world)
     assert len(first) >= 10 and len(alive) == 3
     assert alive[0] <= 1 and alive[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_save_holds_one_whole_weight_at_a_time_on_the_device_of_every_rank(rank, policy, world, monkeypatch):
+    given, most = [], []
+
+    def counted(model, dtype):
+        for name, x in sharding.full_tensors(model, dtype):
+            whole = x.clone()
+            given.append(weakref.ref(whole))
+            yield name, whole
+            del whole
+            most.append(sum(x() is not None for x in given))
+
+    monkeypatch.setattr(checkpoint, "full_tensors", counted)
+    found = checkpoint._frozen_weights(policy, replace(world, rank=rank))
+    assert len(found) == (0 if rank else sum(not x.requires_grad for x in policy.parameters()))
+    assert len(most) > 40 and max(most) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
