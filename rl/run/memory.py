@@ -38,11 +38,17 @@ def rehearse(
     """
     if ranks.device.type != "cuda":
         return ""
+    batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
+    given = {
+        "--optimizer-offload": optimizer_offload or param_offload,
+        "--param-offload": param_offload,
+        "--lora-rank": hasattr(policy, "lora"),
+    }
+    less = "".join(f"set {flag}, or " for flag, is_given in given.items() if not is_given) + "use more GPUs"
     advice = (
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
-        "--activation-checkpointing full, or --optimizer-offload or --param-offload, or use more GPUs"
+        f"--activation-checkpointing full, or {less}"
     )
-    batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
     try:
         for parameter in policy.parameters():  # from the second micro-batch on, a step's gradients are there
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -84,7 +90,7 @@ def rehearse(
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
     if engine_memory + beside > total:
-        raise RuntimeError(f"{plan}. That does not fit: lower --gpu-memory-utilization, or use more GPUs")
+        raise RuntimeError(f"{plan}. That does not fit: lower --max-num-seqs or --gpu-memory-utilization, or {less}")
     return plan
 
 

@@ -1,5 +1,6 @@
 """What is rehearsed before a run is the largest micro-batch that the run can have, and vLLM takes what it can use."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,8 @@ def plan(monkeypatch):
             optimizer.step()
             optimizer.zero_grad()
             optimizer.state[model.weight].pop("step")
+        if arguments.pop("lora", False):
+            trained["actor"][0].lora = "adapters"
         if arguments.get("frozen") == "actor":  # its base, as lora.Base
             arguments["frozen"] = trained["actor"][0]
         counts = dict(
@@ -113,11 +116,28 @@ def test_a_resumed_run_needs_what_a_new_one_does(plan):
 
 
 def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
-    with pytest.raises(RuntimeError, match="the engine's 48.0 and 36.0 while .* lower --gpu-memory-utilization"):
+    with pytest.raises(RuntimeError, match="the engine's 48.0 and 36.0 while .* --gpu-memory-utilization, or set --op"):
         plan(48)
     assert plan(48, offloaded=("critic",))
     with pytest.raises(RuntimeError, match="the engine's 48.0 and 33.0"):
         plan(48, offloaded=("critic",), frozen=nn.Linear(UNIT // 4, 15, bias=False))
+
+
+def test_a_plan_that_does_not_fit_names_the_flags_that_would_help(plan):
+    def flags(*arguments, **given):
+        with pytest.raises(RuntimeError) as error:
+            plan(*arguments, **given)
+        return set(re.findall(r"--[a-z-]+", str(error.value).partition("That does not fit")[2]))
+
+    six = tuple("abcde")
+    learning = {"--ppo-max-token-len-per-gpu", "--max-prompt-length", "--max-response-length"}
+    learning |= {"--activation-checkpointing", "--param-offload", "--lora-rank"}
+    assert flags(1, ("actor", *six)) == learning | {"--optimizer-offload"}
+    assert flags(1, ("actor", *six), optimizer_offload=True) == learning
+    assert flags(1, ("actor", *six), optimizer_offload=True, lora=True) == learning - {"--lora-rank"}
+    sampling = {"--max-num-seqs", "--gpu-memory-utilization", "--lora-rank"}
+    assert flags(70) == sampling | {"--optimizer-offload", "--param-offload"}
+    assert flags(90, param_offload=True) == sampling
 
 
 def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
