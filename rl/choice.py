@@ -95,7 +95,7 @@ def choose(
         chosen = torch.zeros_like(mask, dtype=torch.bool)
         for update in updates:
             own = mask * ((rows >= update.rows.start) & (rows < update.rows.stop))[:, None]  # of this mini-batch
-            means = [ranks.moments(x, own)[0] for x in (batch.old_logp, batch.advantages)]
+            means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
             cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
             decides, among, share = RULES[loss_mode](cov, own, chance, args)
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)

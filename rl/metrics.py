@@ -152,7 +152,7 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
     All data ranks must enter.
     """
     low, high = ranks.extremes(values, mask)
-    mean, _ = ranks.moments(values, mask)
+    mean = ranks.mean(values, mask)
     found = (mean, high, low) if low <= high else (math.nan,) * 3
     return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
 

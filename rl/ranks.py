@@ -81,16 +81,24 @@ class Ranks:
         """
         return self.all_reduce_sum(own.new_zeros(size).index_copy(0, rows, own))
 
-    def moments(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
-        """Mean and unbiased variance of the entries of x with mask 1 on all data ranks, which must enter; 0 of none.
+    def mean(self, x: torch.Tensor, mask: torch.Tensor) -> float:
+        """Mean of the entries of x with mask 1 on all data ranks, which must enter; 0 of none.
 
-        Sums are taken in float64: equal float32 values have exactly their value as mean and 0 as variance.
+        Sums are taken in float64: equal float32 values have exactly their value as mean.
         """
+        return self._mean(x[mask > 0].double())[0]
+
+    def moments(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+        """`mean`, and the unbiased variance, which is exactly 0 of equal float32 values. All data ranks must enter."""
         own = x[mask > 0].double()
-        total, count = self.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
-        mean = total / max(count, 1)
+        mean, count = self._mean(own)
         squares = self.all_reduce_sum((own - mean).square().sum()).item()
         return mean, squares / max(count - 1, 1)
+
+    def _mean(self, own: torch.Tensor) -> tuple[float, float]:
+        """Mean of the numbers of all data ranks, and how many they are."""
+        total, count = self.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
+        return total / max(count, 1), count
 
     def extremes(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
         """The smallest and the largest of the entries of x with mask 1 on all data ranks, which must enter.

@@ -102,6 +102,7 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     found["parts"] = parts_of(chosen, ["acc", "style"])
     found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
     mean, var = found["moments"] = ranks.moments(logp, mask)
+    found["mean"] = ranks.mean(logp, mask)
     found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)
     found["limits"] = [ranks.kth_largest(logp, mask, k) for k in (0, 1, 2, 7, 10**6)]
     # Log-probs and advantages of which many are equal.

@@ -5,13 +5,14 @@ import math
 
 import pytest
 import torch
-from helpers_data import response, scored
+from helpers_data import ranks_without_group, response, scored
 
 from rl.metrics import (
     Means,
     accuracy,
     count,
     describe,
+    describe_tokens,
     final_answer,
     majority_vote,
     mean_by_name,
@@ -23,6 +24,7 @@ from rl.metrics import (
     of_scoring,
     pass_at_k,
 )
+from rl.ranks import Ranks
 
 NAN, INF = math.nan, math.inf
 
@@ -325,3 +327,19 @@ def test_means_do_not_lose_small_terms(world):
     for _ in range(100):
         means.over_updates({"x": torch.tensor(1.0)})  # each would vanish in float32
     assert means.reduce() == {"x": 1e8 + 100}
+
+
+def test_tokens_are_described_by_two_exchanges_between_ranks():
+    class Counting(Ranks):
+        def all_reduce_sum(self, x):
+            exchanged.append(x)
+            return x
+
+        def all_reduce_max(self, x):
+            exchanged.append(x)
+            return x
+
+    exchanged, values = [], torch.tensor([[1.0, 2.0], [6.0, 90.0]])
+    ranks = Counting(**vars(ranks_without_group()))
+    found = describe_tokens("x", values, torch.tensor([[1.0, 1.0], [1.0, 0.0]]), ranks)
+    assert found == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0} and len(exchanged) == 2

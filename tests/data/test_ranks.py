@@ -217,6 +217,7 @@ def test_numbers_of_a_step_are_those_of_one_rank(ranks, name):
         assert [math.isnan(x) or x == round(8 * s) % 2 for x, s in zip(acc, scores, strict=True)] == [True] * len(acc)
         assert [math.isnan(x) for x in acc] == [math.isnan(s) for s in scores]
         assert found["moments"] == pytest.approx((mean, var), rel=1e-12, abs=1e-15)
+        assert found["mean"] == found["moments"][0]
         ranked = sorted(tokens, reverse=True)
         kth = [ranked[min(k, len(ranked)) - 1] for k in (1, 2, 7, 10**6)]
         assert found["limits"] == [math.inf, *(pytest.approx(x, rel=1e-15) for x in kth)]
