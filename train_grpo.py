@@ -57,7 +57,7 @@ LOSSES = {  # (logp, old_logp, advantages, mask, others by name) -> loss (b, t),
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "gmpo": losses.gmpo,
-    "clip_cov": losses.clip_cov,  # which makes an exception of the tokens that phase 6 chooses
+    "clip_cov": losses.clip_cov,  # which treats some tokens differently: see the end of phase 6
     "kl_cov": losses.kl_cov,
     "policy_gradient": losses.policy_gradient,
 }
@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
         of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG, **of_parts)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        # Leave out tokens for --top-entropy-quantile; choose those of which clip_cov and kl_cov make an exception.
+        # Leave out tokens for --top-entropy-quantile; choose those that clip_cov and kl_cov treat differently.
         entropies = partial(fixed_entropies, policy, sampling=sampling)
         batch = choice.choose(args, args.loss_mode, batch, updates, entropies, seed=fold(args.seed, step), ranks=ranks)
         clock("adv")

@@ -6,7 +6,7 @@ The (P, G) family takes one reward and one length a response. A NaN reward marks
 leaves the statistics of its group and of the batch, and its advantage is exactly 0. One rule holds for a response that
 is the only scored one of its group: there is nothing to compare it with, so its baseline is 0. `lengths` (int or float,
 number of policy tokens) is part of every signature, so that a script can swap estimators; some do not use it. What only
-one of them needs comes by name, and `**_` drops it in the others.
+one of them needs comes by name, and `**_` takes it in the others.
 
 The (B, T) family works on tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts, padding and
 observations; what stands where the mask is 0, NaN included, never reaches a result.

@@ -1,4 +1,4 @@
-"""Rules that choose tokens of a step, over all ranks: some choose which teach, others which the loss treats apart.
+"""Rules that choose tokens of a step, over all ranks: those to learn from, or those that a loss treats differently.
 
 Two rules of "The Entropy Mechanism of Reinforcement Learning" look at the covariance of a token,
 
@@ -6,7 +6,7 @@ Two rules of "The Entropy Mechanism of Reinforcement Learning" look at the covar
 
 It is large for likely tokens with a large advantage, and for unlikely ones with a low advantage. Learning from them
 makes a policy sure of itself and ends its exploring. `losses.clip_cov` leaves some of them out, and `losses.kl_cov`
-holds them back. By a third rule only those tokens teach at which the policy was most undecided.
+holds them back. A third rule learns only from the tokens at which the policy was most undecided.
 
 A choice is a pure function of the step's responses and of (seed, step): it depends neither on the number of ranks nor
 on the micro-batches, and is the same in every pass over the responses.
@@ -27,7 +27,7 @@ from rl.types import Batch
 
 @dataclass(frozen=True)
 class Choice:
-    """choice of tokens: which of them teach, and which the loss treats apart"""
+    """choice of tokens: which to learn from, and which the loss treats differently"""
 
     top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
     clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
@@ -62,7 +62,7 @@ def largest_covariance(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) 
     return cov, mask.bool(), args.kl_cov_ratio
 
 
-RULES = {"clip_cov": random_within, "kl_cov": largest_covariance}  # of the losses that treat chosen tokens apart
+RULES = {"clip_cov": random_within, "kl_cov": largest_covariance}  # of the losses that treat chosen tokens differently
 
 
 def choose(
@@ -77,9 +77,9 @@ def choose(
 ) -> Batch:
     """The batch after the choices that the flags ask for. Without such flags it stays as it is.
 
-    --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy teach; the advantages
-    of the others become 0. A loss mode of RULES: of the n tokens of each mini-batch, max(1, int(share * n)) are marked
-    in `chosen`, or all that the rule allows if these are fewer.
+    --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
+    advantages; those of the others become 0. A loss mode of RULES: of the n tokens of each mini-batch, max(1,
+    int(share * n)) are marked in `chosen`, or all that the rule allows if these are fewer.
 
     Args: loss_mode, a key of RULES or any other; batch with advantages and, for a key of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.

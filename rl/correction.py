@@ -1,8 +1,8 @@
-"""Rollout correction: what to do about responses that another policy has sampled than the one that learns from them.
+"""Rollout correction: what to do if the policy that sampled the responses is not the one that learns from them.
 
-The engine computes with other kernels than the trainer, groups may have waited for a step, and a step may make several
-updates. The tools are weights, which keep the gradient right on average, and masks, which leave out what is too far
-away. Both multiply the policy loss of a token; denominators stay as they are.
+They differ because the engine computes with other kernels than the trainer, because groups may have waited for a step
+(DAPO), and because a step may make several updates. Weights keep the gradient right on average, and masks leave out
+tokens whose ratio is too far from 1. Both multiply the policy loss of a token; denominators stay as they are.
 
 B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_logp_t and L tokens in a row:
 
@@ -109,7 +109,7 @@ def off_policy_mask(
 def weights(
     args: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
-    """What the policy loss of every token is multiplied with: all corrections that the flags ask for, as a product.
+    """What the policy loss of every token is multiplied with: the product of all corrections that the flags ask for.
 
     Args: args, the flags; logp of the policy that learns, old_logp of the one that starts the step, rollout_logp by the
     engine, advantages, mask (B, T). Returns: (B, T), 1 where no flag is set, without gradient.

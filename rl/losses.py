@@ -8,8 +8,8 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: logp, old_logp, advantages, mask, all (B, T); numbers, and what rl/choice.py has chosen, by name, of which each
-loss takes what it needs: the rest is meant for its neighbours, and `**_` drops it.
+Args: logp, old_logp, advantages, mask, all (B, T). Numbers, and the tokens that rl/choice.py has chosen, come by name:
+a loss names those that it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
 

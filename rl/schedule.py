@@ -42,7 +42,7 @@ def cosine_with_warmup(step: int, *, warmup_steps: int, total_steps: int, min_lr
 
 
 def lr_factor(kind: str, step: int, warmup_steps: int, total_steps: int) -> float:
-    """The schedule named `kind`, "constant" or "cosine" (down to 0), at update `step`.
+    """The schedule named `kind`, "constant" or "cosine" (down to 0), after `step` steps.
 
     Raises ValueError for another name.
     """
