@@ -206,7 +206,7 @@ def main(args: Args) -> dict[str, float]:
             sampled, drawn = sampled + fresh, drawn + 1
             clock("reward")
         groups, surplus = groups[: args.train_batch_size], groups[args.train_batch_size :]
-        clock("gen")  # where groups that waited fill a step, it samples nothing
+        clock("gen")  # also if groups that waited fill the batch, and nothing was sampled
         engine.sleep()
         verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
         clock("verify")

@@ -38,7 +38,7 @@ from rl.types import select
 
 ADVANTAGES = {  # (rewards (P, G), lengths (P, G), others by name) -> advantages (P, G)
     "grpo": advantages.grpo,
-    "dr_grpo": lambda *x, **parts: advantages.grpo(*x, norm_by_std=False),
+    "dr_grpo": partial(advantages.grpo, norm_by_std=False),
     "grpo_batch": advantages.grpo_batch,
     "grpo_passk": advantages.grpo_passk,
     "max_rl": advantages.max_rl,
@@ -94,7 +94,7 @@ class Args(flags.RL, correction.Correction, choice.Choice, lora.LoRA):  # which 
 
     # --- rollout
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: AtLeast1 = 8  # responses per prompt (G); their mean is the baseline, so at least 2 for most estimators
+    rollout_n: AtLeast1 = 8  # responses per prompt (G); their mean is the baseline; with 1 there is none
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
     top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
     top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
