@@ -4,9 +4,11 @@ import functools
 import itertools
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor
@@ -302,11 +304,14 @@ def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     """Host memory for tensors like these, in one piece, which a GPU may read and write while the host goes on."""
     sizes = [x.nbytes + -x.nbytes % 64 for x in like]
     total = sum(sizes) + -sum(sizes) % mmap.PAGESIZE
-    whole = torch.empty(total + mmap.PAGESIZE, dtype=torch.uint8)
-    whole = whole[-whole.data_ptr() % mmap.PAGESIZE :][:total]  # pages of its own, since those are what is registered
+    pages = np.empty(total + mmap.PAGESIZE, np.uint8)
+    pages = pages[-pages.ctypes.data % mmap.PAGESIZE :][:total]  # of its own, since pages are what is registered
     if device.type == "cuda" and total:  # torch's own pinned memory comes in powers of two
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
-    pieces = zip(like, whole[: sum(sizes)].split(sizes), strict=True)
+        cudart, address = torch.cuda.cudart(), pages.ctypes.data
+        torch.cuda.check_error(cudart.cudaHostRegister(address, total, 0))
+        # Before it is freed: memory that is still registered can neither be used by others nor registered again.
+        weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
+    pieces = zip(like, torch.from_numpy(pages)[: sum(sizes)].split(sizes), strict=True)
     return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]
 
 
@@ -341,7 +346,7 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device
     counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
     own = torch.zeros(sum(counts), dtype=dtype, device=device)
     places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
-    torch._foreach_copy_(places, [x.flatten() for x in local])
+    torch._foreach_copy_(places, [x.flatten() for x in local], non_blocking=True)  # or the host would cast
     every = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(every, own, mesh.get_group(mesh.ndim - 1))
     parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks

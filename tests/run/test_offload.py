@@ -3,6 +3,9 @@
 On a CPU all memory is the host's: this shows that what is moved comes back as it was.
 """
 
+import mmap
+from types import SimpleNamespace
+
 import helpers_scripts as h
 import launch
 import pytest
@@ -127,3 +130,23 @@ def test_a_piece_is_no_larger_than_said_unless_it_is_one_parameter(monkeypatch):
         sharding._pinned([empty], torch.device("cpu"))[0]
     )
     assert sharding.moment_bytes_in_step(parameters[:2]) == 80 and sharding.moment_bytes_in_step([]) == 0
+
+
+def test_registered_memory_is_free_again_with_the_last_tensor_in_it(monkeypatch):
+    """Made-up calls of the driver: this runs where there is no GPU."""
+    registered = {}
+    calls = SimpleNamespace(
+        cudaHostRegister=lambda address, size, kind: registered.update({address: size}),
+        cudaHostUnregister=lambda address: registered.pop(address),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    first, second = sharding._pinned([torch.zeros(3), torch.zeros(50, 100)], torch.device("cuda"))
+    ((address, size),) = registered.items()
+    assert address % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
+    assert address == first.data_ptr() and second.data_ptr() + second.nbytes <= address + size
+    view = second.fill_(7)[1:]
+    del first, second
+    assert registered and view.eq(7).all()
+    del view
+    assert not registered
