@@ -8,6 +8,7 @@ micro-batch is measured.
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,7 @@ class Size(NamedTuple):
     inputs: tuple[int, ...]  # and of what they take
     attention: int  # width of what attention gives
     kv: int  # width of keys, and of values
+    tensors: tuple[int, ...]  # entries of every parameter of the model
 
     @property
     def total(self) -> int:
@@ -56,8 +58,10 @@ def size_of(shape: str) -> Size:
     inputs, outputs = (hidden,) * 6 + (intermediate,), (hidden, kv, kv, hidden, intermediate, intermediate, hidden)
     products = sum(a * b for a, b in zip(inputs, outputs, strict=True))
     layer = products + hidden + 2 * kv + 2 * hidden  # biases, norms
-    root = VOCABULARY * hidden * (1 if tied else 2) + hidden
-    return Size(layer, layers, root, hidden, outputs, inputs, hidden, kv)
+    tables = (VOCABULARY * hidden,) * (1 if tied else 2)
+    of_layer = (*(a * b for a, b in zip(inputs, outputs, strict=True)), hidden, kv, kv, hidden, hidden)
+    tensors = (*tables, hidden, *of_layer * layers)
+    return Size(layer, layers, sum(tables) + hidden, hidden, outputs, inputs, hidden, kv, tensors)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
         reduced     several GPUs, when activations and logits are gone: gradients of the root and of a layer in bf16 and
                     float32, 6 bytes each
         engine      2 P / N (FP8: 1 for weights of layers), and 4 KV a token and layer of keys and values
-    With --param-offload weights, gradients and AdamW are on the host.
+    With --param-offload weights, gradients and AdamW are on the host. torch pins each weight and each gradient for
+    itself there, in the next power of two.
     """
     p, a = size.total, size.adapters(flags.lora_rank)
     learned = a or p
@@ -137,13 +142,23 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
         piece = max(PIECE, 8 * max(a * b for a, b in zip(size.inputs, size.outputs, strict=True)) / gpus)
         stepping = min(stepping, max(piece, 8 * VOCABULARY * size.hidden / gpus) + 2 * piece)
     reduced = 0 if flags.param_offload else gradients
+    host = moments if flags.param_offload or flags.optimizer_offload else 0
+    if flags.param_offload:
+        adapters = [flags.lora_rank * width for width in (*size.inputs, *size.outputs)] * size.layers if a else []
+        host += pinned(size.tensors, 2 if a else 4, gpus) + pinned(adapters, 4, gpus)
+        host += pinned(adapters or size.tensors, 4, gpus)
     return Plan(
         sampling=there + resting + engine + OTHERS,
         update=there + resting + reduced + gathered + passing + OTHERS,
         step=there + stepping + reduced + OTHERS,
-        host=(weights + gradients + moments if flags.param_offload else moments if flags.optimizer_offload else 0),
+        host=host,
         engine=engine,
     )
+
+
+def pinned(entries: Iterable[int], width: int, gpus: int) -> int:
+    """Bytes of host memory for a rank's part of tensors with so many entries of `width` bytes."""
+    return sum(1 << (-(-n // gpus) * width - 1).bit_length() for n in entries)
 
 
 CHOICES = {  # what is tried, the fastest first

@@ -538,14 +538,15 @@ def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     size = memory_plan.size_of(shape)
-    assert size.total == sum(x.numel() for x in model.parameters())
+    assert size.total == sum(size.tensors) == sum(x.numel() for x in model.parameters())
+    assert sorted(size.tensors) == sorted(x.numel() for x in model.parameters())
     lora.add(model, lora.LoRA(lora_rank=8), path="", seed=0)
     assert size.adapters(8) == sum(x.numel() for x in model.parameters() if x.requires_grad)
 
 
 def test_the_memory_plan_adds_up_by_hand():
     """Two layers of 100 parameters, a root of 50; products 10 + 2 + 2 + 10 + 20 + 20 + 10 wide; N = 1."""
-    size = memory_plan.Size(100, 2, 50, 10, (10, 2, 2, 10, 20, 20, 10), (10,) * 6 + (20,), 10, 2)
+    size = memory_plan.Size(100, 2, 50, 10, (10, 2, 2, 10, 20, 20, 10), (10,) * 6 + (20,), 10, 2, (100, 100, 50))
     work = dict(gpus=1, tokens=7, sequences=3, length=5)
     logits, engine = 10 * memory_plan.VOCABULARY * 7, 2 * 250 + memory_plan.ENGINE + 3 * 5 * 4 * 2 * 2
     others = memory_plan.OTHERS
@@ -568,7 +569,12 @@ def test_the_memory_plan_adds_up_by_hand():
     found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work)
     assert found.step == 8 * large.total + 8 * 151936 * 3584 + 2 * 8 * 3584 * 18944 + others
     found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
-    assert (found.sampling, found.step, found.host) == (engine - 200 + others, others, 16 * 250)
+    assert (found.sampling, found.step) == (engine - 200 + others, others)
+    assert found.host == 2 * (512 + 512 + 256) + 8 * 250  # weights and gradients, pinned; moments
+    found = memory_plan.plan(size, memory_plan.Flags(lora_rank=2, param_offload=True), **work | dict(gpus=2))
+    pinned = 128 + 128 + 64 + 2 * 2 * (6 * 64 + 128 + (64 + 8 + 8 + 64 + 128 + 128 + 64))  # halves of 2 and 4 bytes
+    assert found.host == pinned + 8 * a / 2
+    found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
     assert found.update == 2 * 250 + 6 * 150 + 7 * (2 * 188 + 504) + logits + others
     halves = memory_plan.plan(size, memory_plan.Flags(), **work | dict(gpus=2))
     found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work | dict(gpus=2))
