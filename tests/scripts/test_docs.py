@@ -162,6 +162,16 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
+def test_rows_of_a_table_stand_together_under_a_header_and_are_equally_long():
+    for page in [ROOT / "README.md", ROOT / "tests" / "README.md", *PAGES]:
+        for block in without_blocks(page.read_text()).split("\n\n"):
+            table = [line for line in block.splitlines() if line.startswith("|")]
+            if table:
+                assert re.fullmatch(r"\|[-| ]+\|", "".join(table[1:2])), f"{page.name}: no header above {table[0]}"
+                cells = {row: len(re.findall(r"(?<!\\)\|", row)) for row in table}
+                assert len(set(cells.values())) == 1, f"{page.name}: {cells}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # papers.md
 
