@@ -251,7 +251,7 @@ def main(args: Args) -> dict[str, float]:
                     kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
                 )
         parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G)
-        of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)
+        of_parts = dict(parts=parts, weights=args.gdpo_reward_weights)  # which gdpo alone looks at
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards, lengths_PG, **of_parts)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         # Leave out tokens for --top-entropy-quantile; choose those that clip_cov and kl_cov treat differently.
