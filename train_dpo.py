@@ -154,7 +154,6 @@ def main(args: Args) -> dict[str, float]:
         about=f"{args.train_batch_size} prompts x {n} sampled responses and up to {mini_batches * args.ppo_epochs} "
         f"update(s) a step, {len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
-        frozen=None if args.ref_update_steps else reference,
     )
     step_metrics, val_metrics = {}, {}
 

@@ -176,7 +176,6 @@ def main(args: Args) -> dict[str, float]:
         about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
         f"{len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
-        frozen=None if args.ref_update_steps else reference,
     )
     kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
     step_metrics, val_metrics = {}, {}

@@ -178,7 +178,6 @@ def main(args: Args) -> dict[str, float]:
         about=f"{args.train_batch_size} of {gen_batch_size} prompts x {args.rollout_n} responses and "
         f"{updates_per_step} update(s) a step, {len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
-        frozen=reference,
         offloaded=("prm",) if args.prm_offload else (),
     )
     step_metrics, val_metrics = {}, {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from rl.engines import hf, vllm
 from rl.engines.base import Engine
-from rl.ranks import Ranks
+from rl.ranks import Ranks, memory_in_use
 
 
 def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
@@ -15,7 +15,7 @@ def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
     """
     limits = dict(max_model_len=args.max_prompt_length + args.max_response_length, max_num_seqs=args.max_num_seqs)
     if args.engine == "hf":
-        return hf.Engine(args.model, ranks, ranks.dtype, **limits)
+        return hf.Engine(args.model, ranks, ranks.dtype, **limits)  # which never sleeps
     engine = vllm.Engine(
         args.model,
         ranks,
@@ -30,5 +30,7 @@ def make(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
         log_stats=ranks.is_main and getattr(args, "prometheus_port", None) is not None,
     )
     if not load_weights:
+        awake = memory_in_use(ranks)
         engine.sleep()
+        engine.memory = awake - memory_in_use(ranks)
     return engine

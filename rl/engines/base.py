@@ -32,7 +32,7 @@ class Engine(Protocol):
     device: torch.device
     first_rank: int  # of those that share this engine: they sample with one seed
     group: dist.ProcessGroup | None  # of those ranks, for objects on the host; None for one rank alone
-    memory: int  # bytes on the device while awake
+    memory: int  # bytes on the device that `sleep` gives back, as `engines.make` has seen it; 0 before
     policy_version: int  # how often weights were pushed
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.engines.base import StopTexts, check_request
 from rl.models import buffers_in_files, check_whole, exported
-from rl.ranks import Ranks, memory_in_use
+from rl.ranks import Ranks
 from rl.types import Completion, Request, Sampling
 
 
@@ -34,12 +34,11 @@ class Engine:
     """
 
     def __init__(self, model: str, ranks: Ranks, dtype: torch.dtype, *, max_model_len: int, max_num_seqs: int = 256):
-        before = memory_in_use(ranks)
         replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
         check_whole(model, set(info["missing_keys"]))
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
         self.device, self.first_rank, self.group = ranks.device, ranks.rank, None
-        self.memory, self.policy_version = memory_in_use(ranks) - before, 0
+        self.memory = self.policy_version = 0
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 from rl.console import say
 from rl.engines import vllm_scheduler
 from rl.engines.base import StopTexts, check_request
-from rl.ranks import Ranks, final_barrier, memory_in_use
+from rl.ranks import Ranks, final_barrier
 from rl.types import Completion, Request, Sampling
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
@@ -73,7 +73,6 @@ class Engine:
         import vllm
         from vllm.distributed import parallel_state
 
-        before = memory_in_use(ranks)
         with _transformers_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
@@ -98,7 +97,7 @@ class Engine:
                 use_tqdm_on_load=False,
                 seed=seed,
             )
-        self.memory, self.policy_version = memory_in_use(ranks) - before, 0
+        self.memory = self.policy_version = 0
         self.device, self.rank, self.is_quantized = ranks.device, ranks.rank, quantization != "none"
         self.first_rank = ranks.rank - ranks.rank % tensor_parallel_size
         self.group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None

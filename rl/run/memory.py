@@ -20,7 +20,6 @@ def rehearse(
     max_length: int,
     engine_memory: int,
     ranks: Ranks,
-    frozen: nn.Module | None = None,
     offloaded: Sequence[str] = (),
     optimizer_offload: bool = False,
     param_offload: bool = False,
@@ -29,11 +28,11 @@ def rehearse(
 
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
     reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
-    the engine has while awake; frozen, a reference that stays on the device, which may share its weights with a trained
-    model (`lora.Base`); offloaded, the names in `trained` of models that are on the host while the engine generates;
-    optimizer_offload, whether moments are on the device during AdamW's step only; param_offload, whether weights,
-    gradients and moments live on the host.
-    Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep.
+    the engine takes when it wakes; offloaded, the names in `trained` of models that are on the host while the engine
+    generates; optimizer_offload, whether moments are on the device during AdamW's step only; param_offload, whether
+    weights, gradients and moments live on the host.
+    Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep, and
+    what else stays on the device, such as a reference, must be there.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
     if ranks.device.type != "cuda":
@@ -77,19 +76,18 @@ def rehearse(
         learning = [[p for p in module.parameters() if p.requires_grad] for module, _ in trained.values()]
         resting, stepping = 0, max(map(moment_bytes_in_step, learning))  # one model steps after the other
     needed = total - free - states + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
-    own = {id(p) for module, _ in trained.values() for p in module.parameters()}
-    beside = weights + resting + (0 if frozen is None else here(p for p in frozen.parameters() if id(p) not in own))
-    beside -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
+    generating = total - free - states + resting + engine_memory
+    generating -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
         f"{' at a time' if optimizer_offload else ''}, gradients "
         f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
-        f"of {total / GIB:.1f} while training; the engine's {engine_memory / GIB:.1f} and "
-        f"{beside / GIB:.1f} while generating"
+        f"of {total / GIB:.1f} while training, {generating / GIB:.1f} while generating, of which the engine gives back "
+        f"{engine_memory / GIB:.1f}"
     )
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
-    if engine_memory + beside > total:
+    if generating > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --max-num-seqs or --gpu-memory-utilization, or {less}")
     return plan
 
