@@ -4,8 +4,8 @@
     python sft.py --model data/arithmetic/model --train-files data/arithmetic/sft.parquet --max-length 128 --lr 4e-3
 
 Rows have `prompt` and `response`, or `messages`. The loss is the mean negative log-likelihood over all response tokens
-of the batch, on all ranks, so it depends neither on packing nor on the number of GPUs. Model code, packing and sharding
-are those of train_grpo.py: an SFT step is a policy-gradient step on given samples whose advantages are all one.
+of the batch, on all ranks, so it depends neither on packing nor on the number of GPUs. An SFT step is a policy-gradient
+step on given samples whose advantages are all one, so model code, packing and sharding are those of train_grpo.py.
 
 Shapes: B sequences of a step, T tokens, (b, t) one micro-batch of them.
 """

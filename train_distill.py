@@ -83,7 +83,7 @@ class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: AtLeast1 = 8  # responses per prompt (G); a reward's baseline is their mean
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
-    top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
+    top_p: PositiveShare = 1.0  # the fewest likeliest tokens that together have this probability, also in the trainer
     top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
     min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
 

@@ -68,7 +68,7 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     rollout_n: AtLeast1 = 1  # responses per prompt (G); the critic is the baseline, so one is enough
     temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
-    top_p: PositiveShare = 1.0  # sample from the fewest likeliest tokens with this share; so does the trainer's policy
+    top_p: PositiveShare = 1.0  # the fewest likeliest tokens that together have this probability, also in the trainer
     top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
     min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
 
@@ -107,7 +107,7 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
     kl_target: Positive = 0.1  # KL a token that the adaptive controller aims at
-    kl_horizon: AtLeast1 = 10_000  # responses over which it corrects a relative error of one
+    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef moves
 
     # --- optimizer
     lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training

@@ -80,10 +80,10 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
-    The rows, in their order, are cut into as few micro-batches of at most `max_tokens` as every rank can have equally
-    many of, and so that the largest one is as small as possible; a row longer than `max_tokens` gets a micro-batch of
-    its own. Neighbours, such as the responses to one prompt, so stay together but for a few. Ranks wait for each other
-    in every micro-batch: those of about one size run side by side, and ranks with fewer are filled up with empty lists.
+    The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer row gets one of its own.
+    Every rank has equally many, as few as possible, and the largest one is as small as possible. Neighbours, such as
+    the responses to one prompt, mostly stay together. Ranks wait for each other in every micro-batch, so those of about
+    one size run side by side, and ranks with fewer are filled up with empty lists.
     A pure function of its arguments, so all ranks agree on the plan without talking.
 
     Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.

@@ -36,7 +36,7 @@ class Correction:
     rollout_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
     rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
-    # leave out responses with a negative advantage that have become less likely than this, in nats a token
+    # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
     off_policy_mask_threshold: Positive | None = None
 
 

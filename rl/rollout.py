@@ -20,8 +20,8 @@ from rl.ranks import Ranks
 from rl.run import stop
 from rl.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, select
 
-NO_NUMBER = -2  # of a response that its rank has not sampled: next to none of those that it has
-STOP_EVERY = 16  # decoding steps between two looks of ranks that share an engine at whether the run was asked to stop
+NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
+STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
 
 
 def fold(*numbers: int) -> int:
