@@ -108,11 +108,10 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
                     of at most 512 MiB in a step: the largest is the embedding, 8 V H / N
         gradients   4 P / N                  LoRA: 4 a / N
         gathered    2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers); and with --param-offload the gradients of the
-                    root and of a layer, 6 bytes each
+                    root and of a layer, 6 + 4 / N bytes each: in bf16, in float32, and this rank's part of their sum
         activations 2 H a token and layer; "selective" also the results of all products, with LoRA those of A and B too
         logits      10 V for 2,048 tokens
-        reduced     several GPUs, when activations and logits are gone: gradients of the root and of a layer in bf16 and
-                    float32, 6 bytes each
+        reduced     several GPUs, when activations and logits are gone: the same gradients, 6 + 4 / N bytes each
         engine      2 P / N (FP8: 1 for weights of layers), and 4 KV a token and layer of keys and values
     With --param-offload weights, gradients and AdamW are on the host. torch pins each weight and each gradient for
     itself there, in the next power of two.
@@ -120,10 +119,10 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     p, a = size.total, size.adapters(flags.lora_rank)
     learned = a or p
     weights, moments, gradients = (2 * p + 4 * a if a else 4 * p) / gpus, 8 * learned / gpus, 4 * learned / gpus
-    units = size.root + 2 * size.layer
+    units, summed = size.root + 2 * size.layer, (6 + 4 / gpus) * (a / size.layers if a else size.root + size.layer)
     gathered = 2 * units if gpus > 1 or flags.param_offload else 2 * learned
     if flags.param_offload:
-        gathered += 6 * a / size.layers if a else 6 * (size.root + size.layer)
+        gathered += summed
     results = sum(size.outputs) + size.attention
     if a:
         results += sum(size.outputs) + len(size.outputs) * flags.lora_rank
@@ -134,7 +133,7 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     engine += sequences * length * 4 * size.kv * size.layers
     passing = activations + logits
     if gpus > 1 and not flags.param_offload:
-        passing = max(passing, 6 * a / size.layers if a else 6 * (size.root + size.layer))
+        passing = max(passing, summed)
     there = 0 if flags.param_offload else weights
     resting = 0 if flags.param_offload or flags.optimizer_offload else moments
     stepping = 0 if flags.param_offload else moments

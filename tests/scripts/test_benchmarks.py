@@ -575,11 +575,11 @@ def test_the_memory_plan_adds_up_by_hand():
     pinned = 128 + 128 + 64 + 2 * 2 * (6 * 64 + 128 + (64 + 8 + 8 + 64 + 128 + 128 + 64))  # halves of 2 and 4 bytes
     assert found.host == pinned + 8 * a / 2
     found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
-    assert found.update == 2 * 250 + 6 * 150 + 7 * (2 * 188 + 504) + logits + others
+    assert found.update == 2 * 250 + 10 * 150 + 7 * (2 * 188 + 504) + logits + others
     halves = memory_plan.plan(size, memory_plan.Flags(), **work | dict(gpus=2))
     found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work | dict(gpus=2))
     units = 2 * (large.root + 2 * large.layer)  # gathered; gradients to be summed take more than seven tokens' pass
-    assert found.update == 4 * large.total + units + 6 * (large.root + large.layer) + others
+    assert found.update == 4 * large.total + units + 8 * (large.root + large.layer) + others
     assert halves.step == 8 * 250 + others and halves.update == 8 * 250 + 2 * 250 + 7 * 880 + logits + others
 
 
