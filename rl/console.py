@@ -70,24 +70,18 @@ def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:
 
 
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
-    """One line a step: what SHOWN names among the metrics, tokens per second, and the seconds of the step and by phase.
-
-    Where there is a KL loss, its value takes the place of the share of clipped tokens.
-    """
-    m = {
-        name: value for name, value in metrics.items() if name != "actor/pg_clipfrac" or "actor/kl_loss" not in metrics
-    }
-    parts = {name: form.format(m[name]) for name, form in SHOWN.items() if name in m}
-    if cut := m.get("response_length/clip_ratio"):
+    """One line a step: what SHOWN names among the metrics, tokens per second, seconds of the step and by phase."""
+    parts = {name: form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics}
+    if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"
-    seconds = {phase: m.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+    seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
     phases = " ".join(f"{phase} {x:.1f}" for phase, x in seconds.items() if x >= 0.05)
     return " | ".join(
         [
             f"step {step:>{len(str(total))}}/{total}",
             *parts.values(),
-            f"{m['perf/throughput'] / 1000:.1f}k tok/s/GPU",
-            f"{m['timing_s/step']:.1f} s" + (f" ({phases})" if phases else ""),
+            f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU",
+            f"{metrics['timing_s/step']:.1f} s" + (f" ({phases})" if phases else ""),
         ]
     )
 

@@ -613,8 +613,8 @@ def test_progress_line_says_what_matters():
     )
     off_policy = METRICS | {"actor/kl_loss": 0.00456, "timing_s/old_log_prob": 2.5, "timing_s/ref": 2.25}
     line = progress_line(120, 120, off_policy | {"response_length/clip_ratio": 0.0})
-    assert line.startswith("step 120/120 | reward 0.713 | len 252 | entropy")
-    assert "kl 0.0046" in line and "old_log_prob 2.5 ref 2.2 update_actor 11.2" in line
+    assert line.startswith("step 120/120 | reward 0.713 | len 252 | entropy 0.346 | kl 0.0046 | clip 0.012 | gap")
+    assert "old_log_prob 2.5 ref 2.2 update_actor 11.2" in line
 
 
 def test_progress_line_has_what_to_watch_in_each_script():

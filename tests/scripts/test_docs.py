@@ -17,6 +17,7 @@ from launch import ROOT
 from torch.distributed.run import get_args_parser
 
 from rl import losses
+from rl.console import SHOWN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -284,6 +285,14 @@ def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logge
     names = documented(section(TRAINING, title))
     assert names and names <= logged[script]
     assert not any(names & found for other, found in logged.items() if other != script)
+
+
+def test_metrics_says_what_each_step_prints():
+    said = " ".join((ROOT / "docs" / "metrics.md").read_text().split())
+    said = said[said.index("Each step prints") :][:600].replace(" or ", " ")
+    for name, form in SHOWN.items():
+        label = form[: form.index(" {")]
+        assert re.search(rf"`{re.escape(label)}`( is)?( `[\w/]+`)* `{name}`", said), (label, name)
 
 
 def test_how_tables_are_read():
