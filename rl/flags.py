@@ -26,7 +26,7 @@ from rl.ranks import die_with_launcher
 
 T = TypeVar("T")
 # Other defaults of flags in a run whose engine rounds more than the trainer.
-QUANTIZED = {"rollout_is": "token", "max_logprob_gap": 0.2}
+QUANTIZED = {"rollout_is": "token", "max_logprob_gap": 0.3}
 Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
 
@@ -137,7 +137,7 @@ class Rollouts(Engine):
     free_cache_engine: bool = True  # give vLLM's memory back while training (sleep level 2)
     # stop if engine and trainer log-probs differ by more than this on average after a push; default 1e-4 (bf16: 0.06)
     max_logprob_gap: Positive | None = None
-    # weights of vLLM in eight bits, which makes --rollout-is token and --max-logprob-gap 0.2 the defaults; a GPU that
+    # weights of vLLM in eight bits, which makes --rollout-is token and --max-logprob-gap 0.3 the defaults; a GPU that
     # computes with them, such as an H100
     rollout_quantization: Literal["none", "fp8"] = "none"
 

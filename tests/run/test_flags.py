@@ -270,12 +270,12 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
     ("script", "words", "found"),
     [
         (train_grpo, [], ("none", None)),
-        (train_grpo, ["--rollout-quantization", "fp8"], ("token", 0.2)),
-        (train_dapo, ["--rollout-quantization", "fp8"], ("token", 0.2)),
-        (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.2)),
+        (train_grpo, ["--rollout-quantization", "fp8"], ("token", 0.3)),
+        (train_dapo, ["--rollout-quantization", "fp8"], ("token", 0.3)),
+        (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.3)),
         (train_grpo, ["--max-logprob-gap", "0.1", "--rollout-quantization", "fp8", "--lr", "1"], ("token", 0.1)),
         (train_grpo, ["--rollout-quantization", "none"], ("none", None)),
-        *((x, ["--rollout-quantization", "fp8"], (None, 0.2)) for x in (train_dpo, train_distill, train_prime)),
+        *((x, ["--rollout-quantization", "fp8"], (None, 0.3)) for x in (train_dpo, train_distill, train_prime)),
     ],
     ids=str,
 )

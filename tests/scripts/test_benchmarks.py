@@ -10,6 +10,7 @@ from itertools import pairwise
 import launch
 import matplotlib
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -29,6 +30,7 @@ import train_reinforce
 from benchmarks import (
     compare_trl,
     for_trl,
+    fp8_gap,
     learning,
     learning_trl,
     make_model,
@@ -526,6 +528,21 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # memory_plan.py
+
+
+def test_e4m3_by_hand():
+    """Above 0.25 its numbers are 1/32 apart, above 256 they are 32 apart; each row has its largest number as 448."""
+    rows = torch.tensor([[448.0, 0.3, -300.0], [4.48, 0.003, -3.0]])
+    torch.testing.assert_close(fp8_gap.in_e4m3(rows), torch.tensor([[448.0, 0.3125, -288.0], [4.48, 0.003125, -2.88]]))
+
+
+def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_model, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prompts.parquet")
+    found = fp8_gap.main(fp8_gap.Args(str(tiny_model), tmp_path / "prompts.parquet", max_response_length=8))
+    assert 0 < 4 * found["bf16"]["gap_mean"] < found["fp8"]["gap_mean"] < 0.5
+    assert found["bf16"]["ratio_mean"] == pytest.approx(1, abs=0.01)
+    assert 4 <= found["fp8"]["tokens"] <= 32
 
 
 @pytest.mark.parametrize("shape", ["1.5B", "7B"])
