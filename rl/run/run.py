@@ -103,8 +103,8 @@ class Run:
                 param_offload=self.args.param_offload,
             )
         how = f"resumed from {resume_from}" if resume_from else "new run"
-        steps = f"steps {self.start + 1}-{self.total_steps}, {self.ranks.size} rank(s)"
-        self.tracker.print(f"{self.folder.root}: {how}, {steps}, {about}\n{plan}".rstrip())
+        steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
+        self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
     def begin(self, step: int, state: dict[str, Any]) -> Clock:

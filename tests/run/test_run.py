@@ -87,6 +87,19 @@ def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, f
     ]
 
 
+def test_a_resumed_run_says_which_steps_are_left(start, capsys):
+    for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
+        run, _, _ = start(save_freq=saved)
+        run.begin(saved, {})
+        checkpoint._settle(run.folder)
+        run.folder.lock.close()
+        capsys.readouterr()
+        run, _, _ = start()
+        resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s), a test"
+        assert resumed in capsys.readouterr().out
+        run.folder.lock.close()
+
+
 def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with(start):
     run, policy, update = start(save_freq=2)
     update()
