@@ -166,6 +166,7 @@ def main(args: Args) -> dict[str, float]:
         about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
         f"{len(train_rows)} prompts to draw from\n{scorer.report}",
         engine=engine,
+        visiting=teacher if args.teacher_offload else None,
     )
     distance_of = DISTANCES[args.loss_mode]
     step_metrics, val_metrics = {}, {}

@@ -21,6 +21,7 @@ def rehearse(
     engine_memory: int,
     ranks: Ranks,
     offloaded: Sequence[str] = (),
+    visiting: nn.Module | None = None,
     optimizer_offload: bool = False,
     param_offload: bool = False,
 ) -> str:
@@ -29,8 +30,8 @@ def rehearse(
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
     reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
     the engine takes when it wakes; offloaded, the names in `trained` of models that are on the host while the engine
-    generates; optimizer_offload, whether moments are on the device during AdamW's step only; param_offload, whether
-    weights, gradients and moments live on the host.
+    generates; visiting, a teacher on the host that comes to the device to score; optimizer_offload, whether moments are
+    on the device during AdamW's step only; param_offload, whether weights, gradients and moments live on the host.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep, and
     what else stays on the device, such as a reference, must be there.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
@@ -78,6 +79,7 @@ def rehearse(
     needed = total - free - states + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
     generating = total - free - states + resting + engine_memory
     generating -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
+    scoring = total - free - states + resting + (0 if visiting is None else here(visiting.parameters()))
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
         f"{' at a time' if optimizer_offload else ''}, gradients "
@@ -89,6 +91,11 @@ def rehearse(
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
     if generating > total:
         raise RuntimeError(f"{plan}. That does not fit: lower --max-num-seqs or --gpu-memory-utilization, or {less}")
+    if scoring > total:
+        raise RuntimeError(
+            f"{plan}, {scoring / GIB:.1f} while --teacher-model scores. That does not fit: let vllm serve the teacher, "
+            f"and give --teacher-url, or {less}"
+        )
     return plan
 
 

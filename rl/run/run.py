@@ -72,13 +72,15 @@ class Run:
         about: str,
         engine: Engine | None = None,
         offloaded: Sequence[str] = (),
+        visiting: nn.Module | None = None,
     ) -> None:
         """Load the checkpoint, if there is one, into what is trained; plan the memory; say what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
         for the console; engine, asleep; offloaded, names in `trained` of what `offload` moves while the engine
-        generates. With an engine the memory plan is made, and raises RuntimeError with the flags to change if something
-        will not fit: everything else that stays on the device has to be there by now.
+        generates; visiting, a teacher on the host that comes to the device to score. With an engine the memory plan is
+        made, and raises RuntimeError with the flags to change if something will not fit: everything else that stays on
+        the device has to be there by now.
         """
         self.trained, resume_from = trained, self.folder.resume_from
         self.offloaded = () if self.args.param_offload else offloaded  # on the host already
@@ -99,6 +101,7 @@ class Run:
                 engine_memory=engine.memory,
                 ranks=self.ranks,
                 offloaded=self.offloaded,
+                visiting=visiting,
                 optimizer_offload=self.args.optimizer_offload,
                 param_offload=self.args.param_offload,
             )

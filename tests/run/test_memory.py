@@ -119,6 +119,17 @@ def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
     assert plan(61, offloaded=("critic",))
 
 
+def test_the_plan_refuses_a_teacher_that_does_not_fit_beside_the_policy_and_its_moments(plan):
+    def teacher(gib):
+        return nn.Linear(UNIT // 4, gib, bias=False)
+
+    assert plan(40, ("actor",), visiting=teacher(61)) == plan(40, ("actor",))  # 6 + 12 + 1 beside it
+    with pytest.raises(RuntimeError, match="81.0 while --teacher-model scores. .* give --teacher-url, or set --opt"):
+        plan(40, ("actor",), visiting=teacher(62))
+    assert plan(40, ("actor",), visiting=teacher(73), optimizer_offload=True)
+    assert plan(40, ("actor",), visiting=teacher(99), param_offload=True)  # and so a layer at a time
+
+
 def test_a_plan_that_does_not_fit_names_the_flags_that_would_help(plan):
     def flags(*arguments, **given):
         with pytest.raises(RuntimeError) as error:

@@ -72,7 +72,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "math": (4, 5),
         "dataclass": (25, 17),
         "validate": (7, 22),
-        "main": (5, 5),
+        "main": (5, 6),
         "step": (1, 1),
         "4": (1, 1),
         "5": (6, 4),
