@@ -336,6 +336,8 @@ def main(args: Args, flags: list[str]) -> list[dict[str, Any]]:
     """Run all rows one after the other and print the table; returns its lines. `flags` are step_time.py's."""
     if find_spec("trl") is None or find_spec("datasets") is None:
         raise ModuleNotFoundError("TRL is not installed; pip install trl==1.16.0 datasets liger-kernel")
+    if args.lora_rank and find_spec("peft") is None:
+        raise ModuleNotFoundError("--lora-rank needs PEFT, which TRL calls; pip install peft")
     if not 1 <= args.warmup < args.steps:
         raise ValueError(f"--warmup {args.warmup} must be at least 1 and less than --steps {args.steps}")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -49,16 +49,20 @@ def rehearse(
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
         f"--activation-checkpointing full, or {less}"
     )
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(ranks.device)
     try:
         for parameter in policy.parameters():  # from the second micro-batch on, a step's gradients are there
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
         logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), ranks.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
-        raise RuntimeError(f"a micro-batch of {max_tokens} tokens does not fit into this GPU: {advice}") from error
+        raise RuntimeError(
+            f"a micro-batch of {max_tokens} tokens does not fit into the {free / GIB:.1f} of {total / GIB:.1f} GiB "
+            f"that this GPU has left (nvidia-smi says who else uses it): {advice}"
+        ) from error
     here = (lambda xs: 0) if param_offload else own_bytes
     own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
     own_gradients = {name: here(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}

@@ -69,7 +69,8 @@ def plan(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(memory, "GIB", UNIT)
         monkeypatch.setattr(memory, "select", lambda batch, rows, device: batch)
-        monkeypatch.setattr(memory, "token_logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
+        logprobs = arguments.pop("logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
+        monkeypatch.setattr(memory, "token_logprobs", logprobs)
         ranks = Ranks(0, 1, torch.device("cuda"), torch.bfloat16, data_rank=0, data_size=1, group=None, data_group=None)
         sizes = dict(max_tokens=8, max_length=8, engine_memory=engine * UNIT)
         return memory.rehearse(trained, **sizes, ranks=ranks, **arguments)
@@ -128,6 +129,15 @@ def test_the_plan_refuses_a_teacher_that_does_not_fit_beside_the_policy_and_its_
         plan(40, ("actor",), visiting=teacher(62))
     assert plan(40, ("actor",), visiting=teacher(73), optimizer_offload=True)
     assert plan(40, ("actor",), visiting=teacher(99), param_offload=True)  # and so a layer at a time
+
+
+def test_a_micro_batch_that_does_not_fit_says_how_much_was_free(plan):
+    def logprobs(model, batch):
+        raise torch.OutOfMemoryError
+
+    words = r"^a micro-batch of 8 tokens does not fit into the 7.0 of 80.0 GiB .* lower --ppo-max-token-len-per-gpu "
+    with pytest.raises(RuntimeError, match=words):
+        plan(40, ("actor",), others=67, logprobs=logprobs)
 
 
 def test_a_plan_that_does_not_fit_names_the_flags_that_would_help(plan):
