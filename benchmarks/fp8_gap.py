@@ -6,20 +6,30 @@ vLLM's `fp8_per_channel`, which --rollout-quantization fp8 selects, keeps a weig
 and rounds what is multiplied with it with a scale for each token: y = (a e4m3(x / a)) (b e4m3(W / b))^T with
 a = max |x| / 448 of a token and b = max |W| / 448 of a row. The LM head stays as it is. All else is in float32 here.
 
-Prints, for linear layers in bfloat16 and in FP8, the mean and the largest |log p_engine - log p_trainer| in nats over
-the tokens that this engine sampled at temperature 1, and the mean of p_trainer / p_engine, which is 1 but for chance.
-The trainer is float32.
+Samples one response to each prompt at temperature 1 by the engine `hf`, with linear layers in bfloat16 and in FP8, and
+prints what a run would log of it: the trainer, in float32, computes the log-probs of the same tokens.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rl.batching import collate  # noqa: E402
+from rl.data import encode_prompts, load_tokenizer, read_rows, stop_token_ids  # noqa: E402
+from rl.engines import hf  # noqa: E402
+from rl.logprobs import token_logprobs  # noqa: E402
+from rl.metrics import Means  # noqa: E402
+from rl.models import load_causal_lm  # noqa: E402
+from rl.ranks import init_ranks  # noqa: E402
+from rl.rollout import sample_groups  # noqa: E402
+from rl.types import Sampling, select  # noqa: E402
 
 E4M3_MAX = 448.0
+PRINTED = ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/kl", "rollout_corr/rollout_is_mean")
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Args:
     model: str
     """Hugging Face folder or name."""
     prompts: Path
-    """Parquet file with the column `prompt`, messages."""
+    """Prompts in verl's schema, as for --val-files."""
     num_prompts: int = 32
     """Prompts from the start of the file, one response to each."""
     max_response_length: int = 100
@@ -56,46 +66,35 @@ class Rounded(torch.nn.Module):
         return y.bfloat16().float()
 
 
-def engine(model: str, fp8: bool) -> torch.nn.Module:
-    """The model with every linear layer but the LM head rounded."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    head = loaded.get_output_embeddings()
-    for module in list(loaded.modules()):
+def round_layers(model: torch.nn.Module, fp8: bool) -> None:
+    """Put `Rounded` in the place of every linear layer but the LM head."""
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear) and child is not head:
+            if isinstance(child, torch.nn.Linear) and child is not model.get_output_embeddings():
                 setattr(module, name, Rounded(child, fp8))
-    return loaded
 
 
 @torch.no_grad()
 def main(args: Args) -> dict[str, dict[str, float]]:
-    """Returns what it prints: gap_mean, gap_max, ratio_mean, entropy and tokens of "bf16" and "fp8"."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    trainer = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    rows = pq.read_table(args.prompts, columns=["prompt"]).slice(0, args.num_prompts).to_pylist()
-    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
-    prompts = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    found = {}
+    """Returns the metrics of "bf16" and "fp8" by the names of docs/metrics.md, of which it prints some."""
+    ranks, tokenizer = init_ranks(), load_tokenizer(args.model)
+    rows = encode_prompts(tokenizer, read_rows(args.prompts)[: args.num_prompts], max_prompt_length=None)
+    stops = stop_token_ids(args.model, tokenizer)
+    sampling = Sampling(n=1, temperature=1.0, max_tokens=args.max_response_length, stop_token_ids=stops)
+    longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
+    trainer, found = load_causal_lm(args.model, ranks).eval(), {}
     for name in ("bf16", "fp8"):
-        sampler = engine(args.model, name == "fp8")
-        torch.manual_seed(args.seed)
-        sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=args.max_response_length)
-        ids = sampler.generate(**prompts, **sampling, pad_token_id=tokenizer.pad_token_id)  # (P, T)
-        responses = ids[:, prompts.input_ids.shape[1] :]
-        ended = responses.eq(tokenizer.eos_token_id).long()
-        mask = ended.cumsum(1) - ended == 0  # up to the first end, with it
-        attended = torch.cat([prompts.attention_mask, mask.long()], 1)
-        inputs = dict(input_ids=ids, attention_mask=attended, position_ids=(attended.cumsum(1) - 1).clamp(min=0))
-        theirs, ours = (m(**inputs).logits[:, -responses.shape[1] - 1 : -1].log_softmax(-1) for m in (sampler, trainer))
-        difference = (ours - theirs).gather(-1, responses[..., None])[..., 0][mask]
-        found[name] = {
-            "gap_mean": difference.abs().mean().item(),
-            "gap_max": difference.abs().max().item(),
-            "ratio_mean": difference.exp().mean().item(),
-            "entropy": -(ours.exp() * ours).sum(-1)[mask].mean().item(),
-            "tokens": int(mask.sum()),
-        }
-        print(name, " ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
+        engine = hf.Engine(args.model, ranks, torch.float32, max_model_len=longest)
+        round_layers(engine.model, fp8=name == "fp8")
+        samples, _ = sample_groups(engine, rows, sampling, seed=args.seed)
+        batch = select(collate(samples, pad_id=0), range(len(samples)), ranks.device)
+        logp, entropy = token_logprobs(trainer, batch, sampling=sampling)
+        means = Means(ranks)
+        means.over_tokens(batch.response_mask, {"actor/entropy": entropy})
+        means.between_policies(batch.response_mask, logp, logp, batch.rollout_logp)
+        found[name] = means.reduce()
+        numbers = " ".join(f"{key} {found[name][key]:.4g}" for key in ("actor/entropy", *PRINTED))
+        print(f"{name} tokens {int(batch.response_mask.sum())} {numbers}", flush=True)
     return found
 
 

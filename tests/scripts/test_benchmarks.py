@@ -10,7 +10,6 @@ from itertools import pairwise
 import launch
 import matplotlib
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -527,7 +526,7 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# memory_plan.py
+# fp8_gap.py
 
 
 def test_e4m3_by_hand():
@@ -536,13 +535,19 @@ def test_e4m3_by_hand():
     torch.testing.assert_close(fp8_gap.in_e4m3(rows), torch.tensor([[448.0, 0.3125, -288.0], [4.48, 0.003125, -2.88]]))
 
 
-def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_model, tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(4)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "prompts.parquet")
-    found = fp8_gap.main(fp8_gap.Args(str(tiny_model), tmp_path / "prompts.parquet", max_response_length=8))
-    assert 0 < 4 * found["bf16"]["gap_mean"] < found["fp8"]["gap_mean"] < 0.5
-    assert found["bf16"]["ratio_mean"] == pytest.approx(1, abs=0.01)
-    assert 4 <= found["fp8"]["tokens"] <= 32
+def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_model, tmp_path, capsys):
+    prompt = [{"role": "user", "content": "2 + 2"}]
+    rows = [{"prompt": prompt, "data_source": "x", "reward_model": {"ground_truth": "4"}} for _ in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = fp8_gap.main(fp8_gap.Args(str(tiny_model), tmp_path / "prompts.jsonl", max_response_length=8))
+    gaps = [found[name]["rollout/logprob_gap_mean"] for name in ("bf16", "fp8")]
+    assert 0 < 4 * gaps[0] < gaps[1] < 0.5
+    assert found["bf16"]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
+    assert 4 <= int(re.search(r"^fp8 tokens (\d+)", capsys.readouterr().out, re.MULTILINE)[1]) <= 32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory_plan.py
 
 
 @pytest.mark.parametrize("shape", ["1.5B", "7B"])
