@@ -440,7 +440,7 @@ def test_a_killed_worker_takes_its_processes_with_it():
     worker = launch.start("-c", program)
     try:
         (server,) = until(lambda: children(worker.pid), 20)
-        pair = until(lambda: (found := children(server))[1:] and found, 20)
+        pair = until(lambda: working_pair(server), 20)  # an earlier pair may have ended at once
         until(lambda: all(cpu(pid) > 0.0003 for pid in pair), 20)
     finally:
         worker.kill()
@@ -460,11 +460,17 @@ def cpu(pid: int) -> float:
         return 0.0  # it has ended
 
 
+def working_pair(server: int) -> list[int]:
+    """A candidate's process, which is started first, and its examiner, once the candidate's program is at work."""
+    found = sorted(children(server))
+    return found if found[1:] and cpu(found[0]) > 0.05 else []
+
+
 def kill_candidates(times: int) -> None:
     """Kill the candidate's process of the next evaluations from outside, once its program is at work."""
     server = sandbox._server(os.getpid()).process.pid
     for _ in range(times):
-        pair = until(lambda: (found := sorted(children(server)))[1:] and cpu(found[0]) > 0.05 and found, 20)
+        pair = until(lambda: working_pair(server), 20)
         os.kill(pair[0], signal.SIGKILL)  # it is started first
         until(lambda pair=pair: not any(map(exists, pair)), 20)
 
