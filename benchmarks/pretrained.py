@@ -238,7 +238,8 @@ def table(results: list[dict], n: int) -> str:
 
 def plot(results: list[dict], title: str, n: int, path: Path) -> None:
     """A row a group of RUNS, with GRPO in each: accuracy against steps, responses and seconds, the mean over the seeds.
-    A band goes from the lowest seed to the highest, with one standard error beyond each.
+    A band goes from the lowest seed to the highest, with one standard error beyond each. A run whose result has no
+    train_seconds, because they compare with nothing, is in the first two only.
     """
     import matplotlib
 
@@ -254,8 +255,11 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
         shown = dict.fromkeys(["grpo", *names] if "grpo" in found else names)
         for axis, key in zip(row, ("steps", "responses", "train_seconds"), strict=True):
             for i, name in enumerate(shown):
-                runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1]
-                learning.curve(axis, runs, key, f"{name} ({len(runs)})", f"C{i}", error=partial(standard_error, n=n))
+                runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1 and key in x]
+                if runs:
+                    learning.curve(
+                        axis, runs, key, f"{name} ({len(runs)})", f"C{i}", error=partial(standard_error, n=n)
+                    )
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)
         row[0].set_title(group, loc="left")
