@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, distillation, engines, flags, lora, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, distillation, engines, flags, lora, losses, metrics, models, schedule, sharding
 from rl.batching import make_batch
 from rl.data import load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
@@ -48,7 +48,7 @@ DISTANCES = {  # (student, teacher) log-probs (R, K), beta -> distance (R,); Non
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
     experiment_name: str = "distill"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -256,6 +256,8 @@ def main(args: Args) -> dict[str, float]:
                 )
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
+                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
+                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 objective = pg_loss + distance_coef * distance
                 loss = aggregate(objective, mask)
                 sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
@@ -264,7 +266,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"distillation/loss": aggregate(distance, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
                 means.over_tokens(mask, {"distillation/kl": micro.rollout_logp - micro.ref_logp, **shares})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
             if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()

@@ -25,12 +25,13 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, engines, flags, implicit_reward, lora, losses, metrics, models, schedule, sharding
+from rl import advantages, correction, engines, flags, implicit_reward, losses, metrics, models, schedule, sharding
 from rl.batching import Update, make_batch
 from rl.data import check_same_tokenizer, check_trainable, load_prompts, prompts_for_step, sampling_of
 from rl.evaluation import evaluate
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
 from rl.logprobs import fixed_logprobs, token_logprobs
+from rl.lora import LoRA
 from rl.rollout import accuracies_of, fold, sample_groups, scores_of, share, verify_engine
 from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
@@ -38,7 +39,7 @@ from rl.types import Batch, select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, LoRA):  # which have the flags that scripts share
     experiment_name: str = "prime"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -110,11 +111,6 @@ def validate(args: Args) -> None:
     if args.gen_batch_size is not None and args.gen_batch_size < args.train_batch_size:
         raise ValueError(
             f"--gen-batch-size {args.gen_batch_size} is less than --train-batch-size {args.train_batch_size}; raise it"
-        )
-    if args.accuracy_lower_bound > args.accuracy_upper_bound:
-        raise ValueError(
-            f"--accuracy-lower-bound {args.accuracy_lower_bound} is above --accuracy-upper-bound "
-            f"{args.accuracy_upper_bound}; lower it"
         )
 
 
@@ -286,12 +282,14 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp
                 pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
+                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
+                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
                 loss = aggregate(pg_loss - args.entropy_coeff * entropy, mask)
                 sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
                 loss.backward()  # adds to the gradients, and sums them over ranks
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
             if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
                 optimizer.step()

@@ -248,9 +248,9 @@ def check(args: Any) -> None:
                 for limit in limits:
                     if not limit.holds(value):
                         raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
-    bounds = [(name.removesuffix("_lower"), name) for name in vars(args) if name.endswith("_lower")]
-    bounds += [(f"{name.removesuffix('_lb')}_ub", name) for name in vars(args) if name.endswith("_lb")]
-    for upper, lower in bounds:
+    ends = {"_lower": "", "_lb": "_ub", "_lower_bound": "_upper_bound"}
+    bounds = [(name, name.removesuffix(x) + y) for x, y in ends.items() for name in vars(args) if name.endswith(x)]
+    for lower, upper in bounds:
         if (low := getattr(args, lower)) > (high := getattr(args, upper)):
             names = [f"--{name.replace('_', '-')}" for name in (lower, upper)]
             raise ValueError(f"{names[0]} {low} is above {names[1]} {high}; lower it")

@@ -6,6 +6,7 @@ Run by torchrun it is a worker: `helpers_scripts.py RUNS.json` is `run_entries`.
 import importlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -341,6 +342,20 @@ def record_rounds(rounds: list, patch: Callable[[object, str, object], None]) ->
 
     patch(hf.Engine, "add", recording_add)
     patch(hf.Engine, "step", recording_step)
+
+
+def make_inexact(patch: Callable[[object, str, object], None]) -> None:
+    """From now on the hf engine reports log-probs that are up to 0.05 nats off."""
+
+    def inexact(engine, step=hf.Engine.step):
+        return [c._replace(logprobs=[x + 0.05 * math.sin(x) for x in c.logprobs]) for c in step(engine)]
+
+    patch(hf.Engine, "step", inexact)
+
+
+def weight_by_hand(args: Any, old: torch.Tensor, engine: torch.Tensor) -> torch.Tensor | float:
+    """What --rollout-is multiplies the loss of a response's tokens with, from the log-probs of trainer and engine."""
+    return (old - engine).exp().clamp(max=args.rollout_is_threshold) if args.rollout_is == "token" else 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

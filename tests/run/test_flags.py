@@ -136,7 +136,7 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
                 flags.check(args)
             except ValueError as error:  # beyond another flag, not beyond its own limit
                 assert " must be " not in str(error) and flag.startswith(
-                    ("max_", "ppo_", "val_n", "rollout_", "ref_update")
+                    ("max_", "ppo_", "val_n", "rollout_", "ref_update", "accuracy_")
                 ), error
 
 
@@ -148,6 +148,8 @@ def test_a_lower_bound_is_not_above_its_upper_one():
         flags.check(train_grpo.Args(**bounds | dict(rollout_mask_threshold=1.4)))
     with pytest.raises(ValueError, match="--clip-cov-lb 6 is above --clip-cov-ub 5.0; lower it"):
         flags.check(train_grpo.Args(clip_cov_lb=6))
+    with pytest.raises(ValueError, match="--accuracy-lower-bound 0.9 is above --accuracy-upper-bound 0.8; lower it"):
+        flags.check(train_prime.Args(accuracy_lower_bound=0.9))
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
@@ -275,7 +277,9 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
         (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.3)),
         (train_grpo, ["--max-logprob-gap", "0.1", "--rollout-quantization", "fp8", "--lr", "1"], ("token", 0.1)),
         (train_grpo, ["--rollout-quantization", "none"], ("none", None)),
-        *((x, ["--rollout-quantization", "fp8"], (None, 0.3)) for x in (train_dpo, train_distill, train_prime)),
+        (train_distill, ["--rollout-quantization", "fp8"], ("token", 0.3)),
+        (train_prime, ["--rollout-quantization", "fp8"], ("token", 0.3)),
+        (train_dpo, ["--rollout-quantization", "fp8"], (None, 0.3)),
     ],
     ids=str,
 )
@@ -346,7 +350,7 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
     kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
     boxes = help_of(script.Args)
     missing = {"choice"} if name != "grpo" else set()
-    missing |= {"correction"} if name in ("dpo", "distill", "prime") else set()
+    missing |= {"correction"} if name == "dpo" else set()
     groups = [group for group in GROUPS[kind] if group not in missing]
     assert list(boxes) == ["options", *(f"{group} options" for group in groups)]
     spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]

@@ -81,9 +81,12 @@ def plain_distill(task, args, rounds):
                 if args.reward_coef:
                     advantage = args.reward_coef * (score - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-6)
                 if args.loss_mode == "sampled":
-                    loss = loss - ((advantage - args.distillation_loss_coef * gap) * mine[places, ids]).sum() / count
+                    advantage = advantage - args.distillation_loss_coef * gap
+                drawn = mine[places, ids]
+                weight = h.weight_by_hand(args, drawn.detach(), torch.tensor(c.logprobs))
+                loss = loss - (advantage * weight * drawn).sum() / count
+                if args.loss_mode == "sampled":
                     continue
-                loss = loss - advantage * mine[places, ids].sum() / count
                 for row, other in zip(mine.exp(), theirs.exp(), strict=True):
                     if args.distill_top_k == -1:
                         p, t = list(row), other.tolist()
@@ -108,10 +111,10 @@ def plain_distill(task, args, rounds):
 
 
 CASES = {
-    "sampled": dict(loss_mode="sampled", temperature=0.8),
+    "sampled": dict(loss_mode="sampled", temperature=0.8, rollout_is="token", rollout_is_threshold=1.02),
     "sampled with a reward": dict(loss_mode="sampled", reward_coef=0.5, distillation_loss_coef=0.3),
     "forward": dict(loss_mode="forward_kl", distill_top_k=5, temperature=0.7, teacher_offload=True),
-    "reverse": dict(loss_mode="reverse_kl", distill_top_k=1),
+    "reverse": dict(loss_mode="reverse_kl", distill_top_k=1, reward_coef=0.1, rollout_is="token"),
     "jsd": dict(loss_mode="jsd", jsd_beta=0.3, distill_top_k=8, reward_coef=1.0, distillation_loss_coef=2.0),
     "all tokens": dict(loss_mode="jsd", distill_top_k=-1, rollout_n=1, train_batch_size=3),
 }
@@ -120,9 +123,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_what_plain_transformers_computes(case, distill, task, tiny_model, tmp_path, monkeypatch, in_double):
     rounds = []
+    h.make_inexact(monkeypatch.setattr)
     h.record_rounds(rounds, monkeypatch.setattr)
     changes = dict(total_training_steps=2, lr=2e-3, grad_clip=0.5, ppo_max_token_len_per_gpu=120) | CASES[case]
-    changes |= dict(ppo_mini_batch_size=changes.get("train_batch_size", 4))
+    changes |= dict(max_logprob_gap=1.0, ppo_mini_batch_size=changes.get("train_batch_size", 4))
     distill(**changes)
     args = train_distill.Args(**h.distill_settings(task, tmp_path, teacher_model=tiny_model, **changes))
     weights, reports = plain_distill(task, args, rounds)

@@ -1,7 +1,6 @@
 """Whole steps of train_grpo.py computed again by the book; ranks without prompts; what the mains return."""
 
 import copy
-import math
 import statistics
 
 import helpers_scripts as h
@@ -90,8 +89,8 @@ def plain_grpo(task, args, rounds, score):
                     logp, entropy = logp_and_entropy(model, x)
                     ratio, advantage = (logp - x["old"]).exp(), torch.tensor(x["A"])
                     bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-                    weight = (x["old"] - x["engine"]).exp().clamp(max=args.rollout_is_threshold)
-                    surrogate, kl = h.surrogate(ratio, advantage, *bounds) * weight, k3(logp, x["ref"])
+                    surrogate, kl = h.surrogate(ratio, advantage, *bounds), k3(logp, x["ref"])
+                    surrogate = surrogate * h.weight_by_hand(args, x["old"], x["engine"])
                     sums["actor/pg_loss"] += surrogate.sum() / count
                     sums["actor/kl_loss"] += kl.sum() / count
                     whole = surrogate - args.entropy_coeff * entropy + args.kl_loss_coef * kl
@@ -127,11 +126,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
     task, tmp_path, sometimes, monkeypatch, in_double, budget
 ):
     """Mini-batches of 3 and 1 prompts in two epochs, both KL terms, an entropy bonus, and an inexact engine."""
-
-    def inexact(engine, step=hf.Engine.step):
-        return [c._replace(logprobs=[x + 0.05 * math.sin(x) for x in c.logprobs]) for c in step(engine)]
-
-    monkeypatch.setattr(hf.Engine, "step", inexact)
+    h.make_inexact(monkeypatch.setattr)
     rounds = []
     h.record_rounds(rounds, monkeypatch.setattr)
     settings = dict(

@@ -62,7 +62,7 @@ def plain_prime(task, args, rounds, score):
     for one_round in rounds:
         groups = []
         for prompt, completions in one_round:
-            group = [{"prompt": prompt, "ids": c.token_ids} for c in completions]
+            group = [{"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)} for c in completions]
             for x in group:
                 x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(prompt)])
             groups.append(group)
@@ -110,7 +110,8 @@ def plain_prime(task, args, rounds, score):
                 ratio = (logp(policy, x, args.temperature) - x["old"]).exp()
                 advantage = (torch.tensor(x["returns"], dtype=torch.float64) - mean) / std
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-                loss = loss + h.surrogate(ratio, advantage, *bounds).sum() / count
+                weight = h.weight_by_hand(args, x["old"], x["engine"])
+                loss = loss + (h.surrogate(ratio, advantage, *bounds) * weight).sum() / count
             losses.append(loss.item())
             norms.append(step_of(policy, loss))
         learned = learned or learn(minis)
@@ -130,7 +131,7 @@ def plain_prime(task, args, rounds, score):
 
 
 CASES = {
-    "before": dict(gen_batch_size=6, prm_offload=True),
+    "before": dict(gen_batch_size=6, prm_offload=True, rollout_is="token", rollout_is_threshold=1.02),
     "after": dict(prime_update="after", ppo_mini_batch_size=4, temperature=0.7),
     "sometimes": dict(prime_norm="none", reward_dpo_coef=50.0, gen_batch_size=5, accuracy_upper_bound=0.6),
 }
@@ -141,9 +142,11 @@ def test_steps_are_what_plain_transformers_computes(
     case, prime, task, tiny_model, tmp_path, sometimes, monkeypatch, in_double
 ):
     rounds = []
+    h.make_inexact(monkeypatch.setattr)
     h.record_rounds(rounds, monkeypatch.setattr)
     changes = dict(ppo_mini_batch_size=2, prm_model=tiny_model, prime_beta=0.3, grad_clip=0.5, entropy_coeff=0.0)
-    changes |= dict(total_training_steps=2, lr=1e-3, prm_lr=2e-3, ppo_max_token_len_per_gpu=120) | CASES[case]
+    changes |= dict(total_training_steps=2, lr=1e-3, prm_lr=2e-3, ppo_max_token_len_per_gpu=120, max_logprob_gap=1.0)
+    changes |= CASES[case]
     if case == "sometimes":
         changes["custom_reward_function"] = sometimes
     prime(**changes)

@@ -89,7 +89,9 @@ def plain_reinforce(task, args, rounds, score):
         for (prompt, completions), baseline in zip(one_round, baselines, strict=False):
             for c in completions:
                 s = score_of(prompt, c.token_ids)
-                sequences.append({"prompt": prompt, "ids": c.token_ids, "score": s, "baseline": baseline})
+                engine = torch.tensor(c.logprobs)
+                own = {"prompt": prompt, "ids": c.token_ids, "engine": engine, "score": s, "baseline": baseline}
+                sequences.append(own)
         learned = [x for x in sequences if x["score"] is not None and x["baseline"] is not None]
         for x in learned:
             with torch.no_grad():
@@ -132,7 +134,8 @@ def plain_reinforce(task, args, rounds, score):
                 for x in mini:
                     ratio = (logp_of(model, x) - x["old"]).exp()
                     bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-                    loss = loss + h.surrogate(ratio, x["A"], *bounds).sum() / count
+                    weight = h.weight_by_hand(args, x["old"], x["engine"])
+                    loss = loss + (h.surrogate(ratio, x["A"], *bounds) * weight).sum() / count
                 loss.backward()
                 pg_losses.append(loss.item())
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
@@ -147,7 +150,10 @@ def plain_reinforce(task, args, rounds, score):
     [("reinforce_plus_plus", 1), ("reinforce_plus_plus", 3), ("remax", 1), ("remax", 3), ("optimal_token_baseline", 3)],
 )
 def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch, in_double, estimator, n):
-    """With a discount, an adaptive KL in the reward, several updates, and responses and baselines without a score."""
+    """With a discount, an adaptive KL in the reward, several updates, an inexact engine, and responses and baselines
+    without a score.
+    """
+    h.make_inexact(monkeypatch.setattr)
     rounds = []
     (tmp_path / "reward.py").write_text(REWARD)
     h.record_rounds(rounds, monkeypatch.setattr)
@@ -165,6 +171,9 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         kl_horizon=40,
         custom_reward_function=(str(tmp_path / "reward.py"),),
         total_training_steps=3,
+        rollout_is="token",
+        rollout_is_threshold=1.02,
+        max_logprob_gap=1.0,
         clip_ratio_c=1.25,
         grad_clip=0.3,
         weight_decay=0.1,
