@@ -50,7 +50,7 @@ def rehearse(
         f"--activation-checkpointing full, or {less}"
     )
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(ranks.device)
+    (free, total), reserved = torch.cuda.mem_get_info(ranks.device), torch.cuda.memory_reserved()
     try:
         for parameter in policy.parameters():  # from the second micro-batch on, a step's gradients are there
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -59,9 +59,10 @@ def rehearse(
         logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), ranks.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
+        taken = torch.cuda.memory_reserved() - reserved
         raise RuntimeError(
-            f"a micro-batch of {max_tokens} tokens does not fit into the {free / GIB:.1f} of {total / GIB:.1f} GiB "
-            f"that this GPU has left (nvidia-smi says who else uses it): {advice}"
+            f"a micro-batch of {max_tokens} tokens does not fit: it found {free / GIB:.1f} GiB of this GPU's "
+            f"{total / GIB:.1f} free, and no more after {taken / GIB:.1f} (nvidia-smi says who else uses it): {advice}"
         ) from error
     here = (lambda xs: 0) if param_offload else own_bytes
     own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}

@@ -63,6 +63,7 @@ def plan(monkeypatch):
             reset_peak_memory_stats=lambda: None,
             memory_allocated=lambda: 0 if arguments.get("param_offload") else trained["actor"][0].weight.grad.nbytes,
             max_memory_allocated=lambda: 10 * UNIT + 6 * UNIT,  # with the actor's gradients
+            memory_reserved=lambda: UNIT,
             mem_get_info=lambda device: ((80 - in_use - others) * UNIT, 80 * UNIT),
         )
         for name, function in counts.items():
@@ -131,11 +132,12 @@ def test_the_plan_refuses_a_teacher_that_does_not_fit_beside_the_policy_and_its_
     assert plan(40, ("actor",), visiting=teacher(99), param_offload=True)  # and so a layer at a time
 
 
-def test_a_micro_batch_that_does_not_fit_says_how_much_was_free(plan):
+def test_a_micro_batch_that_does_not_fit_says_how_much_was_free_and_how_much_of_that_it_got(plan, monkeypatch):
     def logprobs(model, batch):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * UNIT)
         raise torch.OutOfMemoryError
 
-    words = r"^a micro-batch of 8 tokens does not fit into the 7.0 of 80.0 GiB .* lower --ppo-max-token-len-per-gpu "
+    words = r"^a micro-batch of 8 tokens does not fit: it found 7.0 GiB of this GPU's 80.0 free, and no more after 4.0 "
     with pytest.raises(RuntimeError, match=words):
         plan(40, ("actor",), others=67, logprobs=logprobs)
 
