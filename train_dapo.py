@@ -39,6 +39,7 @@ from rl.rollout import (
     scores_of,
     share,
     state_of_groups,
+    values_of,
     verify_engine,
 )
 from rl.run.run import Run
@@ -89,6 +90,7 @@ class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags 
     # --- algorithm
 
     filter_groups: bool = True  # dynamic sampling: replace groups whose responses all have the same score
+    filter_groups_metric: str = "score"  # what has to differ in a group: the score, or a component of it, such as acc
     # rounds of sampling in a step after which the run gives up filling its batch
     max_num_gen_batches: Free[AtLeast1] = 10
     overlong_filtering: bool = False  # leave responses that were cut at the limit out of the loss
@@ -201,7 +203,8 @@ def main(args: Args) -> dict[str, float]:
             responses = share(own_samples, own_scores, rows, ranks)
             stop_if_failing(responses, args.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
-            spread = advantages.informative_groups(scores_of(responses).view(-1, args.rollout_n)).tolist()
+            values_PG = values_of(responses, args.filter_groups_metric).view(-1, args.rollout_n)
+            spread = advantages.informative_groups(values_PG).tolist()
             groups = groups + [x for x, keep in zip(fresh, spread, strict=True) if keep or not args.filter_groups]
             sampled, drawn = sampled + fresh, drawn + 1
             clock("reward")

@@ -95,7 +95,7 @@ class Means:
                 "rollout/logprob_gap_mean": gap.abs(),
                 "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
                 "rollout_corr/kl": gap,
-                "rollout_corr/k3_kl": ratio + gap - 1,
+                "rollout_corr/k3_kl": (-gap).clamp(-20, 20).expm1() + gap,
                 "rollout_corr/rollout_is_mean": ratio,
                 "rollout_corr/chi2_token": ratio.square() - 1,
             },

@@ -216,6 +216,11 @@ def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor([r.score.value_or_nan for r in responses])
 
 
+def values_of(responses: Sequence[Response], name: str) -> torch.Tensor:
+    """The score of each response, or the component of it that `name` says, (B,) float32: NaN where there is none."""
+    return scores_of(responses) if name == "score" else parts_of(responses, [name])[0]
+
+
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
     """How right each response is, (B,) float32 within 0 and 1: see `metrics.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else accuracy(r.score) for r in responses]

@@ -317,13 +317,17 @@ def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[di
     )
     scorer.report = scorer.check(rows)
     known = scorer.components | ({"reward_model"} if learned else set())
-    if missing := sorted(set(vars(args).get("gdpo_reward_keys", ())) - known):
-        scorer.close()
-        known = ", ".join(sorted(known)) or "none"
-        raise ValueError(
-            f"--gdpo-reward-keys {' '.join(missing)}: scores of the first rows have {known}; "
-            "a reward function's dict has components, or give several functions"
-        )
+    metric = vars(args).get("filter_groups_metric", "score")
+    wanted = {"--gdpo-reward-keys": vars(args).get("gdpo_reward_keys", ())}
+    wanted |= {"--filter-groups-metric": () if metric == "score" else (metric,)}
+    for flag, names in wanted.items():
+        if missing := sorted(set(names) - known):
+            scorer.close()
+            found = ", ".join(sorted(known)) or "none"
+            raise ValueError(
+                f"{flag} {' '.join(missing)}: scores of the first rows have {found}; "
+                "a reward function's dict has components, or give several functions"
+            )
     return scorer
 
 

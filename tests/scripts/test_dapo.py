@@ -230,6 +230,37 @@ def test_without_its_four_parts_dapo_is_grpo(dapo, task, tmp_path):
     assert {line["reward/zero_std_frac"] for line in of_grpo} > {0.0}  # some group had no spread, and stayed
 
 
+STYLED = (
+    h.REWARD
+    + """
+right = compute_score
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    acc = right(data_source, solution_str, ground_truth)
+    return {"score": acc + sum(map(ord, solution_str)) / 1e5, "acc": acc}
+"""
+)
+
+
+def test_groups_are_kept_by_what_the_metric_says(dapo, sampled, task, tmp_path):
+    """With a part for style every score of a group differs from the others; its right answers may all be alike."""
+    (tmp_path / "styled.py").write_text(STYLED)
+    tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
+    common = dict(
+        custom_reward_function=(str(tmp_path / "styled.py"),), total_training_steps=1, gen_batch_size=4, rollout_n=2
+    )
+    found = [dapo(**common), dapo(**common, filter_groups_metric="acc")]
+    assert found[0]["train/num_gen_batches"] == 1 < found[1]["train/num_gen_batches"]
+    kept = 0
+    for one_round in sampled[-int(found[1]["train/num_gen_batches"]) :]:
+        for prompt, group in one_round:
+            texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
+            kept += len({h.parity(text, truths[tuple(prompt)]) for text in texts}) > 1
+    assert found[1]["train/surplus_groups"] == kept - 4
+    with pytest.raises(ValueError, match="--filter-groups-metric accuracy: scores of the first rows have acc;"):
+        dapo(**common, filter_groups_metric="accuracy")
+
+
 def test_the_upper_clip_is_higher(dapo, task):
     """A ratio between 1.2 and 1.28 of a good token still learns; below 0.8 nothing has changed."""
     changes = dict(total_training_steps=1, ppo_epochs=3, lr=3e-3, clip_ratio_c=10.0)
