@@ -101,7 +101,7 @@ def off_policy_mask(
     tensors = logp, rollout_logp, advantages, mask
     assert logp.shape == rollout_logp.shape == advantages.shape == mask.shape, _shapes(*tensors)
     valid = mask.bool()
-    moved = torch.where(valid, rollout_logp - logp, 0.0).detach()
+    moved = torch.where(valid, rollout_logp - logp, 0.0)
     moved = moved.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
     return 1.0 - (valid & (advantages < 0) & (moved > threshold)).to(logp.dtype)
 
@@ -114,7 +114,7 @@ def weights(
     Args: args, the flags; logp of the policy that learns, old_logp of the one that starts the step, rollout_logp by the
     engine, advantages, mask (B, T). Returns: (B, T), 1 where no flag is set, without gradient.
     """
-    result = torch.ones_like(old_logp, requires_grad=False)
+    result = torch.ones_like(old_logp)
     if args.rollout_is != "none":
         ratio = rollout_ratio(old_logp, rollout_logp, mask, level=args.rollout_is)
         result = result * truncated(ratio, low=args.rollout_is_threshold_lower, high=args.rollout_is_threshold)

@@ -45,22 +45,6 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return _keep(x, mask).sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x over the entries with mask 1; an empty mask gives 0. Args: x, mask, same shape. Returns: scalar."""
-    assert x.shape == mask.shape, _shapes(x, mask)
-    return _keep(x, mask).sum() / mask.bool().sum().clamp(min=1)
-
-
-def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance (ddof=1) of x over the entries with mask 1; fewer than two give 0.
-
-    Args: x, mask, same shape. Returns: scalar.
-    """
-    assert x.shape == mask.shape, _shapes(x, mask)
-    deviation = _keep(x - masked_mean(x, mask), mask)
-    return deviation.square().sum() / (mask.bool().sum() - 1).clamp(min=1)
-
-
 def aggregate(
     x: Tensor, mask: Tensor, mode: str, *, num_tokens: float, num_seqs: float, scale: float | None = None
 ) -> Tensor:
@@ -336,7 +320,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = N
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
 
     k1, kl: d (unbiased value);  abs: |d|;  k2, mse: d^2 / 2 (unbiased gradient of the KL);
-    k3, low_var_kl: exp(x) - x - 1, x = clip(-d, -20, 20), the result within [-10, 10] (unbiased value, low variance).
+    k3, low_var_kl: exp(x) - x - 1, x = clip(-d, -20, 20), the result at most 10 (unbiased value, low variance).
     A suffix "+" keeps the value and takes the gradient of k2: k2 - sg(k2) + sg(base).
     unbiased: ratio * k3, ratio = exp(clip(logp - old_logp, -20, 20)) with its gradient: value and gradient are those of
     the KL of the policy, also for tokens that the older policy of old_logp sampled.
@@ -362,7 +346,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = N
         value = 0.5 * difference.square()
     elif base in ("k3", "low_var_kl"):
         x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        value = (torch.expm1(x) - x).clamp(-10.0, 10.0)
+        value = (torch.expm1(x) - x).clamp(max=10.0)
     else:
         known = "k1 (kl), k2 (mse), k3 (low_var_kl), abs, each also with the suffix +; unbiased"
         raise ValueError(f"unknown KL estimator {kind!r}; known: {known}")

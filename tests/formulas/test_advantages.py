@@ -105,6 +105,8 @@ def test_grpo_batch_matches_hand_values():
     expected = [[0.5 * scale, -0.5 * scale], [0.0, 0.0], [0.0, scale]]  # the last one is alone in its group
     check(advantages.grpo_batch(rewards, torch.ones(3, 2)), expected)
     check(advantages.grpo_batch(f64([[1.0], [1.0]]), torch.ones(2, 1)), [[1 / (1 + 1e-6)]] * 2)  # no spread anywhere
+    two = 0.5 / (math.sqrt(0.5) + 1e-6)
+    check(advantages.grpo_batch(f64([[1.0, 0.0]]), torch.ones(1, 2)), [[two, -two]])
 
 
 def test_max_rl_matches_hand_values():
@@ -138,6 +140,7 @@ def test_grpo_passk_matches_hand_values():
     expected += [[0, 0, 0.5 / (1 + 1e-6)], [0, 0, 0]]
     check(advantages.grpo_passk(rewards, torch.ones(5, 3)), expected)
     check(advantages.grpo_passk(f64([[0.5]]), torch.ones(1, 1)), [[0.5 / (1 + 1e-6)]])
+    check(advantages.grpo_passk(f64([[0.5, 0.75]]), torch.ones(1, 2)), [[0, 0.25 / (math.sqrt(1 / 32) + 1e-6)]])
 
 
 def test_gdpo_matches_hand_values():
@@ -292,6 +295,8 @@ def test_reinforce_plus_plus_baseline_single_scored_response_enters_with_its_rew
     actual = advantages.reinforce_plus_plus_baseline(f64([[0.7, NAN], [0.0, 0.0]]), torch.tensor([[2, 9], [1, 1]]))
     expected = 0.35 / math.sqrt(4 * 0.35**2 / 3 + 1e-8)
     check(actual, [[expected, 0.0], [-expected, -expected]])
+    two = advantages.reinforce_plus_plus_baseline(f64([[1.0, 0.0]]), torch.ones(1, 2))  # 0.5 and -0.5: variance 0.5
+    check(two, [[0.5 / math.sqrt(0.5 + 1e-8), -0.5 / math.sqrt(0.5 + 1e-8)]])
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -389,6 +394,7 @@ def test_gae_returns_carry_no_gradient():
     rewards, values, mask = token_batch()
     for out in advantages.gae(rewards, values.requires_grad_(), mask, gamma=1.0, lam=0.95):
         assert not out.requires_grad
+    assert not advantages.returns_to_go(rewards.requires_grad_(), mask, gamma=1.0).requires_grad
 
 
 def test_returns_to_go_matches_hand_values():
@@ -416,6 +422,8 @@ def whiten(world, x, mask, **options):
 def test_whiten_uses_the_statistics_of_the_whole_step():
     part = advantages.whiten(f64([[1.0, 7.0, 5.0]]), f64([[1, 0, 1]]), mean=3.0, var=4.0, eps=0.0)
     check(part, [[-1.0, 0.0, 1.0]])
+    large = torch.tensor([[2.0**24, 2.0**24 + 2]])  # in float32 the number between them is one of them
+    check(advantages.whiten(large, torch.ones(1, 2), mean=2.0**24 + 1, var=4.0, eps=0.0), [[-0.5, 0.5]])
 
 
 def test_whiten_matches_hand_values(world):
@@ -453,6 +461,7 @@ def test_whiten_does_not_hide_a_valid_nan(world):
 def test_overlong_penalty_matches_hand_values():
     lengths = torch.tensor([[0, 2, 3], [4, 5, 1]])
     check(advantages.overlong_penalty(lengths, max_length=4, buffer=2, factor=1.0), [[0, 0, -0.5], [-1, -1.5, 0]])
+    check(advantages.overlong_penalty(lengths, max_length=4, buffer=1, factor=1.0), [[0, 0, 0], [-1, -2, 0]])
     check(
         advantages.overlong_penalty(lengths.double(), max_length=4, buffer=4, factor=0.5),
         [[0, -0.25, -0.375], [-0.5, -0.625, -0.125]],

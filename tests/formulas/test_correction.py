@@ -47,6 +47,7 @@ def token_batch():
     mask[0, 4:] = 0.0
     mask[2] = 0.0
     mask[3] = 1.0
+    mask[4] = torch.eye(9)[5]  # one token
     return logp, old_logp, rollout_logp, advantages, mask
 
 
@@ -109,12 +110,12 @@ def test_weights_do_not_depend_on_how_rows_are_batched(name):
 
 
 def test_rollout_ratio_matches_hand_values():
-    # x = log 2 and log 8; a gap with nonsense; a row without tokens
-    old_logp, rollout_logp = f64([[2.0, NAN, 8.0], [5.0, 5.0, 5.0]]).log(), torch.zeros(2, 3).double()
-    mask = f64([[1, 0, 1], [0, 0, 0]])
+    # x = log 2 and log 8; a gap with nonsense; a row without tokens; one with a single token
+    old_logp, rollout_logp = f64([[2.0, NAN, 8.0], [5.0] * 3, [3.0] * 3]).log(), torch.zeros(3, 3).double()
+    mask = f64([[1, 0, 1], [0, 0, 0], [1, 0, 0]])
     expected = {"token": [2, 1, 8], "sequence": [16, 1, 16], "geometric": [4, 1, 4]}
     for level, row in expected.items():
-        check(correction.rollout_ratio(old_logp, rollout_logp, mask, level=level), [row, [1, 1, 1]])
+        check(correction.rollout_ratio(old_logp, rollout_logp, mask, level=level), [row, [1, 1, 1], [3, 1, 1]])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -146,6 +147,9 @@ def test_off_policy_mask_matches_hand_values():
     check(actual, [[0, 1, 0], [1, 1, 0], [1, 1, 1]])
     assert not actual.requires_grad
     assert (correction.off_policy_mask(logp, rollout, advantages, mask, threshold=0.4) == 1).all()
+    logp, short = f64([[-1.5, NAN], [-1.25, NAN], [NAN, NAN]]), f64([[1, 0], [1, 0], [0, 0]])
+    actual = correction.off_policy_mask(logp, -torch.ones(3, 2).double(), logp, short, threshold=0.25)
+    check(actual, [[0, 1], [1, 1], [1, 1]])  # have moved by 0.5, by exactly 0.25, and a row without tokens
 
 
 # --- every public function ---

@@ -103,5 +103,6 @@ def test_the_sampled_advantage_has_the_gradient_of_the_reverse_kl_on_average():
 
 def test_the_sampled_advantage_is_zero_where_nothing_was_sampled():
     teacher = torch.tensor([[-1.0, math.nan, -2.0]])
-    found = distillation.sampled_advantage(torch.tensor([[-1.5, 0.0, -0.5]]), teacher, torch.tensor([[1.0, 0.0, 1.0]]))
-    assert found.tolist() == [[0.5, 0.0, -1.5]]
+    student = torch.tensor([[-1.5, 0.0, -0.5]], requires_grad=True)
+    found = distillation.sampled_advantage(student, teacher, torch.tensor([[1.0, 0.0, 1.0]]))
+    assert found.tolist() == [[0.5, 0.0, -1.5]] and not found.requires_grad

@@ -74,11 +74,14 @@ def test_the_largest_sum_is_that_from_any_token_to_the_end():
 
 
 def test_leave_one_out_compares_with_the_others_that_have_a_score():
-    means = torch.tensor([[1.0, 0.0, 0.5, NAN], [NAN, 0.3, NAN, NAN], [NAN] * 4])
+    means = torch.tensor([[1.0, 0.0, 0.5, NAN], [NAN, 0.3, NAN, NAN], [NAN] * 4, [0.75, NAN, NAN, 0.25]])
     factor, baseline = implicit_reward.leave_one_out(means)
+    assert factor.tolist() == [[1.5, 1.5, 1.5, 0], [0, 1, 0, 0], [0] * 4, [2, 0, 0, 2]]
+    assert (baseline[means.isnan()] == 0).all()
     found = (means.nan_to_num() * factor - baseline).tolist()
     assert found[0] == pytest.approx([1 - 0.25, 0 - 0.75, 0.5 - 0.5, 0])
     assert found[1] == pytest.approx([0, 0.3, 0, 0]) and found[2] == [0] * 4
+    assert found[3] == [0.5, 0, 0, -0.5]
 
 
 def test_informative_prompts_are_within_the_bounds_which_count():
@@ -101,3 +104,8 @@ def test_order_accuracy_counts_pairs_by_how_much_they_differ():
     assert implicit_reward.order_accuracy(log_ratios, accuracies).item() == pytest.approx((1 + 0 + 0.5) / 3)
     mixed = torch.tensor([[3.0, 1.0, 2.0]])  # 1 before 0.5 and 0: right; 0.5 before 0: wrong, with weight 0.5 of 2
     assert implicit_reward.order_accuracy(mixed, accuracies[:1]).item() == pytest.approx(0.75)
+    # The better one may come later, and a response without a score is in no pair.
+    assert implicit_reward.order_accuracy(mixed, accuracies[:1].flip(1)).item() == pytest.approx(0.25)
+    unknown = torch.tensor([[0.5, NAN, 1.0]])
+    assert implicit_reward.order_accuracy(torch.tensor([[2.0, 1.0, 3.0]]), unknown).item() == 1.0
+    assert implicit_reward.order_accuracy(torch.tensor([[3.0, 1.0, 2.0]]), unknown).item() == 0.0

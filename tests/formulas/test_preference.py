@@ -8,7 +8,8 @@ import torch
 from rl import preference
 
 NAN = math.nan
-SCORES = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.5], [NAN, 0.2, NAN, 0.9], [NAN, NAN, 0.3, NAN]])
+ROWS = [[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.5], [NAN, 0.2, NAN, 0.9], [NAN, NAN, 0.3, NAN], [NAN] * 4]
+SCORES = torch.tensor(ROWS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pairs
@@ -93,6 +94,11 @@ def test_values_that_one_can_check_in_the_head():
     assert preference.hinge(*one, beta=0.5).item() == 0
     assert preference.hinge(*one, beta=0.25).item() == 0.5
     assert preference.kto_pair(torch.zeros(1, 2), *one[1:], beta=0.1).item() == 0.5
+    moved = torch.tensor([0.25, 0.5])  # h_w is 0.5 above that of the rejected half, h_l 1.25 below that of the chosen
+    expected = 1 - (sigmoid(0.2 * 0.5) + sigmoid(0.2 * 1.25)) / 2
+    assert preference.kto_pair(*one[:2], moved, beta=0.2).item() == pytest.approx(expected)
+    nothing = preference.ipo(torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, 4.0]]), one[2], beta=0.5)
+    assert nothing.item() == pytest.approx((0.25 - 1) ** 2)  # an empty response has a mean of 0
 
 
 def test_losses_are_those_of_trl():

@@ -44,6 +44,18 @@ def test_schedules_never_waste_an_update_of_the_run(warmup_steps, total_steps):
         assert 0 < schedule.cosine_with_warmup(k, warmup_steps=warmup_steps, total_steps=total_steps) <= 1
 
 
+def test_a_cosine_that_is_all_warmup_or_has_one_step_left():
+    assert [schedule.cosine_with_warmup(k, warmup_steps=2, total_steps=2) for k in range(4)] == [0.5, 1.0, 1.0, 0.0]
+    assert [schedule.cosine_with_warmup(k, warmup_steps=2, total_steps=3) for k in range(4)] == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_schedules_are_found_by_their_names():
+    assert [schedule.lr_factor("constant", k, 2, 4) for k in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert [schedule.lr_factor("cosine", k, 2, 4) for k in range(4)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    with pytest.raises(ValueError, match="--lr-scheduler-type 'linear' must be constant or cosine"):
+        schedule.lr_factor("linear", 0, 2, 4)
+
+
 @pytest.mark.parametrize("min_lr_ratio", [-0.1, 1.1])
 def test_cosine_with_warmup_rejects_a_bad_min_lr_ratio(min_lr_ratio):
     with pytest.raises(ValueError, match="min_lr_ratio"):
