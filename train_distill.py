@@ -225,7 +225,8 @@ def main(args: Args) -> dict[str, float]:
         clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: of a response, from its reward as in GRPO; of each token, by how likely it was to the teacher.
+        # 6. Advantages: of a response, from its reward as in GRPO; of each token, by how much likelier it was to the
+        # teacher than to the student, whose log-prob is the one that the engine has reported.
         advantages_PG = args.reward_coef * advantages.grpo(scores_PG, lengths_PG)  # (P, G)
         of_tokens = distillation.sampled_advantage(batch.rollout_logp, batch.ref_logp, batch.response_mask)  # (b, T)
         token_coef = args.distillation_loss_coef if distance_of is None else 0.0

@@ -14,7 +14,7 @@ the policy the new reference every so many steps.
 Deviations from the papers:
   1. pairs are sampled by the policy that learns and scored by the reward (OAIF, arXiv 2402.04792), unless --offline;
   2. SPPO's probability to win is 1 or 0, not a model's estimate, and IPO's log-ratios are means over tokens, as in TRL;
-  3. KTO's two halves are those of pairs, and its KL is that of the step's pairs;
+  3. KTO, which can do without pairs, gets pairs too, and its KL is estimated from those of the step;
   4. SPIN's responses come from the policy of today, not from that of the last iteration, which is the reference.
 
 Shapes: P prompts of a step, n responses sampled for each, N pairs, 2N rows of which b are this rank's, chosen and
@@ -189,8 +189,9 @@ def main(args: Args) -> dict[str, float]:
         stop_if_failing(sampled, args.reward_max_error_frac)
         clock("reward")
 
-        # 4. Pairs and batch: R responses to a prompt, first those of the data. A response may be in several pairs, and
-        # both rows of a pair are in the same micro-batch. A step whose responses all score the same has no pair.
+        # 4. Pairs and batch: R responses to a prompt, first those of the data, which score 1 (the chosen one, or the
+        # solution) and 0. A response may be in several pairs, and both rows of a pair are in the same micro-batch. A
+        # step whose responses all score the same has no pair.
         responses = side_by_side(given_responses(rows, ranks), sampled, rows)  # P * R
         pairs = PAIRS[args.pairs](scores_of(responses).view(len(rows), -1), args.pair_margin)  # (N, 2)
         paired = [responses[i] for i in pairs.flatten().tolist()]  # 2N

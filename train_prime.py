@@ -6,12 +6,13 @@
 Process Reinforcement through Implicit Rewards (PRIME, arXiv 2502.01456) trains a second language model, the implicit
 process reward model (PRM), to tell right from wrong: beta times its log-ratio to a frozen reference, summed over the
 tokens of a response, shall be the log-odds that it is right. That of a single token then is its reward, though nobody
-has judged a step. The policy learns from these and from the outcome. Prompts that are too easy or hard come last.
+has judged a step. The policy learns from these and from the outcome. Too easy and too hard prompts only fill up a step.
 
 Deviations from the paper, those of verl's recipe/prime but for the second:
-  1. rewards of tokens and outcomes have weights, and their sum to the end is whitened over all tokens of the step;
-  2. token rewards are divided by the largest sum to the end of all ranks, not of one (--prime-norm);
-  3. the last token has no process reward, for the outcome;  4. among n responses a token's reward counts n / (n - 1);
+  1. token rewards and outcomes have weights, and their returns, sums to the end, are whitened over the step's tokens;
+  2. token rewards are divided by the largest of their own returns on all ranks, not on one (--prime-norm);
+  3. the last token has the outcome instead of a reward of its own;
+  4. a token's reward counts n / (n - 1) times, and what is subtracted has the mean of its own response in it;
   5. the reward model learns from a step before it is asked about it (--prime-update).
 
 Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
@@ -128,7 +129,7 @@ def learn_rewards(
             run.leave_if_asked()
             micro = select(batch, micro_rows, ranks.device)  # (b', t)
             logp, _ = token_logprobs(prm, micro)
-            log_ratios = (logp - micro.ref_logp).sum(1)[: len(micro_rows)]  # (b',)
+            log_ratios = (logp - micro.ref_logp).sum(1)[: len(micro_rows)]  # (b',), no empty row of an idle rank
             right = accuracies_B[micro_rows].to(ranks.device)
             learned = right.isfinite()  # those with a score
             loss = implicit_reward.cross_entropy(log_ratios[learned], right[learned], beta=args.prime_beta).sum()
@@ -217,7 +218,7 @@ def main(args: Args) -> dict[str, float]:
         bounds = dict(low=args.accuracy_lower_bound, high=args.accuracy_upper_bound)
         informative = implicit_reward.informative(accuracies_of(sampled).view(-1, args.rollout_n), **bounds).tolist()
         cut = [args.filter_truncate and any(r.finish_reason == "length" for r in group) for group in groups]
-        order = sorted(range(len(groups)), key=lambda p: cut[p] or not informative[p])  # stable
+        order = sorted(range(len(groups)), key=lambda p: cut[p] or not informative[p])  # False comes first
         responses = [r for p in order[: args.train_batch_size] for r in groups[p]]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
         accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)

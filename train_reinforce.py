@@ -7,7 +7,7 @@ REINFORCE (Williams 1992) makes every token of a response likelier in proportion
 token on. That is right on average but noisy, so something is subtracted that the token cannot influence, a baseline.
   REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step; the rest is divided by their deviation
   ReMax (arXiv 2310.10505)         the score of one greedy response to the same prompt, sampled beside the others
-  optimal token baseline           a weighted mean of the returns of the prompt's responses at the same token
+  optimal token baseline           a weighted mean of the returns of the prompt's responses at the same position
 
 All charge every token for how far it is from the reference (a KL term in the reward). The first two work with any
 number of responses a prompt, one included. train_grpo.py explains other words, such as advantage, ratio and clip.
@@ -176,8 +176,8 @@ def main(args: Args) -> dict[str, float]:
         if step == total_steps:
             break
         own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
-        each_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
-        own_samples, tickets = sample_groups(engine, *each_way, seed=seed, on_group=scorer.submit)
+        asked, in_which_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
+        own_samples, tickets = sample_groups(engine, asked, in_which_way, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
         num_own = len(own_rows) * args.rollout_n
@@ -240,9 +240,9 @@ def main(args: Args) -> dict[str, float]:
         mean, var = ranks.moments(returns, mask)  # over all tokens of the step, on all ranks
         prompts = batch.rows // args.rollout_n  # (b,) of the step's P
         baselines = baselines_P[prompts].view(-1, 1)  # (b, 1)
-        if args.adv_estimator == "optimal_token_baseline":  # one for every token, from the group at the same place
+        if args.adv_estimator == "optimal_token_baseline":  # a mean over the group at every position
             collisions = fixed_collisions(policy, batch, updates, sampling=sampling)
-            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # of the gradient so far
+            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # W of the page
             sums = ranks.all_reduce_sum(advantages.sums_by_group(returns, energy, mask, prompts, len(rows)))
             baselines = advantages.token_baselines(sums)[prompts]  # (b, T)
         compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines, dict(mean=mean, var=var))  # (b, T)

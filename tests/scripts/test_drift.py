@@ -61,7 +61,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "validate": (7, 14),
         "main": (9, 9),
         "step": (7, 6),
-        "4": (4, 10),
+        "4": (4, 11),
         "5": (7, 1),
         "7": (28, 13),
         "8": (8, 5),
