@@ -193,18 +193,26 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
     assert h.distance(run_weights, weights) < 1e-5 < 1e-3 < h.distance(run_weights, h.original(task))
 
 
-def test_the_optimal_token_baseline_of_two_ranks_is_that_of_one(task, tmp_path, monkeypatch, in_double):
-    """Three prompts, whose responses are shared out to be learned from: a place's sums come from both ranks."""
-    changes = dict(adv_estimator="optimal_token_baseline", train_batch_size=3, ppo_mini_batch_size=3, rollout_n=4)
-    changes |= dict(total_training_steps=1, lr=1e-4, ppo_max_token_len_per_gpu=44)
-    settings = h.reinforce_settings(task, tmp_path / "two", **changes)
-    entry = {"script": "train_reinforce", "settings": settings, "comparable": True}
-    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
+def test_the_baselines_of_two_ranks_are_those_of_one(task, tmp_path, monkeypatch, in_double):
+    """Three prompts, whose responses are shared out to be learned from. The sums of a position come from both ranks,
+    greedy responses to two prompts from one rank and to the third from the other.
+    """
+    changes = dict(train_batch_size=3, ppo_mini_batch_size=3, rollout_n=4, total_training_steps=1, lr=1e-4)
+    changes |= dict(ppo_max_token_len_per_gpu=44)
+    names = "optimal_token_baseline", "remax"
+    settings = {x: h.reinforce_settings(task, tmp_path / "two" / x, adv_estimator=x, **changes) for x in names}
+    entries = [{"script": "train_reinforce", "settings": x, "comparable": True} for x in settings.values()]
+    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    train_reinforce.main(train_reinforce.Args(**settings | {"default_local_dir": str(tmp_path / "one")}))
-    (found,), (expected,) = (h.timeless(h.read_jsonl(tmp_path / x / "metrics.jsonl")) for x in ("two", "one"))
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6) and found["critic/advantages/max"] > 0.1
+    for name in names:
+        train_reinforce.main(train_reinforce.Args(**settings[name] | {"default_local_dir": str(tmp_path / name)}))
+        h.leave_distributed()
+        (found,), (expected,) = (
+            h.timeless(h.read_jsonl(x / "metrics.jsonl")) for x in (tmp_path / "two" / name, tmp_path / name)
+        )
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6) and found["critic/advantages/max"] > 0.1
+    assert found["critic/baselines/min"] == 0 < found["critic/baselines/max"]
 
 
 def test_the_optimal_token_baseline_needs_two_responses():
