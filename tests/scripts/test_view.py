@@ -18,13 +18,29 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 HOSTILE = "</script><script>document.title = 'taken over'</script><img src=x onerror='document.title = 1'>"
 
 
+# A score of two parts.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = (sum(map(ord, solution_str)) + int(ground_truth)) % 2
+    return {"score": right - len(solution_str) / 100, "right": right, "style": -len(solution_str) / 100}
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Folders of two runs of train_ppo.py with two updates a step, which logged responses in both of their steps."""
     folder = tmp_path_factory.mktemp("view")
     task = h.make_task(folder)
+    (folder / "parts.py").write_text(REWARD)
     for seed in (0, 1):
-        changes = dict(seed=seed, rollout_n=2, val_before_train=True, log_samples_freq=1, log_val_generations=3)
+        changes = dict(
+            custom_reward_function=(str(folder / "parts.py"),),
+            seed=seed,
+            rollout_n=2,
+            val_before_train=True,
+            log_samples_freq=1,
+            log_val_generations=3,
+        )
         train_ppo.main(train_ppo.Args(**h.ppo_settings(task, folder / f"seed{seed}" / "run", **changes)))
         h.leave_distributed()
     with open(folder / "seed1" / "run" / "generations.jsonl", "a") as f:  # what a model may write
@@ -140,6 +156,7 @@ def test_a_browser_shows_the_curves_of_all_runs(tab, runs):
     names = {name for run in runs for line in h.read_jsonl(run / "metrics.jsonl") for name in line} - {"step", "time"}
     assert tab.locator(".chart").count() == len(names) > 50
     assert tab.locator(".chart h2").first.inner_text() == "critic/score/mean"
+    assert {f"reward/arithmetic/{part}" for part in ("right", "style")} < names
     chart = tab.locator('.chart[data-metric="actor/entropy"]')
     paths = [path.get_attribute("d") for path in chart.locator("path").all()]
     assert len(paths) == 2 and all(path.count("L") == 1 for path in paths)  # two runs of two steps
@@ -170,6 +187,9 @@ def test_a_browser_shows_responses_coloured_by_token(tab, runs):
         if "tokens" not in x:
             assert box.locator(".response").inner_text() == box.locator(".prompt").inner_text() == HOSTILE
             continue
+        shown = dict(text.split() for text in box.locator(".component").all_inner_texts())
+        assert {name: float(value) for name, value in shown.items()} == pytest.approx(x["components"], abs=1e-3)
+        assert shown.keys() == {"right", "style"}
         spans = box.locator(".token").all()
         assert [span.text_content() for span in spans] == x["tokens"]["text"]
         for span, advantage in zip(spans, x["tokens"]["advantage"], strict=True):
