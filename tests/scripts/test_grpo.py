@@ -59,15 +59,16 @@ def plain_grpo(task, args, rounds, score):
                 x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(prompt)])
                 with torch.no_grad():
                     x["old"], x["ref"] = (logp_and_entropy(m, x)[0] for m in (model, reference))
-                x["kl"] = (x["old"] - x["ref"]).sum().item()
+                x["kl"] = 0.5 * (x["old"] - x["ref"]).square().sum().item()
                 x["reward"] = None if x["score"] is None else x["score"] - kl_coef * x["kl"]
             groups.append(group)
         scored = [x for group in groups for x in group if x["score"] is not None]
         for group in groups:
             rewards = [x["reward"] for x in group if x["score"] is not None]
+            mean, std = (statistics.mean(rewards), statistics.stdev(rewards)) if len(rewards) > 1 else (0.0, 1.0)
             for x in group:
                 if x["score"] is not None:
-                    x["A"] = (x["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+                    x["A"] = (x["reward"] - mean) / (std + 1e-6)
         mean_kl = statistics.mean(x["kl"] / len(x["ids"]) for x in scored)
         report = {
             "critic/score/mean": statistics.mean(x["score"] for x in scored),
@@ -89,7 +90,7 @@ def plain_grpo(task, args, rounds, score):
                     logp, entropy = logp_and_entropy(model, x)
                     ratio, advantage = (logp - x["old"]).exp(), torch.tensor(x["A"])
                     bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
-                    surrogate, kl = h.surrogate(ratio, advantage, *bounds), k3(logp, x["ref"])
+                    surrogate, kl = h.surrogate(ratio, advantage, *bounds), ratio * k3(logp, x["ref"])
                     surrogate = surrogate * h.weight_by_hand(args, x["old"], x["engine"])
                     sums["actor/pg_loss"] += surrogate.sum() / count
                     sums["actor/kl_loss"] += kl.sum() / count
@@ -138,8 +139,10 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         custom_reward_function=sometimes,
         use_kl_loss=True,
         kl_loss_coef=0.3,
+        kl_loss_type="unbiased",
         use_kl_in_reward=True,
         kl_coef=0.4,
+        kl_penalty="k2",
         kl_ctrl_type="adaptive",
         kl_target=0.002,
         kl_horizon=40,
@@ -147,6 +150,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         rollout_is="token",
         rollout_is_threshold=1.02,
         max_logprob_gap=1.0,
+        clip_ratio_high=0.1,
         clip_ratio_c=1.25,
         grad_clip=0.3,
         weight_decay=0.1,

@@ -96,7 +96,7 @@ def plain_reinforce(task, args, rounds, score):
         for x in learned:
             with torch.no_grad():
                 x["old"], ref = logp_of(model, x), logp_of(reference, x)
-            n, kl = len(x["ids"]), (x["old"] - ref).tolist()
+            n, kl = len(x["ids"]), (0.5 * (x["old"] - ref) ** 2).tolist()
             reward = [x["score"] * (t == n - 1) - kl_coef * kl[t] for t in range(n)]
             x["reward"], x["kl"] = sum(reward), statistics.mean(kl)
             x["R"] = [sum(args.gamma ** (k - t) * reward[k] for k in range(t, n)) for t in range(n)]
@@ -166,6 +166,7 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         temperature=0.7,
         gamma=0.9,
         kl_coef=0.4,
+        kl_penalty="k2",
         kl_ctrl_type="adaptive",
         kl_target=0.002,
         kl_horizon=40,
@@ -174,6 +175,7 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         rollout_is="token",
         rollout_is_threshold=1.02,
         max_logprob_gap=1.0,
+        clip_ratio_high=0.1,
         clip_ratio_c=1.25,
         grad_clip=0.3,
         weight_decay=0.1,
