@@ -152,6 +152,7 @@ def main(args: Args) -> dict[str, float]:
     prm_path = args.prm_model or args.model
     check_same_tokenizer(tokenizer, prm_path, flag="--prm-model", model=args.model)
     check_trainable(prm_path, args.max_prompt_length + args.max_response_length, flag="--prm-model")
+    models.check_lora(args, prm_path, flag="--prm-model" if args.prm_model else "--model")
     scorer = make_scorer(args, tokenizer, train_rows + val_rows)
     sampling = sampling_of(args, tokenizer)
     gen_batch_size = args.gen_batch_size or args.train_batch_size  # prompts

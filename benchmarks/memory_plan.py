@@ -17,6 +17,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import SHAPES  # noqa: E402
+from rl.flags import AtLeast1, check  # noqa: E402
 from rl.sharding import PIECE  # noqa: E402
 
 VOCABULARY = 151936
@@ -179,14 +180,18 @@ CHOICES = {  # what is tried, the fastest first
 
 @dataclass(frozen=True)
 class Args:
-    gpus: int = 1  # that share a copy of the model, and an engine
-    tokens: int = 4096  # --ppo-max-token-len-per-gpu
-    sequences: int = 32  # that the engine decodes at a time
-    length: int = 2048  # tokens of a sequence
+    gpus: AtLeast1 = 1  # that share a copy of the model, and an engine
+    tokens: AtLeast1 = 4096  # --ppo-max-token-len-per-gpu
+    sequences: AtLeast1 = 32  # that the engine decodes at a time
+    length: AtLeast1 = 2048  # tokens of a sequence
 
 
 def tables(args: Args) -> str:
-    """Two tables in Markdown: the first choice that fits each card, and GiB by phase of every choice."""
+    """Two tables in Markdown: the first choice that fits each card, and GiB by phase of every choice.
+
+    Raises ValueError if a number is not positive.
+    """
+    check(args)
     work = dict(gpus=args.gpus, tokens=args.tokens, sequences=args.sequences, length=args.length)
     fits = [f"| model | trained | {' | '.join(f'{card} GB' for card in CARDS)} |", f"|---|---|{'---|' * len(CARDS)}"]
     phases = [

@@ -143,10 +143,13 @@ class Args:
     """Folder for the results; those of the repository are in benchmarks/results."""
 
 
-def run(command: str, log: Path, gpu: int) -> str:
-    """Run a Python command and return what it printed, which is also written to `log`. Raises if it fails."""
+def run(command: str, log: Path, gpu: int, **variables: str) -> str:
+    """Run a Python command and return what it printed, which is also written to `log`. Raises if it fails.
+
+    variables: of its environment, in the place of those of this process.
+    """
     print(f"python {command}", flush=True)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)} | variables
     with open(log, "w") as file:
         words = [sys.executable, *shlex.split(command)]
         status = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
@@ -180,7 +183,7 @@ def prepare(args: Args) -> str:
     """
     task, folder = TASKS[args.task], args.work_dir / args.task
     base, checkpoint = args.work_dir / "smollm2", f"{folder}/sft/global_step_{task.sft_steps}/huggingface"
-    commands = [
+    commands = data, sft = [
         f"{task.data.format(gsm8k=args.gsm8k)} --output-dir {folder}/data",
         f"sft.py --model {base} --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft {task.sft} "
         f"--total-training-steps {task.sft_steps}",
@@ -193,8 +196,8 @@ def prepare(args: Args) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     if not (base / "config.json").exists():
         run(f"data/smollm2.py --output-dir {base}", folder / "smollm2.log", args.gpus[0])
-    for command in commands:
-        run(command, folder / f"{Path(command.split()[0]).stem}.log", args.gpus[0])
+    run(data, folder / "data.log", args.gpus[0], HF_HUB_OFFLINE="0")  # GSM8K may have to come from the hub
+    run(sft, folder / "sft.log", args.gpus[0])
     made.write_text(json.dumps(commands, indent=2) + "\n")
     return checkpoint
 
@@ -213,7 +216,8 @@ def standard_error(accuracy: float, n: int) -> float:
 
 def table(results: list[dict], n: int) -> str:
     """A markdown row a run: accuracy before the first step and at the end, by seed, the gain in standard errors of
-    the difference, steps, responses, and seconds of a step (median, without evaluations) with the runs on its GPU.
+    the difference, steps, responses, and seconds of a step (mean, without evaluations) beside the runs on its GPU. A
+    run whose result has no train_seconds, because they compare with nothing, has none there.
     """
     lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s a step |"]
     lines.append("|" + "---|" * 7)
@@ -230,7 +234,7 @@ def table(results: list[dict], n: int) -> str:
             ", ".join(f"{gain:.1f}" for gain in gains),
             ", ".join(dict.fromkeys(str(x["steps"][-1]) for x in runs)),
             ", ".join(dict.fromkeys(f"{x['responses'][-1]:,}" for x in runs)),
-            ", ".join(f"{x['train_seconds'][-1] / max(x['steps'][-1], 1):.2f}" for x in runs),
+            ", ".join(f"{x['train_seconds'][-1] / max(x['steps'][-1], 1):.2f}" for x in runs if "train_seconds" in x),
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -316,9 +320,9 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if not args.report_only:
+        learning.end_on_sigterm()  # and with this process what it has started
         model = prepare(args)
         jobs = [job for job in jobs_of(args, model) if not (x := learning.result(job)) or x["error"]]
-        learning.end_on_sigterm()
         with ThreadPoolExecutor(1) as pool:  # measures beside the runs
             measured = pool.submit(measure, args, model)
             learning.run_all(jobs, args.jobs, args.timeout, gpus=args.gpus, stagger=args.stagger)
@@ -326,6 +330,8 @@ def main(args: Args) -> list[dict]:
     found = [json.loads(file.read_text()) for file in args.work_dir.glob(f"{args.task}/*/seed_*/result.json")]
     found = [x for x in found if x["name"] in NAMES and x["accuracy"]]
     results = sorted(found, key=lambda x: (NAMES.index(x["name"]), x["seed"]))
+    if args.report_only and not results:
+        raise ValueError(f"--report-only: no result.json with an accuracy in {args.work_dir}/{args.task}/*/seed_*")
     if results:
         write_results(args, results)
     return results

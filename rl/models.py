@@ -41,7 +41,7 @@ def load_policy(args: Any, ranks: Ranks, *, frozen: bool = False, value_head: bo
     give it a second head for values, see `add_value_head`. All ranks must enter. Raises ValueError if the files of the
     model lack weights, or as `lora.layers_of` before they are read, or as `choose_forward`.
     """
-    adapt = not frozen and check_lora(args, args.model, AutoModelForCausalLM)
+    adapt = not frozen and check_lora(args, args.model)
     model = load_causal_lm(args.model, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32)
     if adapt:
         add_lora(model, args, ranks, path=args.model)
@@ -60,7 +60,7 @@ def load_reference(args: Any, ranks: Ranks, policy: nn.Module) -> nn.Module | lo
     return lora.Base(policy) if lora.wanted(args) else load_policy(args, ranks, frozen=True)
 
 
-def check_lora(args: Any, path: str, auto_class: Any, *, flag: str = "--model") -> bool:
+def check_lora(args: Any, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
     """Whether a script's Args ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not
     have the layers for them: its files are not read for that.
     """

@@ -1,11 +1,14 @@
 """The benchmarks' arithmetic, and one real run of step_time.py (20 to 40 s, mostly imports; the rest takes 2 s)."""
 
+import contextlib
 import json
+import os
 import re
 import statistics
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 
 import launch
 import matplotlib
@@ -455,6 +458,9 @@ def test_pretrained_gain_in_standard_errors_by_hand():
     assert pretrained.standard_error(0.2, 100) == pytest.approx(0.04)
     [_, _, row] = pretrained.table([run], 100).splitlines()
     assert row == "| `grpo` | 0.200 | 0.500 | 4.7 | 20 | 10,240 | 2.50 |"
+    alone = {name: x for name, x in run.items() if name != "train_seconds"}  # beside others: they compare with nothing
+    assert pretrained.table([run, alone], 100).endswith("| 0.200 | 0.500, 0.500 | 4.7, 4.7 | 20 | 10,240 | 2.50 |")
+    assert pretrained.table([alone], 100).endswith("| 20 | 10,240 |  |")
 
 
 def test_pretrained_flags_are_those_of_their_scripts():
@@ -501,6 +507,33 @@ def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
     assert {x.name for x in (tmp_path / "out").iterdir()} == {
         f"word_problems{x}" for x in (".json", ".md", ".png", "_training.png")
     }
+
+
+def test_pretrained_says_that_there_is_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match=f"--report-only: no result.json with an accuracy in {tmp_path}/gsm8k/"):
+        pretrained.main(pretrained.Args(report_only=True, work_dir=tmp_path, results=tmp_path / "out"))
+
+
+def test_what_pretrained_prepares_may_use_the_hub_and_ends_with_it(tmp_path):
+    """The making of GSM8K waits for problems that are never written, until the benchmark is asked to end."""
+    source, base = tmp_path / "source", tmp_path / "smollm2"
+    source.mkdir()
+    base.mkdir()
+    os.mkfifo(source / "train.jsonl")
+    (base / "config.json").write_text("{}")  # the model is there
+    process = launch.start("benchmarks/pretrained.py", "--gsm8k", source, "--work-dir", tmp_path)
+
+    def end_of_pipe():
+        with contextlib.suppress(OSError):  # nobody reads yet
+            return os.open(source / "train.jsonl", os.O_WRONLY | os.O_NONBLOCK)
+
+    end = launch.until(end_of_pipe)
+    [making] = launch.children(process.pid)
+    assert "HF_HUB_OFFLINE=0" in Path(f"/proc/{making}/environ").read_text().split("\0")
+    process.terminate()
+    launch.finish(process)
+    assert process.returncode == 143 and not launch.alive(making)
+    os.close(end)
 
 
 def test_a_job_waits_for_what_it_needs(tmp_path):
@@ -603,6 +636,12 @@ def test_the_memory_plan_adds_up_by_hand():
     units = 2 * (large.root + 2 * large.layer)  # gathered; gradients to be summed take more than seven tokens' pass
     assert found.update == 4 * large.total + units + 8 * (large.root + large.layer) + others
     assert halves.step == 8 * 250 + others and halves.update == 8 * 250 + 2 * 250 + 7 * 880 + logits + others
+
+
+@pytest.mark.parametrize("name", ["gpus", "tokens", "sequences", "length"])
+def test_the_memory_plan_refuses_numbers_that_mean_nothing(name):
+    with pytest.raises(ValueError, match=f"--{name} 0 must be at least 1"):
+        memory_plan.tables(memory_plan.Args(**{name: 0}))
 
 
 def test_the_page_has_the_tables_of_the_memory_plan():

@@ -85,7 +85,7 @@ LINES = {  # section -> how many lines only the first script of a pair has there
         "math": (7, 8),
         "dataclass": (29, 19),
         "validate": (7, 6),
-        "main": (9, 15),
+        "main": (9, 16),
         "step": (6, 6),
         "4": (1, 10),
         "5": (6, 10),

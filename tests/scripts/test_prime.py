@@ -1,5 +1,6 @@
 """train_prime.py for real: whole steps computed again by the book, then ranks, prompts and mistakes."""
 
+import shutil
 import statistics
 from functools import partial
 
@@ -7,7 +8,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
 from rl import models
@@ -213,6 +214,17 @@ MISTAKES = {
     "weight": (dict(reward_dpo_coef=-1.0), ["--reward-dpo-coef -1.0", "at least 0"]),
     "no reward model": (dict(prm_model="/nowhere"), ["--prm-model /nowhere", "no tokenizer"]),
 }
+
+
+def test_adapters_that_fit_the_policy_only_are_refused_before_a_model_is_loaded(task, prime, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_pretrained", None)
+    other = shutil.copytree(task.model, tmp_path / "phi3")
+    Phi3Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0).save_pretrained(other)
+    with pytest.raises(ValueError, match=f"--target-modules q_proj: no linear layer of --prm-model {other}"):
+        prime(prm_model=str(other), lora_rank=2, target_modules=("q_proj",))
+    with pytest.raises(ValueError, match=f"--target-modules q_prj: no linear layer of --model {task.model}"):
+        prime(lora_rank=2, target_modules=("q_prj",))
+    assert not prime.dir(1).exists() and not prime.dir(2).exists()
 
 
 @pytest.mark.parametrize("case", MISTAKES)
