@@ -217,7 +217,7 @@ def standard_error(accuracy: float, n: int) -> float:
 def table(results: list[dict], n: int) -> str:
     """A markdown row a run: accuracy before the first step and at the end, by seed, the gain in standard errors of
     the difference, steps, responses, and seconds of a step (mean, without evaluations) beside the runs on its GPU. A
-    run whose result has no train_seconds, because they compare with nothing, has none there.
+    run whose result has no train_seconds, because they compare with nothing, has a dash there.
     """
     lines = ["| run | before | after, by seed | gain / standard error | steps | responses | s a step |"]
     lines.append("|" + "---|" * 7)
@@ -234,7 +234,9 @@ def table(results: list[dict], n: int) -> str:
             ", ".join(f"{gain:.1f}" for gain in gains),
             ", ".join(dict.fromkeys(str(x["steps"][-1]) for x in runs)),
             ", ".join(dict.fromkeys(f"{x['responses'][-1]:,}" for x in runs)),
-            ", ".join(f"{x['train_seconds'][-1] / max(x['steps'][-1], 1):.2f}" for x in runs if "train_seconds" in x),
+            ", ".join(
+                f"{x['train_seconds'][-1] / max(x['steps'][-1], 1):.2f}" if "train_seconds" in x else "-" for x in runs
+            ),
         ]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
