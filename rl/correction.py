@@ -38,6 +38,8 @@ class Correction:
     rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
     # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
     off_policy_mask_threshold: Positive | None = None
+    # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
+    probability_mask_threshold: Positive | None = None
 
 
 def _shapes(*tensors: Tensor) -> str:
@@ -106,6 +108,20 @@ def off_policy_mask(
     return 1.0 - (valid & (advantages < 0) & (moved > threshold)).to(logp.dtype)
 
 
+def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
+    """0 on tokens whose probability is no longer what it was when they were sampled, else 1.
+
+    0 where |exp(logp_t) - exp(rollout_logp_t)| > threshold, whatever the sign of the advantage. A rare token may have a
+    ratio far from 1 and hardly another probability; bounds of the ratio leave it out, this does not.
+
+    Args: logp, rollout_logp, mask (B, T). Returns: (B, T), 1 where mask is 0, without gradient.
+    Source: INTELLECT Policy Optimization (IPO), docs.primeintellect.ai/prime-rl/ipo.
+    """
+    assert logp.shape == rollout_logp.shape == mask.shape, _shapes(logp, rollout_logp, mask)
+    moved = torch.where(mask.bool(), logp.exp() - rollout_logp.exp(), 0.0).detach()
+    return (moved.abs() <= threshold).to(logp.dtype)
+
+
 def weights(
     args: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
@@ -124,4 +140,7 @@ def weights(
     if args.off_policy_mask_threshold is not None:
         threshold = args.off_policy_mask_threshold
         result = result * off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
+    if args.probability_mask_threshold is not None:
+        threshold = args.probability_mask_threshold
+        result = result * probability_mask(logp, rollout_logp, mask, threshold=threshold)
     return result

@@ -20,7 +20,10 @@ SETTINGS = {
     "sequence mask": dict(rollout_mask="sequence"),
     "geometric mask": dict(rollout_mask="geometric", rollout_mask_threshold=1.1, rollout_mask_threshold_lower=0.9),
     "off-policy mask": dict(off_policy_mask_threshold=0.05),
-    "all": dict(rollout_is="sequence", rollout_mask="token", off_policy_mask_threshold=0.02),
+    "probability mask": dict(probability_mask_threshold=0.1),
+    "all": dict(
+        rollout_is="sequence", rollout_mask="token", off_policy_mask_threshold=0.02, probability_mask_threshold=0.3
+    ),
 }
 
 
@@ -70,6 +73,9 @@ def loop_reference(args, logp, old_logp, rollout_logp, advantages, mask):
                 weight *= 1.0 if low <= ratio[args.rollout_mask] <= high else 0.0
             if args.off_policy_mask_threshold is not None and advantages[i, t] < 0:
                 weight *= 0.0 if sum(moved) / len(moved) > args.off_policy_mask_threshold else 1.0
+            if args.probability_mask_threshold is not None:
+                probabilities = math.exp(logp[i, t].item()), math.exp(rollout_logp[i, t].item())
+                weight *= float(abs(probabilities[0] - probabilities[1]) <= args.probability_mask_threshold)
             result[i][t] = weight
     return result
 
@@ -152,6 +158,15 @@ def test_off_policy_mask_matches_hand_values():
     check(actual, [[0, 1], [1, 1], [1, 1]])  # have moved by 0.5, by exactly 0.25, and a row without tokens
 
 
+def test_probability_mask_matches_hand_values():
+    # from 0.01 to 0.09, a ratio of 9; from 0.9 to 0.5 and back; nonsense; a token that was not sampled
+    rollout, logp = f64([[0.01, 0.9, 0.5, NAN]]).log(), f64([[0.09, 0.5, 0.9, 0.5]]).log().requires_grad_()
+    actual = correction.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.3)
+    check(actual, [[1, 0, 0, 1]])
+    assert not actual.requires_grad
+    check(correction.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.41), [[1, 1, 1, 1]])
+
+
 # --- every public function ---
 
 BT = torch.linspace(-1, 1, 30).reshape(5, 6)
@@ -162,6 +177,7 @@ CALLS = {
     "truncated": (correction.truncated, [BT], {"low": 0.1, "high": 0.5}),
     "within": (correction.within, [BT], {"low": 0.1, "high": 0.5}),
     "off_policy_mask": (correction.off_policy_mask, FIVE[1:], {"threshold": 0.1}),
+    "probability_mask": (correction.probability_mask, [BT, BT.flip(0), MASK], {"threshold": 0.5}),
     "weights": (lambda *x: correction.weights(Correction(**SETTINGS["all"]), *x), FIVE, {}),
 }
 
@@ -182,7 +198,7 @@ def test_functions_keep_dtype_and_shape_and_change_no_input(name):
             assert torch.equal(old.to(dtype), new)
 
 
-@pytest.mark.parametrize("name", ["rollout_ratio", "off_policy_mask", "weights"])
+@pytest.mark.parametrize("name", ["rollout_ratio", "off_policy_mask", "probability_mask", "weights"])
 def test_functions_raise_on_shape_mismatch_and_ignore_what_is_masked(name):
     function, tensors, options = CALLS[name]
     for i, tensor in enumerate(tensors):

@@ -66,6 +66,7 @@ LIMITS = {
     """,
     "positive": """
         beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
+        probability_mask_threshold
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
     "positive and finite": "stall_timeout reward_timeout teacher_timeout",
