@@ -1,5 +1,6 @@
 """train_prime.py for real: whole steps computed again by the book, then ranks, prompts and mistakes."""
 
+import math
 import shutil
 import statistics
 from functools import partial
@@ -11,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
-from rl import models
+from rl import models, sharding
 from rl.engines import hf
+from rl.run import run
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -27,8 +29,12 @@ def prime(task, tmp_path):
     return h.Runs(train_prime, partial(h.prime_settings, task), tmp_path)
 
 
-def plain_prime(task, args, rounds, score):
-    """PRIME by the book, one update of each model a mini-batch. Returns the weights of both, and reports."""
+def plain_prime(task, args, rounds, judge, factors):
+    """PRIME by the book, one update of each model a mini-batch. Returns the weights of both, and reports.
+
+    Args: judge, (text, ground truth) -> whether it is right and the score, None where there is none; factors, of the
+    learning rates of every step.
+    """
     tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
     policy, prm, reference = (
         AutoModelForCausalLM.from_pretrained(path).double()
@@ -55,21 +61,24 @@ def plain_prime(task, args, rounds, score):
             loss = 0.0
             for x in mini:
                 p = torch.sigmoid(args.prime_beta * (logp(prm, x) - x["ref"]).sum())
-                loss = loss - (p.log() if x["score"] else (1 - p).log()) / len(mini)
+                loss = loss - (p.log() if x["right"] else (1 - p).log()) / len(mini)
             found.append((loss.item(), step_of(prm, loss)))
         return found
 
     reports = []
-    for one_round in rounds:
+    for one_round, factor in zip(rounds, factors, strict=True):
+        optimizers[policy].param_groups[0]["lr"] = args.lr * factor
+        optimizers[prm].param_groups[0]["lr"] = args.prm_lr * factor
         groups = []
         for prompt, completions in one_round:
             group = [{"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)} for c in completions]
             for x in group:
-                x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(prompt)])
+                text = tokenizer.decode(x["ids"], skip_special_tokens=True)
+                x["right"], x["score"] = judge(text, truths[tuple(prompt)])
             groups.append(group)
 
         def is_informative(group):
-            known = [x["score"] for x in group if x["score"] is not None]
+            known = [x["right"] for x in group if x["score"] is not None]
             return bool(known) and args.accuracy_lower_bound <= statistics.mean(known) <= args.accuracy_upper_bound
 
         informative = [group for group in groups if is_informative(group)]
@@ -102,27 +111,32 @@ def plain_prime(task, args, rounds, score):
                 total = [args.reward_dpo_coef * y for y in process]
                 total[-1] += args.reward_gt_coef * outcome
                 x["returns"] = [sum(total[t:]) for t in range(len(total))]
-        every = [y for x in sum(minis, []) for y in x["returns"]]
-        mean, std = statistics.mean(every), (statistics.variance(every) + 1e-8) ** 0.5
+        returns = [y for x in sum(minis, []) for y in x["returns"]]
+        mean, std = statistics.mean(returns), (statistics.variance(returns) + 1e-8) ** 0.5
         norms, losses = [], []
         for mini in minis:
-            count, loss = sum(len(x["ids"]) for x in mini), 0.0
+            count, loss, bonus = sum(len(x["ids"]) for x in mini), 0.0, 0.0
             for x in mini:
+                every = policy.lm_head(h.hidden_before(policy, x["prompt"], x["ids"])) / args.temperature
+                every = every.log_softmax(-1)
+                bonus = bonus - args.entropy_coeff * (every.exp() * every).sum() / count
                 ratio = (logp(policy, x, args.temperature) - x["old"]).exp()
                 advantage = (torch.tensor(x["returns"], dtype=torch.float64) - mean) / std
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
                 weight = h.weight_by_hand(args, x["old"], x["engine"])
                 loss = loss + (h.surrogate(ratio, advantage, *bounds) * weight).sum() / count
             losses.append(loss.item())
-            norms.append(step_of(policy, loss))
+            norms.append(step_of(policy, loss - bonus))
         learned = learned or learn(minis)
         reports.append(
             {
                 "actor/pg_loss": statistics.mean(losses),
                 "actor/grad_norm": statistics.mean(norms),
-                "critic/advantages/max": (max(every) - mean) / std,
+                "actor/lr": args.lr * factor,
+                "critic/advantages/max": (max(returns) - mean) / std,
                 "reward_model/dpo_loss": statistics.mean(x for x, _ in learned),
                 "reward_model/grad_norm": statistics.mean(x for _, x in learned),
+                "reward_model/lr": args.prm_lr * factor,
                 "reward_model/reward": statistics.mean(sum(x["r"]) for x in sum(minis, [])),
                 "reward_model/raw_reward": statistics.mean(x["q"] for x in sum(minis, [])),
                 "train/informative_prompts": len(informative),
@@ -131,11 +145,30 @@ def plain_prime(task, args, rounds, score):
     return dict(policy.named_parameters()), dict(prm.named_parameters()), reports
 
 
+# An accuracy that is not the score.
+WORTH_THREE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = (sum(map(ord, solution_str)) + int(ground_truth)) % 2
+    return {"score": 3.0 * right - 1, "acc": right}
+"""
+
+
+def judge_by_hand(case, text, truth):
+    """Whether a response is right, and its score."""
+    right = (h.parity_sometimes if case == "sometimes" else h.parity)(text, truth)
+    return right, 3 * right - 1 if case == "after" else right
+
+
 CASES = {
-    "before": dict(gen_batch_size=6, prm_offload=True, rollout_is="token", rollout_is_threshold=1.02),
-    "after": dict(prime_update="after", ppo_mini_batch_size=4, temperature=0.7),
-    "sometimes": dict(prime_norm="none", reward_dpo_coef=50.0, gen_batch_size=5, accuracy_upper_bound=0.6),
+    "before": dict(
+        gen_batch_size=6, prm_offload=True, rollout_is="token", rollout_is_threshold=1.02, lr_warmup_steps=2
+    ),
+    "after": dict(prime_update="after", ppo_mini_batch_size=4, temperature=0.7, lr_scheduler_type="cosine"),
+    "sometimes": dict(
+        prime_norm="none", reward_dpo_coef=50.0, reward_gt_coef=3.0, gen_batch_size=5, accuracy_upper_bound=0.6
+    ),
 }
+FACTORS = {"before": [0.5, 1.0], "after": [1.0, 0.5], "sometimes": [1.0, 1.0]}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,20 +178,45 @@ def test_steps_are_what_plain_transformers_computes(
     rounds = []
     h.make_inexact(monkeypatch.setattr)
     h.record_rounds(rounds, monkeypatch.setattr)
-    changes = dict(ppo_mini_batch_size=2, prm_model=tiny_model, prime_beta=0.3, grad_clip=0.5, entropy_coeff=0.0)
+    (tmp_path / "three.py").write_text(WORTH_THREE)
+    rewards = {"sometimes": sometimes, "after": (str(tmp_path / "three.py"),), "before": (task.reward,)}
+    changes = dict(ppo_mini_batch_size=2, prm_model=tiny_model, prime_beta=0.3, grad_clip=0.5, entropy_coeff=0.05)
     changes |= dict(total_training_steps=2, lr=1e-3, prm_lr=2e-3, ppo_max_token_len_per_gpu=120, max_logprob_gap=1.0)
-    changes |= CASES[case]
-    if case == "sometimes":
-        changes["custom_reward_function"] = sometimes
+    changes |= CASES[case] | dict(custom_reward_function=rewards[case])
     prime(**changes)
     args = train_prime.Args(**h.prime_settings(task, tmp_path, **changes))
-    score = h.parity_sometimes if case == "sometimes" else h.parity
-    weights, of_prm, reports = plain_prime(task, args, rounds, score)
+    weights, of_prm, reports = plain_prime(task, args, rounds, partial(judge_by_hand, case), FACTORS[case])
     for line, report in zip(prime.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=2e-5)  # float32 log-probs
     assert abs(reports[1]["reward_model/raw_reward"]) > 1e-3
     assert h.distance(prime.weights(1, 2), weights) < 2e-4 < 1e-3 < h.distance(prime.weights(1, 2), h.original(task))
     assert h.distance(prime.weights(1, 2, "huggingface_prm"), of_prm) < 2e-4
+
+
+def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinite_gradient_moves_it(
+    prime, task, monkeypatch
+):
+    happened = []
+    for name in ("offload", "onload"):
+        original = getattr(run, name)
+        noted = lambda *a, name=name, original=original: happened.append(name) or original(*a)  # noqa: E731
+        monkeypatch.setattr(run, name, noted)
+
+    def clip(model, max_norm, original=sharding.clip_grad_norm):
+        norm = original(model, max_norm)
+        happened.append("clip")
+        return math.inf if happened.count("clip") == 1 else norm  # the first is that of the reward model
+
+    def sample(*a, original=train_prime.sample_groups, **kw):
+        happened.append("sample")
+        return original(*a, **kw)
+
+    monkeypatch.setattr(sharding, "clip_grad_norm", clip)
+    monkeypatch.setattr(train_prime, "sample_groups", sample)
+    prime(prm_offload=True, total_training_steps=1)
+    assert happened[:5] == ["offload", "sample", "onload", "clip", "clip"] and "offload" in happened[5:]
+    h.assert_same(prime.weights(1, 1, "huggingface_prm"), h.original(task))
+    assert h.distance(prime.weights(1, 1), h.original(task)) > 1e-4
 
 
 def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(prime, task, tmp_path):
@@ -190,15 +248,20 @@ def test_two_ranks_learn_what_one_does(prime, task, tmp_path, monkeypatch, in_do
     assert h.distance(prime.weights(1, 2, "huggingface_prm"), h.original(task)) > 1e-5
 
 
-def test_prompts_with_a_cut_response_come_last(prime):
-    """All but a few responses are cut at one token: with the filter the prompts without such a one are taken first."""
+def test_prompts_with_a_cut_response_come_last(prime, monkeypatch):
+    """All but a few responses are cut at two tokens: with the filter the prompts without such a one are taken first."""
+    rounds = []
+    h.record_rounds(rounds, monkeypatch.setattr)
     settings = dict(max_response_length=2, gen_batch_size=16, total_training_steps=1, rollout_n=2, train_batch_size=2)
     settings |= dict(ppo_mini_batch_size=2, accuracy_lower_bound=0.0, accuracy_upper_bound=1.0)
     prime(**settings)
     prime(**settings, filter_truncate=True)
     tokens = [line["perf/total_num_tokens"] for run in (1, 2) for line in prime.lines(run)]
     assert prime.lines(1)[0]["response_length/clip_ratio"] > 0.5
-    assert tokens[1] < tokens[0]
+    by_cut = sorted(rounds[1], key=lambda x: any(c.finish_reason == "length" for c in x[1]))
+    for found, groups in zip(tokens, (rounds[0], by_cut), strict=True):
+        assert found == sum(len(prompt) + len(c.token_ids) for prompt, group in groups[:2] for c in group)
+    assert any(len({c.finish_reason for c in group}) == 2 for _, group in rounds[1]) and tokens[1] < tokens[0]
 
 
 MISTAKES = {
