@@ -56,38 +56,52 @@ def distance_by_hand(kind, student, other, beta):
     return sum(terms)
 
 
-def plain_distill(task, args, rounds):
-    """Distillation by the book: one update a step, PPO's surrogate at ratio 1. Returns weights and reports."""
+def advantage_by_hand(args, score, scores):
+    """What the reward is worth: GRPO's advantage among the responses that have a score, 0 without one."""
+    known = [x for x in scores if x is not None]
+    if score is None or not args.reward_coef:
+        return 0.0
+    mean, std = (statistics.mean(known), statistics.stdev(known)) if len(known) > 1 else (0.0, 1.0)
+    return args.reward_coef * (score - mean) / (std + 1e-6)
+
+
+def plain_distill(task, args, rounds, score):
+    """Distillation by the book; score: (text, ground truth) -> s. Returns weights and reports."""
     tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
     model = AutoModelForCausalLM.from_pretrained(task.model).double()
     master = AutoModelForCausalLM.from_pretrained(args.teacher_model).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     reports = []
     for one_round in rounds:
-        count = sum(len(c.token_ids) for _, group in one_round for c in group)
-        loss, gaps, distances, student_mass = 0.0, [], [], []
+        sequences = []
         for prompt, group in one_round:
             texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group]
-            scores = [h.parity(text, truths[tuple(prompt)]) for text in texts]
-            for c, score in zip(group, scores, strict=True):
-                ids = torch.tensor(c.token_ids)
-                places = torch.arange(len(ids))
-                mine = log_probs(model, prompt, c.token_ids, args.temperature)
+            scores = [score(text, truths[tuple(prompt)]) for text in texts]
+            for c, s in zip(group, scores, strict=True):
+                x = {"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)}
+                x["places"] = torch.arange(len(x["ids"])), torch.tensor(x["ids"])
                 with torch.no_grad():
-                    theirs = log_probs(master, prompt, c.token_ids, args.temperature)
-                gap = torch.tensor(c.logprobs).double() - theirs[places, ids]
-                gaps += gap.tolist()
-                advantage = 0.0
-                if args.reward_coef:
-                    advantage = args.reward_coef * (score - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-6)
-                if args.loss_mode == "sampled":
-                    advantage = advantage - args.distillation_loss_coef * gap
-                drawn = mine[places, ids]
-                weight = h.weight_by_hand(args, drawn.detach(), torch.tensor(c.logprobs))
-                loss = loss - (advantage * weight * drawn).sum() / count
+                    x["teacher"] = log_probs(master, prompt, x["ids"], args.temperature)
+                    x["old"] = log_probs(model, prompt, x["ids"], args.temperature)[x["places"]]
+                x["gap"] = x["engine"].double() - x["teacher"][x["places"]]
+                x["A"] = advantage_by_hand(args, s, scores) - (
+                    args.distillation_loss_coef * x["gap"] if args.loss_mode == "sampled" else 0 * x["gap"]
+                )
+                sequences.append(x)
+        gaps, norms, distances, student_mass = torch.cat([x["gap"] for x in sequences]), [], [], []
+        size = args.ppo_mini_batch_size * args.rollout_n
+        for start in [*range(0, len(sequences), size)] * args.ppo_epochs:
+            mini, loss = sequences[start : start + size], 0.0
+            count, own = sum(len(x["ids"]) for x in mini), []
+            for x in mini:
+                mine = log_probs(model, x["prompt"], x["ids"], args.temperature)
+                ratio = (mine[x["places"]] - x["old"]).exp()
+                bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
+                weight = h.weight_by_hand(args, x["old"], x["engine"])
+                loss = loss + (h.surrogate(ratio, x["A"], *bounds) * weight).sum() / count
                 if args.loss_mode == "sampled":
                     continue
-                for row, other in zip(mine.exp(), theirs.exp(), strict=True):
+                for row, other in zip(mine.exp(), x["teacher"].exp(), strict=True):
                     if args.distill_top_k == -1:
                         p, t = list(row), other.tolist()
                     else:
@@ -95,15 +109,16 @@ def plain_distill(task, args, rounds):
                         p, t = [row[v] for v in best], [other[v].item() for v in best]
                         p, t = [*p, 1 - sum(p)], [*t, 1 - sum(t)]
                         student_mass.append(sum(p[:-1]).item())
-                    distances.append(distance_by_hand(args.loss_mode, p, t, args.jsd_beta))
-                    loss = loss + args.distillation_loss_coef * distances[-1] / count
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        report = {"distillation/kl": statistics.mean(gaps), "actor/grad_norm": norm}
+                    own.append(distance_by_hand(args.loss_mode, p, t, args.jsd_beta))
+                    loss = loss + args.distillation_loss_coef * own[-1] / count
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            distances += [statistics.mean(x.item() for x in own)] if own else []
+        report = {"distillation/kl": gaps.mean().item(), "actor/grad_norm": statistics.mean(norms)}
         if distances:
-            report["distillation/loss"] = statistics.mean(x.item() for x in distances)
+            report["distillation/loss"] = statistics.mean(distances)
         if student_mass:
             report["distillation/student_mass"] = statistics.mean(student_mass)
         reports.append(report)
@@ -112,24 +127,37 @@ def plain_distill(task, args, rounds):
 
 CASES = {
     "sampled": dict(loss_mode="sampled", temperature=0.8, rollout_is="token", rollout_is_threshold=1.02),
-    "sampled with a reward": dict(loss_mode="sampled", reward_coef=0.5, distillation_loss_coef=0.3),
+    "sampled with a reward": dict(
+        loss_mode="sampled", reward_coef=0.5, distillation_loss_coef=0.3, ppo_mini_batch_size=3, ppo_epochs=2
+    ),
     "forward": dict(loss_mode="forward_kl", distill_top_k=5, temperature=0.7, teacher_offload=True),
     "reverse": dict(loss_mode="reverse_kl", distill_top_k=1, reward_coef=0.1, rollout_is="token"),
-    "jsd": dict(loss_mode="jsd", jsd_beta=0.3, distill_top_k=8, reward_coef=1.0, distillation_loss_coef=2.0),
+    "jsd": dict(
+        loss_mode="jsd",
+        jsd_beta=0.3,
+        distill_top_k=8,
+        reward_coef=1.0,
+        distillation_loss_coef=2.0,
+        ppo_mini_batch_size=2,
+    ),
     "all tokens": dict(loss_mode="jsd", distill_top_k=-1, rollout_n=1, train_batch_size=3),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_what_plain_transformers_computes(case, distill, task, tiny_model, tmp_path, monkeypatch, in_double):
+def test_steps_are_what_plain_transformers_computes(
+    case, distill, task, tiny_model, tmp_path, sometimes, monkeypatch, in_double
+):
+    """Some responses have no score; the teacher judges them too."""
     rounds = []
     h.make_inexact(monkeypatch.setattr)
     h.record_rounds(rounds, monkeypatch.setattr)
     changes = dict(total_training_steps=2, lr=2e-3, grad_clip=0.5, ppo_max_token_len_per_gpu=120) | CASES[case]
-    changes |= dict(max_logprob_gap=1.0, ppo_mini_batch_size=changes.get("train_batch_size", 4))
+    changes = dict(ppo_mini_batch_size=changes.get("train_batch_size", 4)) | changes
+    changes |= dict(max_logprob_gap=1.0, custom_reward_function=sometimes)
     distill(**changes)
     args = train_distill.Args(**h.distill_settings(task, tmp_path, teacher_model=tiny_model, **changes))
-    weights, reports = plain_distill(task, args, rounds)
+    weights, reports = plain_distill(task, args, rounds, h.parity_sometimes)
     for line, report in zip(distill.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=1e-5)  # float32 log-probs
         coef = 0.0 if args.loss_mode == "sampled" else args.distillation_loss_coef
@@ -275,6 +303,7 @@ def test_a_server_that_cannot_be_the_teacher_is_refused_before_a_model_is_loaded
 
 MISTAKES = {
     "no mixture": (dict(loss_mode="jsd", jsd_beta=0.0), ["--jsd-beta 0.0", "forward_kl"]),
+    "no mixture either": (dict(loss_mode="jsd", jsd_beta=1.0), ["--jsd-beta 1.0", "reverse_kl"]),
     "no such mixture": (dict(jsd_beta=1.5), ["--jsd-beta 1.5", "within 0 and 1"]),
     "truncated": (dict(loss_mode="forward_kl", top_p=0.9), ["--loss-mode forward_kl", "--top-p"]),
     "warm server": (dict(teacher_url="http://x", temperature=0.5), ["--temperature 0.5", "server"]),
