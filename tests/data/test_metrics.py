@@ -272,6 +272,22 @@ def test_the_distance_of_policies_by_hand(world):
         assert result[name] == pytest.approx(value, rel=1e-5), name
 
 
+def test_ratios_of_policies_that_are_far_apart_are_cut(world):
+    means, mask = Means(world), torch.ones(1, 2)
+    means.between_policies(mask, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[-50.0, -30.0]]))
+    means.between_policies(mask, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[50.0, 30.0]]))
+    most, least, found = math.exp(20), math.exp(-20), means.reduce()
+    for name, value in {
+        "rollout/logprob_gap_max": 50.0,
+        "rollout_corr/rollout_is_max": most,
+        "rollout_corr/rollout_is_min": least,
+        "rollout_corr/rollout_is_mean": (most + least) / 2,
+        "rollout_corr/chi2_seq": (most + least) / 2 - 1,
+        "rollout_corr/ppl_ratio": (most + least) / 2,
+    }.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
 def test_the_distance_of_equal_policies_is_none(world):
     logp = torch.tensor([[-1.0, -2.0, -3.0]])
     means = Means(world)
@@ -298,10 +314,11 @@ def test_means_by_hand(world):
         torch.tensor([[1.0, 0.0]]), {"largest": torch.tensor([[3.0, 8.0]]), "below": torch.tensor([[-3.0, 8]])}
     )
     means.largest(
-        torch.tensor([[1.0, 1.0]]), {"largest": torch.tensor([[1.0, 2.0]]), "below": torch.tensor([[-3.0, -2]])}
+        torch.tensor([[1.0, 1.0]]),
+        {"largest": torch.tensor([[0.5, 1.0]]) * parameter, "below": torch.tensor([[-3.0, -2]])},
     )
     means.smallest(torch.tensor([[1.0, 0.0]]), {"smallest": torch.tensor([[3.0, -8.0]])})
-    means.smallest(torch.tensor([[1.0, 1.0]]), {"smallest": torch.tensor([[4.0, 2.0]])})
+    means.smallest(torch.tensor([[1.0, 1.0]]), {"smallest": torch.tensor([[2.0, 1.0]]) * parameter})
     assert means.reduce() == {
         "tokens": (2.0 + 4.0 + 8.0 + 6.0) / 4,  # each token alike, however many a micro-batch has
         "sequences": 5.0 / 4,
@@ -310,7 +327,8 @@ def test_means_by_hand(world):
         "below": 0.0,
         "smallest": 2.0,
     }
-    assert not any(x.requires_grad for x in means.sums.values())  # or every micro-batch's graph would stay alive
+    kept = [*means.sums.values(), *means.maxima.values(), *means.minima.values()]
+    assert not any(x.requires_grad for x in kept)  # or every micro-batch's graph would stay alive
 
 
 def test_means_of_nothing_are_zero(world):

@@ -80,6 +80,16 @@ def test_a_model_with_new_adapters_is_its_base_and_has_them_in_every_linear_laye
     a = [x for name, x in by_name.items() if "lora_A" in name]
     assert len({float(x.flatten()[0]) for x in a}) == len(a)  # no two alike
     assert all(x.abs().max() <= x.shape[1] ** -0.5 and x.abs().mean() > 0.3 * x.shape[1] ** -0.5 for x in a)
+    assert not any(x._forward_hooks for x in fresh.modules() if isinstance(x, lora.Adapted))  # those that watched
+
+
+def test_the_seed_of_the_run_decides_where_adapters_begin():
+    first, again, other = (AutoModelForCausalLM.from_config(TINY) for _ in range(3))
+    for model, seed in ((first, 3), (again, 3), (other, 4)):
+        lora.add(model, WithAdapters(), path="", seed=seed)
+    for name, x in first.named_parameters():
+        if "lora_A" in name:
+            assert torch.equal(x, again.get_parameter(name)) and not torch.equal(x, other.get_parameter(name))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "a state"])
@@ -234,6 +244,10 @@ def test_the_sum_is_taken_in_float32_before_it_is_rounded():
     parts = {"0.weight": torch.ones(1, 1).bfloat16(), "0.lora_A.weight": torch.full((2, 1), 0.003)}
     [(name, x)] = lora.merged(model, [*parts.items(), ("0.lora_B.weight", torch.ones(1, 2))])
     assert (name, x.dtype, x.item()) == ("0.weight", torch.bfloat16, 1.0078125)
+    # -1 and 1 + 2 ** -9, which bfloat16 would make 1
+    parts = [("0.weight", -parts["0.weight"]), ("0.lora_A.weight", torch.tensor([[1 + 2**-9], [0.0]]))]
+    [(_, x)] = lora.merged(model, [*parts, ("0.lora_B.weight", torch.ones(1, 2))])
+    assert x.item() == 2**-9
 
 
 @pytest.mark.parametrize("lost", ["all", "half", "one"])
@@ -261,6 +275,9 @@ def test_the_hash_of_a_base_is_of_names_and_values(tiny_model, world):
     with torch.no_grad():
         model.model.norm.weight[3] -= 2**-7
     assert changed != first == lora.hash_of(model)
+    layer = torch.nn.Linear(2, 2)
+    names = [torch.nn.ModuleDict({name: layer}) for name in "aab"]
+    assert len({lora.hash_of(x) for x in names}) == 2
 
 
 TINY = Qwen2Config(**families.SIZES)

@@ -50,6 +50,8 @@ def plan(monkeypatch):
 
     def run(engine, names=("actor", "critic"), stepped=(), others=1, **arguments):
         trained = {name: (model := weights(6), torch.optim.AdamW(model.parameters())) for name in names}
+        if "reference" in trained:  # one that the run changes
+            trained["reference"] = trained["reference"][0].requires_grad_(False), None
         for model, optimizer in (trained[name] for name in stepped):  # as a resumed run has it: 12 GiB of moments
             model.weight.grad = torch.zeros_like(model.weight)
             optimizer.step()
@@ -57,7 +59,9 @@ def plan(monkeypatch):
             optimizer.state[model.weight].pop("step")
         if arguments.pop("lora", False):
             trained["actor"][0].lora = "adapters"
-        in_use = 0 if arguments.get("param_offload") else 6 * len(names) + 12 * len(stepped)
+            trained["actor"][0].frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        moments = 0 if arguments.get("optimizer_offload") else 12 * len(stepped)
+        in_use = 0 if arguments.get("param_offload") else 6 * len(names) + moments
         counts = dict(
             empty_cache=lambda: None,
             reset_peak_memory_stats=lambda: None,
@@ -74,7 +78,9 @@ def plan(monkeypatch):
         monkeypatch.setattr(memory, "token_logprobs", logprobs)
         ranks = Ranks(0, 1, torch.device("cuda"), torch.bfloat16, data_rank=0, data_size=1, group=None, data_group=None)
         sizes = dict(max_tokens=8, max_length=8, engine_memory=engine * UNIT)
-        return memory.rehearse(trained, **sizes, ranks=ranks, **arguments)
+        found = memory.rehearse(trained, **sizes, ranks=ranks, **arguments)
+        assert all(x.grad is None for x in trained["actor"][0].parameters())  # nothing is left of the rehearsal
+        return found
 
     return run
 
@@ -89,6 +95,19 @@ def test_the_plan_adds_up_what_is_on_the_device(plan):
     )
     assert plan(40).endswith(both + "77.0" + end)
     assert plan(40, offloaded=("critic",)).endswith(both + "59.0" + end)
+    assert "weights 12.0, AdamW 12.0, gradients 6.0, " in plan(40, ("actor", "reference"))
+    assert "47.0 of 80.0 while training, 71.0" in plan(40, ("actor",), others=13)
+
+
+def test_only_what_learns_has_a_gradient_in_the_rehearsal(plan):
+    seen = {}
+
+    def logprobs(model, batch):
+        seen.update({name: x.grad is not None for name, x in model.named_parameters()})
+        return model.weight.sum(), model.weight.sum()
+
+    plan(40, ("actor",), lora=True, logprobs=logprobs)
+    assert seen == {"weight": True, "frozen": False}
 
 
 def test_the_plan_counts_moments_on_the_host_a_piece_at_a_time(plan):
@@ -110,6 +129,7 @@ def test_a_resumed_run_needs_what_a_new_one_does(plan):
     assert plan(40, stepped=("critic",)) == plan(40, stepped=("actor", "critic")) == new
     for names in (("critic",), ("actor", "critic")):
         assert plan(40, stepped=names, offloaded=("critic",)) == plan(40, offloaded=("critic",))
+        assert plan(40, stepped=names, optimizer_offload=True) == plan(40, optimizer_offload=True)
 
 
 def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
@@ -119,6 +139,9 @@ def test_the_plan_refuses_what_does_not_fit_beside_the_engine(plan):
     with pytest.raises(RuntimeError, match=" 81.0 while generating"):  # such as a reference, or what NCCL has
         plan(43, others=2)
     assert plan(61, offloaded=("critic",))
+    assert "80.0 of 80.0 while training" in plan(1, ("actor",), others=46)
+    with pytest.raises(RuntimeError, match="81.0 of 80.0 while training, .* does not fit: lower --ppo-max-token-len"):
+        plan(1, ("actor",), others=47)
 
 
 def test_the_plan_refuses_a_teacher_that_does_not_fit_beside_the_policy_and_its_moments(plan):

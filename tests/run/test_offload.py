@@ -69,7 +69,9 @@ def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task)
             x.grad = torch.ones_like(x)
         optimizer.step()
         moments = [x for state in optimizer.state.values() for kind, x in state.items() if kind != "step"]
-        assert all(isinstance(x, DTensor) for x in moments) and len(moments) == 2 * len(list(policy.parameters()))
+        assert all(isinstance(x, DTensor) and not x.requires_grad for x in moments) and len(moments) == 2 * len(
+            list(policy.parameters())
+        )
         seen.append([x.to_local().data_ptr() for x in moments])
     assert seen[0] == seen[1] == seen[2]
     first, state = next(iter(optimizer.state.items()))
@@ -129,6 +131,8 @@ def test_a_piece_is_no_larger_than_said_unless_it_is_one_parameter(monkeypatch):
     assert sharding.moment_pieces([empty, empty]) == [[empty, empty]] and not len(
         sharding._pinned([empty], torch.device("cpu"))[0]
     )
+    _, behind = sharding._pinned([torch.zeros(1).bfloat16(), torch.zeros(3)], torch.device("cpu"))
+    assert behind.data_ptr() % 64 == 0 and behind.shape == (3,)
     assert sharding.moment_bytes_in_step(parameters[:2]) == 80 and sharding.moment_bytes_in_step([]) == 0
 
 
