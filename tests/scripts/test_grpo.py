@@ -20,6 +20,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl.engines import hf
+from rl.rollout import fold
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -91,7 +92,10 @@ def plain_grpo(task, args, rounds, score):
                     ratio, advantage = (logp - x["old"]).exp(), torch.tensor(x["A"])
                     bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
                     surrogate, kl = h.surrogate(ratio, advantage, *bounds), ratio * k3(logp, x["ref"])
-                    surrogate = surrogate * h.weight_by_hand(args, x["old"], x["engine"])
+                    moved = (x["engine"] - logp.detach()).mean().item()
+                    weight = h.weight_by_hand(args, x["old"], x["engine"])
+                    weight = weight * (advantage >= 0 or moved <= args.off_policy_mask_threshold)
+                    surrogate = surrogate * weight
                     sums["actor/pg_loss"] += surrogate.sum() / count
                     sums["actor/kl_loss"] += kl.sum() / count
                     whole = surrogate - args.entropy_coeff * entropy + args.kl_loss_coef * kl
@@ -106,6 +110,7 @@ def plain_grpo(task, args, rounds, score):
                         "actor/ppo_kl": x["old"] - logp,
                         "rollout/logprob_gap_mean": gap.abs(),
                         "rollout_corr/kl": gap,
+                        "rollout_corr/weight_mean": weight,
                         "training/rollout_probs_diff_mean": (x["engine"].exp() - x["old"].exp()).abs(),
                     }
                     tokens.append({name: value.detach() for name, value in for_each_token.items()})
@@ -149,6 +154,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         entropy_coeff=0.05,
         rollout_is="token",
         rollout_is_threshold=1.02,
+        off_policy_mask_threshold=0.02,
         max_logprob_gap=1.0,
         clip_ratio_high=0.1,
         clip_ratio_c=1.25,
@@ -167,6 +173,24 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
     assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 3
     assert reports[-1]["actor/kl_loss"] > 1e-3 and any(0 < report["reward/none_frac"] < 1 for report in reports)
     assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_dapo"])
+def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monkeypatch):
+    module, settings_of, _ = RETURNING[script]
+    seeds = []
+
+    def sample(*a, seed, original=module.sample_groups, **kw):
+        seeds.append(seed)
+        return original(*a, seed=seed, **kw)
+
+    monkeypatch.setattr(module, "sample_groups", sample)
+    for rank in (0, 1):
+        monkeypatch.setattr(hf.Engine, "first_rank", property(lambda engine, rank=rank: rank, lambda *_: None), False)
+        settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)
+        settings = {k: x for k, x in settings.items() if k in module.Args.__dataclass_fields__}
+        module.main(module.Args(**settings))
+    assert seeds == [fold(5, step, rank) for rank in (0, 1) for step in (0, 1)] and len(set(seeds)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

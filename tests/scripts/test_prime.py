@@ -249,19 +249,21 @@ def test_two_ranks_learn_what_one_does(prime, task, tmp_path, monkeypatch, in_do
 
 
 def test_prompts_with_a_cut_response_come_last(prime, monkeypatch):
-    """All but a few responses are cut at two tokens: with the filter the prompts without such a one are taken first."""
+    """Many responses are cut at four tokens: with the filter the prompts without such a one are taken first."""
     rounds = []
     h.record_rounds(rounds, monkeypatch.setattr)
-    settings = dict(max_response_length=2, gen_batch_size=16, total_training_steps=1, rollout_n=2, train_batch_size=2)
-    settings |= dict(ppo_mini_batch_size=2, accuracy_lower_bound=0.0, accuracy_upper_bound=1.0)
+    settings = dict(max_response_length=4, gen_batch_size=16, total_training_steps=1, rollout_n=2)
+    settings |= dict(accuracy_lower_bound=0.0, accuracy_upper_bound=1.0)
     prime(**settings)
     prime(**settings, filter_truncate=True)
-    tokens = [line["perf/total_num_tokens"] for run in (1, 2) for line in prime.lines(run)]
-    assert prime.lines(1)[0]["response_length/clip_ratio"] > 0.5
-    by_cut = sorted(rounds[1], key=lambda x: any(c.finish_reason == "length" for c in x[1]))
-    for found, groups in zip(tokens, (rounds[0], by_cut), strict=True):
-        assert found == sum(len(prompt) + len(c.token_ids) for prompt, group in groups[:2] for c in group)
-    assert any(len({c.finish_reason for c in group}) == 2 for _, group in rounds[1]) and tokens[1] < tokens[0]
+
+    def tokens_of(groups):
+        return sum(len(prompt) + len(c.token_ids) for prompt, group in groups[:4] for c in group)
+
+    found = [line["perf/total_num_tokens"] for run in (1, 2) for line in prime.lines(run)]
+    cut = [[c.finish_reason == "length" for c in group] for _, group in rounds[1]]
+    by = [[g for _, g in sorted(enumerate(rounds[1]), key=lambda x, f=f: f(cut[x[0]]))] for f in (any, all)]
+    assert found == [tokens_of(rounds[0]), tokens_of(by[0])] and len({*found, tokens_of(by[1])}) == 3
 
 
 MISTAKES = {
