@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl import engines, flags
-from rl.data import check_context, encode_prompts, load_tokenizer, read_prompts, sampling_of
+from rl.data import check_context, check_heads, encode_prompts, load_tokenizer, read_prompts, sampling_of
 from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK
 from rl.metrics import accuracy, final_answer, majority_vote, of_scoring, pass_at_k
 from rl.ranks import init_ranks, shutdown_ranks
@@ -66,6 +66,7 @@ def main(args: Args) -> dict[str, float]:
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
     rows_by_index = {row["row_index"]: row for row in rows}
     check_context(args.model, args.max_prompt_length + args.max_response_length)
+    check_heads(args.model, args.tensor_model_parallel_size)
     scorer = make_scorer(args, tokenizer, rows)
     ranks = init_ranks()
     engine = engines.make(args, ranks, load_weights=True)

@@ -72,6 +72,18 @@ def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + -
         raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
 
 
+def check_heads(model: str, size: int) -> None:
+    """Raise ValueError, from the config alone, if an engine cannot deal the model's attention heads out over `size`
+    GPUs, as --tensor-model-parallel-size asks.
+    """
+    heads = AutoConfig.from_pretrained(model).get_text_config().to_dict().get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {size} does not divide the {heads} attention heads of {model}; choose a "
+            "divisor of that number"
+        )
+
+
 def check_trainable(
     model: str,
     tokens: int,
@@ -135,6 +147,7 @@ def load_prompts(args: Any, *, pairs: bool = False) -> tuple[PreTrainedTokenizer
     val_rows = encode_prompts(tokenizer, read_prompts(args, args.val_files), **limits) if evaluates else []
     prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
     check_trainable(args.model, args.max_prompt_length + args.max_response_length)
+    check_heads(args.model, args.tensor_model_parallel_size)
     return tokenizer, train_rows, val_rows
 
 

@@ -34,7 +34,7 @@ PARTS = ("lora_A", "lora_B")
 class LoRA:
     """LoRA: train small matrices beside frozen weights"""
 
-    lora_rank: Count = 0  # train adapters of this rank, with about ten times the --lr; 0: train the weights themselves
+    lora_rank: Count = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
     lora_alpha: AtLeast1 = 32  # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)

@@ -986,6 +986,10 @@ GRPO_MISTAKES = {
         lambda f: dict(tensor_model_parallel_size=2),
         ["--tensor-model-parallel-size 2", "--engine vllm"],
     ),
+    "heads": (
+        lambda f: dict(tensor_model_parallel_size=2, engine="vllm"),
+        ["--tensor-model-parallel-size 2", "the 3 attention heads of", "choose a divisor"],
+    ),
     "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
     "seed": (lambda f: dict(seed=-1), ["--seed -1", "0 or more"]),
     "reward weight": (
@@ -1056,6 +1060,10 @@ EVAL_MISTAKES = {
     "reward name": (lambda f: dict(custom_reward_function=("rewards/gsm8k.py:grade",)), ["has no function 'grade'"]),
     "reward workers": (lambda f: dict(reward_workers=0), ["--reward-workers 0 must be at least 1"]),
     "tensor parallel": (lambda f: dict(tensor_model_parallel_size=2), ["--tensor-model-parallel-size 2"]),
+    "heads": (
+        lambda f: dict(tensor_model_parallel_size=2, engine="vllm"),
+        ["parallel-size 2", "the 3 attention heads"],
+    ),
 }
 
 
