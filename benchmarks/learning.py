@@ -319,7 +319,7 @@ def last_error(log: Path) -> str:
 
 
 def end_on_sigterm() -> None:
-    """Make SIGTERM an exception, so that run_all ends what it has started."""
+    """Make SIGTERM an exception, so that `prepare` and `run_all` end what they have started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -475,11 +475,11 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
     # One thread: on a model this small two are hardly faster, and far slower when anything else runs on the machine.
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    end_on_sigterm()
     model = prepare(args)
     jobs = jobs_of(args, model, [name for name in NAMES if not args.only or name in args.only], args.seeds)
     done = [job for job in jobs if (x := result(job)) and x["error"] is None]
     print(f"{len(jobs)} runs, {len(done)} of them finished", flush=True)
-    end_on_sigterm()
     run_all([job for job in jobs if job not in done], args.jobs, args.timeout)
     seeds = sorted({int(path.name.removeprefix("seed_")) for path in args.work_dir.glob(f"{args.setting}/*/seed_*")})
     found = [x for job in jobs_of(args, model, NAMES, seeds) if (x := result(job))]

@@ -207,8 +207,8 @@ def main(args: Args) -> list[dict]:
     if not easy.exists():
         raise FileNotFoundError(f"{easy}: no such file; make it with benchmarks/learning.py --only grpo")
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    learning.prepare(learning.Args(work_dir=args.work_dir))
     learning.end_on_sigterm()
+    learning.prepare(learning.Args(work_dir=args.work_dir))
     jobs = make_jobs(args)
     learning.run_all([j for j in jobs if not (x := learning.result(j)) or x["error"]], args.jobs, args.timeout)
     everything = make_jobs(dataclasses.replace(args, only=tuple(VARIANTS)))

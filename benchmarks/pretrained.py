@@ -194,7 +194,7 @@ def prepare(args: Args) -> str:
             raise RuntimeError(f"{made} names other commands than TASKS[{args.task!r}]; delete {folder} or change it")
         return checkpoint
     folder.mkdir(parents=True, exist_ok=True)
-    if not (base / "config.json").exists():
+    if not (base / "tokenizer.json").exists():  # written last
         run(f"data/smollm2.py --output-dir {base}", folder / "smollm2.log", args.gpus[0])
     run(data, folder / "data.log", args.gpus[0], HF_HUB_OFFLINE="0")  # GSM8K may have to come from the hub
     run(sft, folder / "sft.log", args.gpus[0])
@@ -322,7 +322,7 @@ def main(args: Args) -> list[dict]:
         raise ValueError(f"--only {' '.join(unknown)}: unknown; choose from {', '.join(NAMES)}")
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if not args.report_only:
-        learning.end_on_sigterm()  # and with this process what it has started
+        learning.end_on_sigterm()
         model = prepare(args)
         jobs = [job for job in jobs_of(args, model) if not (x := learning.result(job)) or x["error"]]
         with ThreadPoolExecutor(1) as pool:  # measures beside the runs

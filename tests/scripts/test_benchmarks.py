@@ -519,7 +519,7 @@ def test_what_pretrained_prepares_may_use_the_hub_and_ends_with_it(tmp_path):
     source.mkdir()
     base.mkdir()
     os.mkfifo(source / "train.jsonl")
-    (base / "config.json").write_text("{}")  # the model is there
+    (base / "tokenizer.json").write_text("{}")  # the model is there
     process = launch.start("benchmarks/pretrained.py", "--gsm8k", source, "--work-dir", tmp_path)
 
     def end_of_pipe():
