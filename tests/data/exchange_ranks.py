@@ -137,7 +137,11 @@ def collectives(ranks: Ranks) -> dict:
     received = ranks.send(parcels, [6 * sender * me for sender in range(size)])
     third = torch.full((5,), 0.1)  # of which the last rank has none
     nothing = torch.zeros(2, 3)
+    # Rank 0 has three equal numbers, any other a single larger one, which it would have to give up if ties decided.
+    some = torch.full((1, 3), 3.0 if me else 1.0), torch.tensor([[True, me == 0, me == 0]])
+    ties = torch.tensor([[0.9, 0.8, 0.7]]) - (0.5 + me / 100) * (me > 0)
     return {
+        "largest": choice.largest(*some, size, ranks, ties=ties),
         "received": received,
         "nothing sent": ranks.send([b""] * size, [0] * size),
         "slices": [ranks.own_slice(list(range(n))) for n in (0, 1, 3, 8, 11)],

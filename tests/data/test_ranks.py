@@ -277,6 +277,10 @@ def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(ranks,
     assert found == {**expected, "uncertain": {(i, t) for i, t in uncertain if advantage[i]}}
 
 
+def test_the_largest_of_all_ranks_are_taken_before_equal_ones_are_drawn(ranks):
+    assert all(rank["largest"].tolist() == [[True, False, False]] for rank in ranks)
+
+
 # --- collectives
 
 

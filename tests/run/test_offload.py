@@ -16,6 +16,7 @@ import sft
 import train_ppo
 from rl import models, sharding
 from rl.ranks import init_ranks
+from rl.run import run
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -28,8 +29,11 @@ def end_of(folder, step):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, lora_rank):
+def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypatch, lora_rank):
     """Several micro-batches an update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
+    moved = []
+    noted = lambda model, *rest: moved.append(type(model).__name__) or sharding.offload(model, *rest)  # noqa: E731
+    monkeypatch.setattr(run, "offload", noted)
     settings = dict(
         lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
     )
@@ -40,10 +44,12 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, lora_ran
         return tmp_path / name
 
     expected = end_of(train("plain"), 2)
+    assert not moved
     for name, flags in OFFLOADS.items():
         train(name, critic_offload=True, total_training_steps=1, **flags)
         for one, two in zip(end_of(train(name, critic_offload=True, **flags), 2), expected, strict=True):
             assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
+    assert set(moved) == {"FSDPQwen2ForSequenceClassification"}
 
 
 def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
