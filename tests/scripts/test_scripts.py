@@ -35,6 +35,7 @@ import train_reward
 from rl import flags, models, sharding
 from rl.engines import hf
 from rl.ranks import Ranks
+from rl.rollout import fold
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -306,13 +307,17 @@ def test_only_the_most_uncertain_tokens_teach(grpo, monkeypatch):
 
     monkeypatch.setattr(train_grpo, "select", record)
     entropies = []
-    fixed = train_grpo.fixed_entropies
-    monkeypatch.setattr(
-        train_grpo, "fixed_entropies", lambda *args, **kw: entropies.append(fixed(*args, **kw)) or entropies[-1]
-    )
-    one = grpo(top_entropy_quantile=0.2, total_training_steps=1, adv_estimator="dr_grpo")
-    few = grpo(top_entropy_quantile=0.2, total_training_steps=1, adv_estimator="dr_grpo", ppo_max_token_len_per_gpu=44)
-    whole = grpo(total_training_steps=1, adv_estimator="dr_grpo")
+
+    def entropies_of(*args, sampling, fixed=train_grpo.fixed_entropies):
+        assert sampling.temperature == 0.7  # that of the policy that is trained
+        entropies.append(fixed(*args, sampling=sampling))
+        return entropies[-1]
+
+    monkeypatch.setattr(train_grpo, "fixed_entropies", entropies_of)
+    settings = dict(total_training_steps=1, adv_estimator="dr_grpo", temperature=0.7)
+    one = grpo(top_entropy_quantile=0.2, **settings)
+    few = grpo(top_entropy_quantile=0.2, **settings, ppo_max_token_len_per_gpu=44)
+    whole = grpo(**settings)
     assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
     assert 0 < one["actor/grad_norm"] != pytest.approx(whole["actor/grad_norm"], rel=1e-2)
     batch, entropy, mask = seen[0], entropies[0], seen[0].response_mask.bool()
@@ -332,7 +337,9 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mod
     """In any micro-batches, with one update a step too, where `kl_cov` is the plain policy gradient."""
     seen = []
 
-    def record(args, mode, batch, updates, *rest, choose=train_grpo.choice.choose, **options):
+    def record(args, mode, batch, updates, *rest, seed, choose=train_grpo.choice.choose, **options):
+        assert seed == fold(args.seed, 0)  # of run and step
+        options["seed"] = seed
         seen.append((choose(args, mode, batch, updates, *rest, **options), updates))
         return seen[-1][0]
 
