@@ -520,14 +520,14 @@ def in_double(monkeypatch):
 
 def test_two_steps_are_what_plain_transformers_computes(run, task, tmp_path, in_double):
     settings = dict(grad_clip=0.5, weight_decay=0.1, lr_scheduler_type="constant", seed=3, total_training_steps=2)
-    metrics = run("run", **settings)
+    metrics = run("run", **settings, beta2=0.9)
 
     head = load_packed(task["model"], head_seed=3).score.weight.detach()
     model = AutoModelForSequenceClassification.from_pretrained(task["model"], num_labels=1, dtype=torch.float64)
     model.score.weight.data, model.config.pad_token_id = head, None
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     rows = pq.read_table(task["train_files"][0]).to_pylist()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.9), weight_decay=0.1)
     for step in range(2):
         gaps = []
         for row in prompts_for_step(rows, step, 16, 3):
@@ -580,7 +580,7 @@ def test_training_goes_on_from_a_reward_model(trained, run):
 
 def test_overlong_pairs_are_refused_or_dropped(run, task, tmp_path, capsys):
     rows = pq.read_table(task["train_files"][0]).to_pylist()[:20]
-    rows[7]["rejected"] = "y" * 60
+    rows[7]["rejected"], rows[8]["rejected"] = "y" * 60, "y" * 36  # 88 tokens, and exactly 64
     settings = dict(train_files=(write_rows(tmp_path / "rows.parquet", rows),), train_batch_size=19)
     words = r"row 7: has 88 tokens, over --max-length 64; raise it or add --filter-overlong"
     with pytest.raises(ValueError, match=words):

@@ -462,6 +462,8 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
     assert sevens > 0 < eights
     assert paid == pytest.approx([eights, eights + sevens / 2, 0])
     assert "4 prompts x 4 responses and 4 update(s) a step" in capsys.readouterr().out
+    dapo(**settings | dict(train_batch_size=6, rollout_n=1))
+    assert "6 prompts x 1 responses and 3 update(s) a step" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

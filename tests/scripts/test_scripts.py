@@ -33,6 +33,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl import flags, models, sharding
+from rl.data import encode_sft, read_sft_rows
 from rl.engines import hf
 from rl.ranks import Ranks
 from rl.rollout import fold
@@ -894,6 +895,15 @@ def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_doub
         assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
         final = [h.weights(tmp_path / folder / "global_step_4") for folder in ("base", name)]
         assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
+
+
+def test_sft_takes_other_rows_in_every_step_and_those_of_the_full_length(task, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    longest = max(len(encode_sft(tokenizer, row)[0]) for row in read_sft_rows((task.sft,)))
+    settings = dict(max_length=longest, filter_overlong=True, lr=0.0, total_training_steps=3, train_batch_size=64)
+    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", **settings)))
+    assert len({x["train/loss"] for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl")}) == 3
+    assert "dropped" not in capsys.readouterr().out
 
 
 def test_sft_drops_overlong_rows_when_told_to(task, tmp_path, capsys):
