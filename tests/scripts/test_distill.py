@@ -89,6 +89,7 @@ def plain_distill(task, args, rounds, score):
                 )
                 sequences.append(x)
         gaps, norms, distances, student_mass = torch.cat([x["gap"] for x in sequences]), [], [], []
+        entropies = []
         size = args.ppo_mini_batch_size * args.rollout_n
         for start in [*range(0, len(sequences), size)] * args.ppo_epochs:
             mini, loss = sequences[start : start + size], 0.0
@@ -96,6 +97,7 @@ def plain_distill(task, args, rounds, score):
             for x in mini:
                 mine = log_probs(model, x["prompt"], x["ids"], args.temperature)
                 ratio = (mine[x["places"]] - x["old"]).exp()
+                entropies += (-(mine.exp() * mine).sum(-1)).tolist()
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
                 weight = h.weight_by_hand(args, x["old"], x["engine"])
                 loss = loss + (h.surrogate(ratio, x["A"], *bounds) * weight).sum() / count
@@ -117,6 +119,7 @@ def plain_distill(task, args, rounds, score):
             optimizer.zero_grad()
             distances += [statistics.mean(x.item() for x in own)] if own else []
         report = {"distillation/kl": gaps.mean().item(), "actor/grad_norm": statistics.mean(norms)}
+        report["actor/entropy"] = statistics.mean(entropies)
         if distances:
             report["distillation/loss"] = statistics.mean(distances)
         if student_mass:
@@ -229,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(body)
         if self.server.failures:
             self.server.failures -= 1
-            return self.send_error(503)
+            return self.send_error(500)
         if body["model"] != "the-teacher":
             return self.send_error(404, "there is no such model")
         if self.path == "/tokenize":
@@ -270,7 +273,7 @@ def server(tiny_model):
 def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
     distill(loss_mode=mode)
     monkeypatch.setattr(teacher, "load_causal_lm", None)  # nothing is loaded
-    server.failures = 1
+    server.failures = 2  # the third attempt is the last one
     monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
     distill(loss_mode=mode, teacher_url=f"{server.url}/v1", teacher_model="the-teacher")
     for line, expected in zip(h.timeless(distill.lines(2)), h.timeless(distill.lines(1)), strict=True):
@@ -357,7 +360,7 @@ def test_probability_that_a_teacher_gives_to_padding_is_that_of_no_token(distill
     """The student with 16 more rows, likely ones, is a teacher that agrees with it on every token."""
     padded = with_rows(tiny_model, 96, tmp_path / "padded")
     changes = dict(model=tiny_model, teacher_model=padded, total_training_steps=1)
-    for k in (-1, 8):
+    for k in (-1, 8, 200):  # more than there are: all
         distill(loss_mode="forward_kl", distill_top_k=k, **changes)
         line = distill.lines(distill.count)[0]
         assert abs(line["distillation/kl"]) < 1e-5 and abs(line["distillation/loss"]) < 1e-5
