@@ -1,6 +1,8 @@
 import copy
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import launch
 import pytest
@@ -31,7 +33,7 @@ from workers.shared import group_batch
 from rl import logprobs
 from rl.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.batching import collate
-from rl.logprobs import add_packed_forward, fixed_logprobs, token_logprobs
+from rl.logprobs import add_packed_forward, fixed_logprobs, response_collisions, token_logprobs, truncation
 from rl.models import load_causal_lm
 from rl.types import Sample, Sampling, select
 
@@ -420,3 +422,26 @@ def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, tmp_path):
     assert results["graph_breaks"] == 0 and results["graphs"] == [2, 2, 2, 2]
     # Lengths 8 and 12 with a prompt of 3: 17 tokens, 20 keys, 2 + 1 borders, the longest 12, 14 of responses; no width.
     assert results["variable"] == [[3, 12, 17, 20], [14]]
+
+
+def test_what_is_left_out_leaves_less_for_the_next_rule():
+    """Of the tokens that min_p keeps, those that top_k keeps, and of these the share top_p."""
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]], dtype=torch.float64).log()
+    assert truncation(logits, 4, 1.0, 0.5).exp().item() == pytest.approx(0.25)  # half of the likeliest, above the 4th
+    assert truncation(logits, 3, 1.0, 0.01).exp().item() == pytest.approx(0.1)
+    assert 0.3 < truncation(logits, -1, 0.6, 0.5).exp().item() <= 0.5  # 0.6 of 0.8 is less than the likeliest has
+    assert 0.1 < truncation(logits, -1, 0.6, 0.0).exp().item() <= 0.3
+
+
+@pytest.mark.parametrize("top_k", [-1, 3])
+def test_the_chance_that_two_draws_agree_is_that_of_the_truncated_distribution(top_k):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (5, 6))
+    head = SimpleNamespace(weight=weight)
+    model = SimpleNamespace(packed=SimpleNamespace(own_head=False), get_output_embeddings=lambda: head)
+    [found] = response_collisions(model, hidden, None, Sampling(temperature=0.7, top_k=top_k))
+    expected = []
+    for logits in (hidden @ weight.T / 0.7).tolist():
+        kept = sorted(map(math.exp, logits), reverse=True)[: 6 if top_k < 0 else top_k]
+        expected.append(sum((x / sum(kept)) ** 2 for x in kept))
+    assert found.tolist() == pytest.approx(expected)
