@@ -181,10 +181,10 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
     tokenizer = AutoTokenizer.from_pretrained(judge)
     lengths = [len(tokenizer(text)["input_ids"]) for text in RENDERED]
     assert lengths == [7, 42, 28]
-    limits = dict(max_length=20, max_tokens_per_gpu=100, ranks=ranks_without_group(dtype=torch.float64))
+    limits = dict(max_length=28, max_tokens_per_gpu=100, ranks=ranks_without_group(dtype=torch.float64))
     scores = reward_model.score_conversations(packed, tokenizer, worker.PROMPTS, worker.RESPONSES, **limits)
-    assert scores == pytest.approx(rendered_scores(judge, last=20), abs=1e-6)
-    assert "2 of 3 conversations have more than 20 tokens" in capsys.readouterr().err
+    assert scores == pytest.approx(rendered_scores(judge, last=28), abs=1e-6)
+    assert "1 of 3 conversations have more than 28 tokens" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,15 +326,30 @@ def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loa
     reward_model.open_reward_model(str(tmp_path / "plain"), {"prompt": "1+1=", "row_index": 7}, 64)
 
 
-def test_a_learned_score_that_is_not_finite_is_none(judge, monkeypatch, capsys):
-    learned = [0.5, math.nan, math.inf, 2.0]
+def add_learned(judge, monkeypatch, learned, scores, *, alone):
+    """`add_scores` where the model, of weight 2, has given `learned`."""
     monkeypatch.setattr(reward_model, "score_conversations", lambda *_, **__: learned)
-    samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * 4
-    scores = [Score("x", value, {}, "ok" if value is not None else "none", 0.0) for value in (1.0, 1.0, 1.0, None)]
+    samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * len(scores)
     rest = dict(coef=2.0, max_length=8, max_tokens_per_gpu=8, ranks=ranks_without_group())
     learned_reward = RewardModel(load_packed(judge, torch.float32), None, **rest)
-    rows = [{"row_index": 0, "prompt": "p"}]
-    got = reward_model.add_scores(*learned_reward, rows, samples, scores, alone=False)
+    return reward_model.add_scores(*learned_reward, [{"row_index": 0, "prompt": "p"}], samples, scores, alone=alone)
+
+
+def test_the_accuracy_stays_that_of_the_functions_beside_a_reward_model(judge, monkeypatch):
+    scores = [Score("x", 1.0, components, "ok", 0.0) for components in ({}, {"acc": 0.25, "style": 3.0})]
+    beside = add_learned(judge, monkeypatch, [0.5, -0.5], scores, alone=False)
+    assert [x.value for x in beside] == [2.0, 0.0]
+    assert [x.components for x in beside] == [
+        {"acc": 1.0, "reward_model": 0.5},
+        {"acc": 0.25, "style": 3.0, "reward_model": -0.5},
+    ]
+    [alone, _] = add_learned(judge, monkeypatch, [0.5, -0.5], scores, alone=True)
+    assert alone.components == {"reward_model": 0.5}  # the accuracy is the score, there is no other
+
+
+def test_a_learned_score_that_is_not_finite_is_none(judge, monkeypatch, capsys):
+    scores = [Score("x", value, {}, "ok" if value is not None else "none", 0.0) for value in (1.0, 1.0, 1.0, None)]
+    got = add_learned(judge, monkeypatch, [0.5, math.nan, math.inf, 2.0], scores, alone=False)
     assert [x.value for x in got] == [2.0, None, None, None]
     assert [x.status for x in got] == ["ok", "error", "error", "none"]
     assert "gave NaN or infinity for 2 of 4 responses" in capsys.readouterr().err
