@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 
 import helpers_scripts as h
-import launch
 import pytest
 import torch
 from helpers_engines import public_path
@@ -13,19 +12,10 @@ from torch import nn
 from rl.engines import hf, vllm
 from rl.engines.base import Engine
 from rl.models import load_causal_lm
-from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sharding import shard
 
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 MAX_MODEL_LEN = 320
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Ranks]:
-    """A process group of one rank on the CPU, for as long as the engines live."""
-    yield init_ranks()
-    shutdown_ranks()
-    launch.forget_rank()
 
 
 @pytest.fixture(scope="module")
