@@ -183,11 +183,12 @@ def prepare(args: Args) -> str:
     """
     task, folder = TASKS[args.task], args.work_dir / args.task
     base, checkpoint = args.work_dir / "smollm2", f"{folder}/sft/global_step_{task.sft_steps}/huggingface"
-    commands = data, sft = [
-        f"{task.data.format(gsm8k=args.gsm8k)} --output-dir {folder}/data",
+    data = f"{task.data.format(gsm8k=args.gsm8k)} --output-dir {folder}/data"
+    sft = (
         f"sft.py --model {base} --train-files {folder}/data/sft.parquet --default-local-dir {folder}/sft {task.sft} "
-        f"--total-training-steps {task.sft_steps}",
-    ]
+        f"--total-training-steps {task.sft_steps}"
+    )
+    commands = [data, sft]
     made = folder / "sft.json"  # written last
     if made.exists():
         if json.loads(made.read_text()) != commands:

@@ -86,7 +86,8 @@ class Means:
         ratio is that of tokens, without a cap, whatever --rollout-is says.
         """
         gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
-        ratio, count = (-gap).clamp(-20, 20).exp(), mask.sum(1)
+        log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
+        ratio = log_ratio.exp()
         whole = (-2 * gap.sum(1)).clamp(-20, 20).exp() - 1
         self.over_tokens(
             mask,
@@ -95,7 +96,7 @@ class Means:
                 "rollout/logprob_gap_mean": gap.abs(),
                 "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
                 "rollout_corr/kl": gap,
-                "rollout_corr/k3_kl": (-gap).clamp(-20, 20).expm1() + gap,
+                "rollout_corr/k3_kl": log_ratio.expm1() + gap,
                 "rollout_corr/rollout_is_mean": ratio,
                 "rollout_corr/chi2_token": ratio.square() - 1,
             },

@@ -317,11 +317,12 @@ def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[di
     )
     scorer.report = scorer.check(rows)
     known = scorer.components | ({"reward_model"} if learned else set())
-    metric = vars(args).get("filter_groups_metric", "score")
-    wanted = {"--gdpo-reward-keys": vars(args).get("gdpo_reward_keys", ())}
-    wanted |= {"--filter-groups-metric": () if metric == "score" else (metric,)}
+    wanted = {
+        "--gdpo-reward-keys": set(vars(args).get("gdpo_reward_keys", ())),
+        "--filter-groups-metric": {vars(args).get("filter_groups_metric", "score")} - {"score"},
+    }
     for flag, names in wanted.items():
-        if missing := sorted(set(names) - known):
+        if missing := sorted(names - known):
             scorer.close()
             found = ", ".join(sorted(known)) or "none"
             raise ValueError(
