@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Literal, NamedTuple
 
 import tyro
@@ -444,12 +445,16 @@ def curve(
 ) -> None:
     """Mean line and band from the lowest to the highest over the seeds; x is the mean over the seeds too.
 
+    Where some of the runs have ended, the line goes on dotted, over those that are left.
     `error`: how far the band goes beyond an accuracy.
     """
-    n = min(len(run["accuracy"]) for run in runs)
-    columns = [[run["accuracy"][i] for run in runs] for i in range(n)]
-    x = [sum(run[x_name][i] for run in runs) / len(runs) for i in range(n)]
-    axis.plot(x, [sum(c) / len(c) for c in columns], color=color, label=label, linewidth=1.3)
+    lengths = [len(run["accuracy"]) for run in runs]
+    left = [[run for run in runs if i < len(run["accuracy"])] for i in range(max(lengths))]
+    columns = [[run["accuracy"][i] for run in there] for i, there in enumerate(left)]
+    x = [mean(run[x_name][i] for run in there) for i, there in enumerate(left)]
+    y, n = [mean(c) for c in columns], min(lengths)
+    axis.plot(x[:n], y[:n], color=color, label=label, linewidth=1.3)
+    axis.plot(x[n - 1 :], y[n - 1 :], color=color, linewidth=1.3, linestyle="dotted")
     low, high = [min(a - error(a) for a in c) for c in columns], [max(a + error(a) for a in c) for c in columns]
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 

@@ -246,7 +246,7 @@ def table(results: list[dict], n: int) -> str:
 def plot(results: list[dict], title: str, n: int, path: Path) -> None:
     """A row a group of RUNS, with GRPO in each: accuracy against steps, responses and seconds, the mean over the seeds.
     A band goes from the lowest seed to the highest, with one standard error beyond each. A run whose result has no
-    train_seconds, because they compare with nothing, is in the first two only.
+    train_seconds, because they compare with nothing, is in the first two only; a third is drawn if any run has them.
     """
     import matplotlib
 
@@ -255,12 +255,12 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
 
     found = {x["name"] for x in results if len(x["accuracy"]) > 1}
     groups = learning.groups_found(RUNS, found)
-    figure, axes = plt.subplots(
-        len(groups), 3, figsize=(13, 3.4 * len(groups)), squeeze=False, sharey=True, layout="constrained"
-    )
+    keys = [key for key in ("steps", "responses", "train_seconds") if any(key in x for x in results)]
+    size = (13 * len(keys) / 3, 3.4 * len(groups))
+    figure, axes = plt.subplots(len(groups), len(keys), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for row, (group, names) in zip(axes, groups.items(), strict=True):
         shown = dict.fromkeys(["grpo", *names] if "grpo" in found else names)
-        for axis, key in zip(row, ("steps", "responses", "train_seconds"), strict=True):
+        for axis, key in zip(row, keys, strict=True):
             for i, name in enumerate(shown):
                 runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1 and key in x]
                 if runs:
@@ -271,7 +271,7 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
             axis.grid(alpha=0.3)
         row[0].set_title(group, loc="left")
         row[0].set_ylabel("held-out accuracy, greedy")
-        row[0].legend(loc="lower right", fontsize="small", title="run (seeds)")
+        row[0].legend(loc="best", fontsize="small", title="run (seeds)")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 

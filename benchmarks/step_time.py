@@ -170,21 +170,23 @@ def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> trai
 # --- what it is compared with
 
 
-def train_flops(config: PreTrainedConfig, *, tokens: float, response_tokens: float, sum_squares: float) -> float:
+def train_flops(
+    config: PreTrainedConfig, *, tokens: float, response_tokens: float, sum_squares: float, frozen: bool = False
+) -> float:
     """Floating-point operations of one forward and backward pass of a Qwen2-shaped model, nothing computed twice.
 
     `tokens` pass through the decoder layers, 2 a weight forward and 4 backward; `response_tokens` of them through the
-    LM head. Causal attention over a sequence of s tokens takes half of 12 * layers * width * s^2; `sum_squares` is
-    the sum of s^2. Norms, activations and the optimizer are left out, as usual for the utilisation of a GPU.
+    LM head. With LoRA the weights are `frozen` and have no gradients: 2 backward; its adapters are left out. Causal
+    attention over a sequence of s tokens takes half of 12 * layers * width * s^2; `sum_squares` is the sum of s^2.
+    Norms, activations and the optimizer are left out, as usual for the utilisation of a GPU.
     """
     c = config.get_text_config().to_dict()
     hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
     width = heads * (c.get("head_dim") or hidden // heads)
     kv_width = width * c["num_key_value_heads"] // heads
     layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * c["intermediate_size"]  # q o, k v, mlp
-    return (
-        6 * layers * layer * tokens + 6 * c["vocab_size"] * hidden * response_tokens + 6 * layers * width * sum_squares
-    )
+    products = layers * layer * tokens + c["vocab_size"] * hidden * response_tokens
+    return (4 if frozen else 6) * products + 6 * layers * width * sum_squares
 
 
 def matmul_peak(ranks: Ranks) -> float:
@@ -312,7 +314,7 @@ def summarize(
     for before, line, note in zip([None, *lines[:-1]], lines, notes, strict=True):
         response_tokens = line["response_length/mean"] * responses
         counts = dict(tokens=line["perf/total_num_tokens"], response_tokens=response_tokens)
-        flops = train.ppo_epochs * train_flops(config, **counts, sum_squares=note["sum_squares"])
+        counted = train_flops(config, **counts, sum_squares=note["sum_squares"], frozen=train.lora_rank > 0)
         steps.append(
             {name: value for name, value in line.items() if name.startswith(("timing_s/", "memory_gb/"))}
             | {
@@ -323,7 +325,7 @@ def summarize(
                 "gen_tokens_per_s": line["perf/gen_tokens_per_s"],
                 "tokens_per_s_per_gpu": line["perf/throughput"],
                 "update_tokens_per_s_per_gpu": counts["tokens"] / line["timing_s/update_actor"] / world_size,
-                "mfu": flops / line["timing_s/update_actor"] / (peak * world_size),
+                "mfu": train.ppo_epochs * counted / line["timing_s/update_actor"] / (peak * world_size),
                 "micro_batch_fill": note["micro_batch_fill"],
                 "logprob_gap_mean": line["rollout/logprob_gap_mean"],
             }

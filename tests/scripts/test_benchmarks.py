@@ -57,9 +57,12 @@ def test_train_flops_by_hand():
     config = Qwen2Config(**SHAPE, intermediate_size=16)
     # A layer has 8*8 (q) + 8*8 (o) + 2 * 8*4 (k, v) + 3 * 8*16 (mlp) = 576 weights: 6 * 2 * 576 * 10 = 69,120.
     # Head: 6 * 32 * 8 * 4 = 6,144. Attention over 6 and 4 tokens: 6 * 2 * 8 * (36 + 16) = 4,992.
-    assert step_time.train_flops(config, tokens=10, response_tokens=4, sum_squares=52) == 69_120 + 6_144 + 4_992
+    counts = dict(tokens=10, response_tokens=4, sum_squares=52)
+    assert step_time.train_flops(config, **counts) == 69_120 + 6_144 + 4_992
+    assert step_time.train_flops(config, **counts, frozen=True) == (69_120 + 6_144) * 4 / 6 + 4_992  # LoRA's base
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -68,16 +71,20 @@ def test_train_flops_by_hand():
     ],
     ids=["qwen2", "qwen3"],
 )
-def test_train_flops_are_what_torch_counts(config):
+def test_train_flops_are_what_torch_counts(config, frozen):
     config.intermediate_size = 80
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if frozen:  # as LoRA's base: gradients go through the layers, and none is of a weight
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
     tokens, responses = 24, 10
     with FlopCounterMode(display=False) as counter:
         ids = torch.arange(tokens)[None] % config.vocab_size
         model(input_ids=ids, use_cache=False, logits_to_keep=responses).logits.sum().backward()
     head_dim = config.head_dim if config.model_type == "qwen3" else 8
     masked = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * tokens**2  # torch counts it too
-    ours = step_time.train_flops(config, tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
+    counts = dict(tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
+    ours = step_time.train_flops(config, **counts, frozen=frozen)
     assert counter.get_total_flops() == ours + masked
 
 
@@ -344,6 +351,12 @@ def test_curves_are_means_between_the_extremes(tmp_path):
     assert axis.lines[0].get_xydata().tolist() == [[0, 0.25], [2000, 0.75]]
     corners = {tuple(point) for point in axis.collections[0].get_paths()[0].vertices.tolist()}
     assert corners == {(0, 0.25), (2000, 0.5), (2000, 1.0)}
+    runs.append(finished("grpo", 2, [0.25, 0.75, 0.5]))
+    _, axis = plt.subplots()
+    learning.curve(axis, runs[1:], "steps", "grpo", "C0")
+    solid, dotted = (line.get_xydata().tolist() for line in axis.lines)
+    assert solid == [[0, 0.25], [10, 0.875]] and dotted == [[10, 0.875], [20, 0.5]]  # one run is left
+    assert [line.get_linestyle() for line in axis.lines] == ["-", ":"]
     learning.plot(
         [*runs, finished("ppo", 0, [0.1, 0.2]), finished("dapo", 0, [], "error")], "title", tmp_path / "x.png"
     )
