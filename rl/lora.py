@@ -76,9 +76,14 @@ class Adapted(nn.Linear):
         self.scaling, self.is_on = scaling, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in) -> (..., out)."""
-        y = super().forward(x)
-        return y + self.lora_B(self.lora_A(x)) * self.scaling if self.is_on else y
+        """x (..., in) -> (..., out).
+
+        The product with W is summed onto what the adapter adds, and the sum is rounded once. If W x were rounded to
+        bfloat16 first, whatever is less than half the distance to the next number would be lost.
+        """
+        added = self.lora_B(self.lora_A(x)) * (self.scaling if self.is_on else 0.0)
+        y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view(added.shape)
+        return y if self.bias is None else y + self.bias
 
 
 def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
@@ -194,7 +199,7 @@ class Base:
 def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) pairs as they are without adapters: W + B A * alpha / r in the place of W, A and B.
 
-    The sum is taken in float32 at least and then cast to the type of W. Other tensors pass. Raises RuntimeError if
+    The sum is taken in float32 at least and then `rounded` to the type of W. Other tensors pass. Raises RuntimeError if
     parts of an adapted layer have not come when all have passed.
     """
     scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
@@ -210,10 +215,26 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         if len(parts[layer]) == 3:
             weight, a, b = (parts[layer][part] for part in ("weight", *PARTS))
             del parts[layer]
-            yield f"{layer}.weight", torch.addmm(weight.to(a.dtype), b, a, alpha=scaling[layer]).to(weight.dtype)
+            total = torch.addmm(weight.to(a.dtype), b, a, alpha=scaling[layer])
+            yield f"{layer}.weight", rounded(total) if weight.dtype == torch.bfloat16 else total.to(weight.dtype)
     if parts:
         layer, there = next(iter(parts.items()))
         raise RuntimeError(f"{len(parts)} weights came without their adapters, {layer} with {sorted(there)} only")
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x (float32) in bfloat16, rounded up or down such that the mean of many entries stays.
+
+    W itself is a number of bfloat16. So W + change, rounded to the nearest, is W again if the change is less than half
+    the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic rounding
+    goes away from zero with the probability (|x| - below) / (above - below), which keeps changes on average, and keeps
+    what bfloat16 has as it is (Gupta et al. 2015, arXiv 1502.02551, section 3). In the place of random numbers stand
+    the fractions of 1/2 + i * 0.618... (the golden ratio's), i the index of an entry: they are spread evenly, and the
+    same at every push, in files and on every device.
+    """
+    index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    fraction = ((index * -1640531527 >> 16) + 0x8000) & 0xFFFF  # 0.618... * 2 ** 32, as an int32 that wraps around
+    return ((x.contiguous().view(torch.int32) + fraction) & -0x10000).view(torch.float32).bfloat16()
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:

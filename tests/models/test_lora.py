@@ -250,6 +250,57 @@ def test_the_sum_is_taken_in_float32_before_it_is_rounded():
     assert x.item() == 2**-9
 
 
+def test_rounding_by_hand():
+    """bfloat16 has the upper 16 of float32's 32 bits: what is below 1/2 + i * 0.618... of their last one is cut."""
+    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for i, bits in enumerate(x.flatten().view(torch.int32).tolist()):
+        below, rest = divmod(bits & 0x7FFFFFFF, 2**16)
+        fraction = (2**15 + (i * 2654435769 % 2**32) // 2**16) % 2**16
+        expected.append((below + (rest + fraction >= 2**16)) * (-1 if bits < 0 else 1))
+    found = lora.rounded(x)
+    bits = found.abs().view(torch.int16).to(torch.int64) * x.sign().to(torch.int64)
+    assert found.dtype == torch.bfloat16 and bits.flatten().tolist() == expected
+    assert torch.equal(lora.rounded(x.bfloat16().float()), x.bfloat16())  # nothing to round
+    assert torch.equal(lora.rounded(x.t()), lora.rounded(x.t().contiguous()))
+    nearest = x.bfloat16()
+    assert 0.2 < (found != nearest).float().mean() < 0.3  # a quarter goes the other way: the mean of min(p, 1 - p)
+    assert (found.float() - x).mean().abs() < 2e-5
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_changes_too_small_for_bfloat16_reach_the_engine_on_average(sign):
+    """1 + 0.001 * (1 + j / 8) in 512 rows; the next number after 1 is 1.0078, that below 0.9961."""
+    model = torch.nn.Sequential(lora.Adapted(torch.nn.Linear(8, 512, bias=False), 1, 1.0, torch.Generator()))
+    a = 0.001 * (1 + torch.arange(8.0) / 8)[None] * sign
+    parts = {"lora_A": a, "lora_B": torch.ones(512, 1), "weight": torch.ones(512, 8).bfloat16()}
+    parts = {"0.weight" if name == "weight" else f"0.{name}.weight": x for name, x in parts.items()}
+    [(_, x)] = lora.merged(model, parts.items())
+    above, below = (1.0078125, 1.0) if sign > 0 else (1.0, 0.99609375)
+    assert set(x.float().unique().tolist()) == {above, below}
+    torch.testing.assert_close(x.float().mean(0), 1 + a[0], rtol=0, atol=1e-4)
+    assert torch.equal((1 + a).bfloat16().float(), torch.ones(1, 8))  # rounded to the nearest, all would be lost
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_an_adapter_adds_is_not_lost_in_the_rounding_of_a_layers_own_product(bias):
+    """Outputs around 1.5, where bfloat16 goes in steps of 0.0078, and an adapter that adds 0.001."""
+    g = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(64, 4096, bias=bias)
+    linear.weight.copy_(1.5 / 64 + 0.01 * torch.randn(4096, 64, generator=g))
+    layer = lora.Adapted(linear, 1, 2.0, g).bfloat16()
+    layer.lora_A.weight.fill_(1 / 64)
+    layer.lora_B.weight.fill_(0.0005)
+    x = torch.ones(3, 64).bfloat16()
+    y = layer(x).float()
+    layer.is_on = False
+    base = layer(x).float()
+    assert (y - base).mean().item() == pytest.approx(0.001, rel=0.1)
+    assert (y != base).float().mean() < 0.5
+    assert torch.equal((base + 0.001).bfloat16().float()[base > 0.6], base[base > 0.6])  # added after it, all is lost
+
+
 @pytest.mark.parametrize("lost", ["all", "half", "one"])
 def test_weights_that_come_without_their_adapters_are_an_error(policy, world, lost):
     named = list(sharding.full_tensors(policy))
