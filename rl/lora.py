@@ -228,13 +228,14 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     W itself is a number of bfloat16. So W + change, rounded to the nearest, is W again if the change is less than half
     the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic rounding
     goes away from zero with the probability (|x| - below) / (above - below), which keeps changes on average, and keeps
-    what bfloat16 has as it is (Gupta et al. 2015, arXiv 1502.02551, section 3). In the place of random numbers stand
-    the fractions of 1/2 + i * 0.618... (the golden ratio's), i the index of an entry: they are spread evenly, and the
-    same at every push, in files and on every device.
+    what bfloat16 has as it is (Gupta et al. 2015, arXiv 1502.02551). In the place of random numbers stand the fractions
+    of 1/2 + i * 0.618... (the golden ratio's), i the index of an entry: they are spread evenly, and the same at every
+    push, in files and on every device.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
-    fraction = ((index * -1640531527 >> 16) + 0x8000) & 0xFFFF  # 0.618... * 2 ** 32, as an int32 that wraps around
-    return ((x.contiguous().view(torch.int32) + fraction) & -0x10000).view(torch.float32).bfloat16()
+    fraction = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
+    fraction = fraction.bitwise_right_shift_(16).add_(0x8000).bitwise_and_(0xFFFF)
+    return fraction.add_(x.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
