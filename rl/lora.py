@@ -78,10 +78,14 @@ class Adapted(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out).
 
-        The product with W is summed onto what the adapter adds, and the sum is rounded once. If W x were rounded to
-        bfloat16 first, whatever is less than half the distance to the next number would be lost.
+        W x is added to the adapter's part before it is rounded. If it were rounded to bfloat16 first, an adapter's part
+        of less than half the distance to the next number would be lost. A bias comes last, with a rounding of its own.
+        Without its adapter a layer adds zeros, so that a reference is rounded as the policy is.
         """
-        added = self.lora_B(self.lora_A(x)) * (self.scaling if self.is_on else 0.0)
+        if self.is_on:
+            added = self.lora_B(self.lora_A(x)) * self.scaling
+        else:
+            added = x.new_zeros(*x.shape[:-1], self.out_features)
         y = torch.addmm(added.flatten(0, -2), x.flatten(0, -2), self.weight.t()).view(added.shape)
         return y if self.bias is None else y + self.bias
 
@@ -199,8 +203,8 @@ class Base:
 def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) pairs as they are without adapters: W + B A * alpha / r in the place of W, A and B.
 
-    The sum is taken in float32 at least and then `rounded` to the type of W. Other tensors pass. Raises RuntimeError if
-    parts of an adapted layer have not come when all have passed.
+    The sum is taken in float32 at least, and then becomes what W is: bfloat16 by `rounded`, others the nearest. Other
+    tensors pass. Raises RuntimeError if parts of an adapted layer have not come when all have passed.
     """
     scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in scaling}
@@ -223,19 +227,20 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x (float32) in bfloat16, rounded up or down such that the mean of many entries stays.
+    """x (float32) in bfloat16, some entries rounded up and others down, so that their mean is right.
 
     W itself is a number of bfloat16. So W + change, rounded to the nearest, is W again if the change is less than half
     the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic rounding
-    goes away from zero with the probability (|x| - below) / (above - below), which keeps changes on average, and keeps
-    what bfloat16 has as it is (Gupta et al. 2015, arXiv 1502.02551). In the place of random numbers stand the fractions
-    of 1/2 + i * 0.618... (the golden ratio's), i the index of an entry: they are spread evenly, and the same at every
-    push, in files and on every device.
+    goes away from zero with the probability (|x| - below) / (above - below). This keeps changes on average, and leaves
+    numbers that bfloat16 has as they are (Gupta et al. 2015, arXiv 1502.02551). Entry i has the fractional part of
+    1/2 + i * 0.618... (the golden ratio) in place of a random number: these parts are spread evenly, and are the same
+    at every push, in files and on every device. NaN stays NaN.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     fraction = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
     fraction = fraction.bitwise_right_shift_(16).add_(0x8000).bitwise_and_(0xFFFF)
-    return fraction.add_(x.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
+    upper = fraction.add_(x.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(x.isnan(), x, upper).bfloat16()
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:

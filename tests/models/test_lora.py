@@ -262,6 +262,10 @@ def test_rounding_by_hand():
     bits = found.abs().view(torch.int16).to(torch.int64) * x.sign().to(torch.int64)
     assert found.dtype == torch.bfloat16 and bits.flatten().tolist() == expected
     assert torch.equal(lora.rounded(x.bfloat16().float()), x.bfloat16())  # nothing to round
+    for nan in (0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001):  # the first is CUDA's; bits that carry into the sign
+        assert lora.rounded(torch.full((8,), nan, dtype=torch.int32).view(torch.float32)).isnan().all()
+    ends = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0] * 4)
+    assert torch.equal(lora.rounded(ends).view(torch.int16), ends.bfloat16().view(torch.int16))
     assert torch.equal(lora.rounded(x.t()), lora.rounded(x.t().contiguous()))
     nearest = x.bfloat16()
     assert 0.2 < (found != nearest).float().mean() < 0.3  # a quarter goes the other way: the mean of min(p, 1 - p)
@@ -296,6 +300,8 @@ def test_what_an_adapter_adds_is_not_lost_in_the_rounding_of_a_layers_own_produc
     y = layer(x).float()
     layer.is_on = False
     base = layer(x).float()
+    layer.lora_B.weight.fill_(torch.inf)
+    assert torch.equal(layer(x).float(), base)  # which the adapter has no part in
     assert (y - base).mean().item() == pytest.approx(0.001, rel=0.1)
     assert (y != base).float().mean() < 0.5
     assert torch.equal((base + 0.001).bfloat16().float()[base > 0.6], base[base > 0.6])  # added after it, all is lost

@@ -68,6 +68,15 @@ lora.Adapted.forward = forward_before
 before = logprobs(trainer)
 nearest, spread = engine(torch.Tensor.bfloat16), engine(lora.rounded)
 engine_before, engine_after = logprobs(nearest), logprobs(spread)
+adapted = {name.replace(".lora_A", "") for name, _ in whole.named_parameters() if ".lora_A." in name}
+changes, lost = [], []
+for name, x in lora.merged(whole, ((name, x.detach()) for name, x in whole.named_parameters())):
+    if name in adapted:
+        weight = whole.get_parameter(name).detach()
+        changes.append((x - weight).flatten())
+        lost.append((x.bfloat16() == weight.bfloat16()).flatten())
+rms, share = torch.cat(changes).square().mean().sqrt(), torch.cat(lost).float().mean()
+print(f"a weight changes by {rms:.1e} (root mean square); rounded to the nearest {share:.2f} of them do not change")
 print(f"rank {config['r']}: moved {gap(exact, start)}, base in bfloat16 {gap(start_bf16, start)}")
 sums = gap(logprobs(nearest.float()), exact), gap(logprobs(spread.float()), exact)
 print(f"rounding of the sum alone, before {sums[0]}, after {sums[1]}")
