@@ -237,10 +237,10 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     at every push, in files and on every device. NaN stays NaN.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
-    fraction = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
-    fraction = fraction.bitwise_right_shift_(16).add_(0x8000).bitwise_and_(0xFFFF)
+    product = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
+    fraction = product.bitwise_right_shift_(16).add_(0x8000)  # of 2 ** 16
     upper = fraction.add_(x.contiguous().view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x.isnan(), x, upper).bfloat16()
+    return upper.masked_fill_(x.isnan(), torch.nan).bfloat16()
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
