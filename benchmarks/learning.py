@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import Literal, NamedTuple
@@ -448,14 +448,15 @@ def curve(
     Where some of the runs have ended, the line goes on dotted, over those that are left.
     `error`: how far the band goes beyond an accuracy.
     """
-    lengths = [len(run["accuracy"]) for run in runs]
-    left = [[run for run in runs if i < len(run["accuracy"])] for i in range(max(lengths))]
-    columns = [[run["accuracy"][i] for run in there] for i, there in enumerate(left)]
-    x = [mean(run[x_name][i] for run in there) for i, there in enumerate(left)]
-    y, n = [mean(c) for c in columns], min(lengths)
+
+    def columns(name: str) -> list[list[float]]:
+        return [[x for x in column if x is not None] for column in zip_longest(*(run[name] for run in runs))]
+
+    accuracies, n = columns("accuracy"), min(len(run["accuracy"]) for run in runs)
+    x, y = [mean(c) for c in columns(x_name)], [mean(c) for c in accuracies]
     axis.plot(x[:n], y[:n], color=color, label=label, linewidth=1.3)
     axis.plot(x[n - 1 :], y[n - 1 :], color=color, linewidth=1.3, linestyle="dotted")
-    low, high = [min(a - error(a) for a in c) for c in columns], [max(a + error(a) for a in c) for c in columns]
+    low, high = [min(a - error(a) for a in c) for c in accuracies], [max(a + error(a) for a in c) for c in accuracies]
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 

@@ -32,8 +32,12 @@ def end_of(folder, step):
 def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypatch, lora_rank):
     """Several micro-batches an update, a reference, a critic that moves as well, and a checkpoint that is resumed."""
     moved = []
-    noted = lambda model, *rest: moved.append(type(model).__name__) or sharding.offload(model, *rest)  # noqa: E731
-    monkeypatch.setattr(run, "offload", noted)
+
+    def offload(model, *rest):
+        moved.append(type(model).__name__)
+        return sharding.offload(model, *rest)
+
+    monkeypatch.setattr(run, "offload", offload)
     settings = dict(
         lora_rank=lora_rank, lr=1e-2, use_kl_loss=True, total_training_steps=2, ppo_max_token_len_per_gpu=130
     )

@@ -33,9 +33,9 @@ def with_adapters(dtype):
 
 def engine(round_to):
     """A bfloat16 model with the sum of weights and adapters, taken in float32."""
-    model, exact = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), with_adapters(torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     own = dict(model.named_parameters())
-    for name, x in lora.merged(exact, exact.named_parameters()):
+    for name, x in lora.merged(whole, whole.named_parameters()):
         own[name].data.copy_(round_to(x.detach()) if x.dim() == 2 else x)
     return model
 
