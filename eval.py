@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl import engines, flags
-from rl.data import check_context, check_heads, encode_prompts, load_tokenizer, read_prompts, sampling_of
+from rl import flags
+from rl.data.encode import encode_prompts, load_tokenizer
+from rl.data.order import derive_seed
+from rl.data.prompts import read_prompts, sampling_of
 from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK
-from rl.metrics import accuracy, final_answer, majority_vote, of_scoring, pass_at_k
+from rl.model.checks import check_context, check_heads
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.rollout import fold, sample_groups
+from rl.run.metrics import of_scoring
+from rl.sampling import engines
+from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
+from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import make_scorer
 
 
@@ -69,16 +74,16 @@ def main(args: Args) -> dict[str, float]:
     check_heads(args.model, args.tensor_model_parallel_size)
     scorer = make_scorer(args, tokenizer, rows)
     ranks = init_ranks()
-    engine = engines.make(args, ranks, load_weights=True)
+    engine = engines.make_engine(args, ranks, load_weights=True)
     sampling = sampling_of(args, tokenizer)
-    seed = fold(args.seed, engine.first_rank)
+    seed = derive_seed(args.seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, seed=seed, on_group=scorer.submit)
     own_scores = scorer.collect(tickets)
     samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 
     # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
     groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
-    score = [accuracy(s) for s in scores]
+    score = [s.accuracy for s in scores]
     correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
     metrics = {
         "num_prompts": float(len(rows)),

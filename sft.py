@@ -17,14 +17,21 @@ from typing import Literal
 
 import torch
 
-from rl import flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import collate, plan_updates
+from rl import flags
 from rl.console import progress, say
-from rl.data import check_trainable, encode_sft, load_tokenizer, prompts_for_step, read_sft_rows
+from rl.data.batching import collate, plan_updates
+from rl.data.encode import encode_sft, load_tokenizer
+from rl.data.order import prompts_for_step
+from rl.data.rows import read_sft_rows
+from rl.data.types import Sample, take_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
-from rl.logprobs import fixed_logprobs, token_logprobs
+from rl.formulas import losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.checks import check_trainable
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.run import metrics
 from rl.run.run import Run
-from rl.types import Sample, select
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def main(args: Args) -> dict[str, float]:
         num_tokens, means = batch.response_mask[:, 1:].sum().item(), metrics.Means(ranks)  # nothing predicts token 0
         for micro_rows in update.micro_batches:
             run.leave_if_asked()
-            micro = select(batch, micro_rows, ranks.device)  # (b, t)
+            micro = take_rows(batch, micro_rows, ranks.device)  # (b, t)
             logp, _ = token_logprobs(policy, micro)
             loss = losses.masked_sum(-logp, micro.response_mask) / num_tokens
             sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies

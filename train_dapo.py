@@ -25,30 +25,35 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import make_batch
-from rl.data import load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.rollout import (
-    fold,
+from rl.formulas import advantages, correction, losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.run import metrics
+from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import (
+    gather_responses,
     groups_of_states,
     lengths_of,
     sample_groups,
     scores_of,
-    share,
     state_of_groups,
     values_of,
     verify_engine,
 )
-from rl.run.run import Run
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):
     experiment_name: str = "dapo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -150,7 +155,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     run.resume(
@@ -193,14 +198,17 @@ def main(args: Args) -> dict[str, float]:
             rows = prompts_for_step(train_rows, drawn, gen_batch_size, args.seed)
 
             # 2. Rollouts: sample G responses per prompt.
-            own_rows, seed = ranks.own_slice(rows), fold(args.seed, drawn, engine.first_rank)  # fold: one seed of three
+            own_rows, seed = (
+                ranks.own_slice(rows),
+                derive_seed(args.seed, drawn, engine.first_rank),
+            )
             own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
             clock("gen")
 
             # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get
             # the scores and lengths of the round; the tokens stay where they are until one rank trains on them.
             own_scores = scorer.collect(tickets)
-            responses = share(own_samples, own_scores, rows, ranks)
+            responses = gather_responses(own_samples, own_scores, rows, ranks)
             stop_if_failing(responses, args.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
             values_PG = values_of(responses, args.filter_groups_metric).view(-1, args.rollout_n)
@@ -261,7 +269,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp

@@ -27,17 +27,23 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, distillation, engines, flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import make_batch
-from rl.data import load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs
-from rl.rollout import fold, lengths_of, sample_groups, scores_of, share, verify_engine
+from rl.formulas import advantages, correction, distillation, losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.logprobs import fixed_logprobs
+from rl.model.teacher import add_teacher, check_teacher, load_teacher, token_distances
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import gather_responses, lengths_of, sample_groups, scores_of, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.teacher import add_teacher, check_teacher, load_teacher, token_distances
-from rl.types import select
 
 DISTANCES = {  # (student, teacher) log-probs (R, K), beta -> distance (R,); None: the advantage of the sampled token
     "sampled": None,
@@ -48,7 +54,7 @@ DISTANCES = {  # (student, teacher) log-probs (R, K), beta -> distance (R,); Non
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):
     experiment_name: str = "distill"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -157,7 +163,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     teacher = load_teacher(args, ranks)
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -188,7 +194,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(rows),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -198,7 +207,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        responses = share(own_samples, own_scores, rows, ranks)  # B
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
         lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
@@ -250,7 +259,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy, distance, shares = token_distances(
                     policy, micro, distance_of, beta=args.jsd_beta, sampling=sampling

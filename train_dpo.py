@@ -28,16 +28,22 @@ from typing import Literal
 
 import torch
 
-from rl import engines, flags, lora, metrics, models, preference, schedule, sharding
-from rl.batching import make_batch
-from rl.data import add_given, load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import add_given, load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.rollout import fold, given_responses, sample_groups, scores_of, share, side_by_side, verify_engine
+from rl.formulas import preference, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import gather_responses, given_responses, sample_groups, scores_of, side_by_side, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import select
 
 PAIRS = {  # (scores (P, R), margin) -> pairs (N, 2) of chosen and rejected
     "best_worst": preference.best_against_worst,
@@ -54,7 +60,7 @@ LOSSES = {  # (log-ratios (N, 2), lengths (N, 2), KLs (2,), beta) -> loss (N,)
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, lora.LoRA):
     experiment_name: str = "dpo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -143,7 +149,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     reference = models.load_reference(args, ranks, policy)
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -175,7 +181,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(asked), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(asked),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -185,7 +194,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        sampled = share(own_samples, own_scores, asked, ranks)  # P * n
+        sampled = gather_responses(own_samples, own_scores, asked, ranks)  # P * n
         stop_if_failing(sampled, args.reward_max_error_frac)
         clock("reward")
 
@@ -229,7 +238,7 @@ def main(args: Args) -> dict[str, float]:
             num_pairs = len(update.rows) / 2  # of the mini-batch on all ranks: gradients of ranks simply add up
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 sums = torch.stack([logp, logp - micro.ref_logp, mask]).sum(2)  # (3, b')

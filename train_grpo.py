@@ -25,16 +25,23 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, choice, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import make_batch
-from rl.data import load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data import token_selection
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
-from rl.rollout import fold, lengths_of, parts_of, sample_groups, scores_of, share, verify_engine
+from rl.formulas import advantages, correction, losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import gather_responses, lengths_of, parts_of, sample_groups, scores_of, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import select
 
 ADVANTAGES = {  # (rewards (P, G), lengths (P, G), others by name) -> advantages (P, G)
     "grpo": advantages.grpo,
@@ -65,7 +72,7 @@ AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "g
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, choice.Choice, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, token_selection.Choice, lora.LoRA):
     experiment_name: str = "grpo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -166,7 +173,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     reference = models.load_reference(args, ranks, policy) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -197,7 +204,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(rows),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -207,7 +217,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        responses = share(own_samples, own_scores, rows, ranks)  # B
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
         lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
@@ -226,7 +236,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
         # the reference, for the KL terms: they measure how far the policy has moved away from it.
-        if not on_policy or args.use_kl_in_reward or args.loss_mode in choice.RULES:
+        if not on_policy or args.use_kl_in_reward or args.loss_mode in token_selection.RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
@@ -255,7 +265,9 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         # Leave out tokens for --top-entropy-quantile; choose those that clip_cov and kl_cov treat differently.
         entropies = partial(fixed_entropies, policy, sampling=sampling)
-        batch = choice.choose(args, args.loss_mode, batch, updates, entropies, seed=fold(args.seed, step), ranks=ranks)
+        batch = token_selection.choose(
+            args, args.loss_mode, batch, updates, entropies, seed=derive_seed(args.seed, step), ranks=ranks
+        )
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
@@ -276,7 +288,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp

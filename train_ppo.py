@@ -23,21 +23,27 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import make_batch
-from rl.critic import check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
-from rl.data import load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.rollout import fold, sample_groups, scores_of, share, verify_engine
+from rl.formulas import advantages, correction, losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.critic import check_critic, fixed_values, load_critic, token_logprobs_and_values, token_values
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import gather_responses, sample_groups, scores_of, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):
     experiment_name: str = "ppo"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -140,7 +146,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks, value_head=args.share_backbone)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     critic = policy if args.share_backbone else load_critic(args, ranks)
     reference = models.load_reference(args, ranks, policy) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
@@ -177,7 +183,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(rows),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -188,7 +197,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        responses = share(own_samples, own_scores, rows, ranks)  # B
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)
         scores_B = scores_of(responses)  # NaN for a response without a score
         clock("reward")
@@ -260,7 +269,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 if args.share_backbone:
                     logp, entropy, values = token_logprobs_and_values(policy, micro, **heads)

@@ -26,21 +26,28 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, implicit_reward, losses, metrics, models, schedule, sharding
-from rl.batching import Update, make_batch
-from rl.data import check_same_tokenizer, check_trainable, load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import Update, make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import Batch, take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_logprobs, token_logprobs
-from rl.lora import LoRA
-from rl.rollout import accuracies_of, fold, sample_groups, scores_of, share, verify_engine
+from rl.formulas import advantages, correction, implicit_reward, losses, schedule
+from rl.model import load as models
+from rl.model import sharding
+from rl.model.checks import check_same_tokenizer, check_trainable
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.model.lora import LoRA
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import accuracies_of, gather_responses, sample_groups, scores_of, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import Batch, select
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, LoRA):
     experiment_name: str = "prime"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -127,7 +134,7 @@ def learn_rewards(
     for update in updates:
         for micro_rows in update.micro_batches:
             run.leave_if_asked()
-            micro = select(batch, micro_rows, ranks.device)  # (b', t)
+            micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
             logp, _ = token_logprobs(prm, micro)
             log_ratios = (logp - micro.ref_logp).sum(1)[: len(micro_rows)]  # (b',), no empty row of an idle rank
             right = accuracies_B[micro_rows].to(ranks.device)
@@ -165,7 +172,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     prm = models.load_policy(replace(args, model=prm_path), ranks)
     reference = models.load_reference(replace(args, model=prm_path), ranks, prm)
     scorer.add_reward_model(args, ranks)
@@ -198,7 +205,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(rows),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
         clock("gen")
         engine.sleep()
@@ -209,7 +219,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
         # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
         own_scores = scorer.collect(tickets)
-        sampled = share(own_samples, own_scores, rows, ranks)
+        sampled = gather_responses(own_samples, own_scores, rows, ranks)
         stop_if_failing(sampled, args.reward_max_error_frac)
         clock("reward")
 
@@ -279,7 +289,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode="token-mean", **sizes)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp

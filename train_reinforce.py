@@ -29,16 +29,22 @@ from typing import Literal
 
 import torch
 
-from rl import advantages, correction, engines, flags, lora, losses, metrics, models, schedule, sharding
-from rl.batching import make_batch
-from rl.data import load_prompts, prompts_for_step, sampling_of
-from rl.evaluation import evaluate
+from rl import flags
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.prompts import load_prompts, sampling_of
+from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
-from rl.rollout import fold, sample_groups, scores_of, share, verify_engine
+from rl.formulas import advantages, correction, losses, schedule
+from rl.model import load as models
+from rl.model import lora, sharding
+from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
+from rl.run import metrics
 from rl.run.run import Run
+from rl.sampling import engines
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import gather_responses, sample_groups, scores_of, verify_engine
 from rl.scoring.pool import make_scorer, stop_if_failing
-from rl.types import select
 
 ADVANTAGES = {  # (returns (b, T), mask, baselines (b, 1) or (b, T), moments of all returns) -> advantages (b, T)
     "reinforce_plus_plus": lambda returns, mask, _, moments: advantages.whiten(returns, mask, **moments),
@@ -48,7 +54,7 @@ ADVANTAGES = {  # (returns (b, T), mask, baselines (b, 1) or (b, T), moments of 
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.RL, correction.Correction, lora.LoRA):
     experiment_name: str = "reinforce"  # run in the trackers, and part of the folder
     # metrics and limits; a step beyond one prints a line that begins with ALARM
     alarms: tuple[str, ...] = (
@@ -143,7 +149,7 @@ def main(args: Args) -> dict[str, float]:
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
     policy = models.load_policy(args, ranks)
-    engine = engines.make(args, ranks)
+    engine = engines.make_engine(args, ranks)
     reference = models.load_reference(args, ranks, policy) if args.use_kl_loss or args.use_kl_in_reward else None
     scorer.add_reward_model(args, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -175,7 +181,10 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), fold(args.seed, step, engine.first_rank)  # fold: one seed of three
+        own_rows, seed = (
+            ranks.own_slice(rows),
+            derive_seed(args.seed, step, engine.first_rank),
+        )
         asked, in_which_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
         own_samples, tickets = sample_groups(engine, asked, in_which_way, seed=seed, on_group=scorer.submit)
         clock("gen")
@@ -191,7 +200,7 @@ def main(args: Args) -> dict[str, float]:
         own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy but with remax
         baselines = ranks.all_gather([x.value_or_nan for x in greedy_scores])
         baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for a greedy one without a score
-        responses = share(own_samples, own_scores, rows, ranks)  # B
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
         stop_if_failing(responses, args.reward_max_error_frac)
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
         clock("reward")
@@ -266,7 +275,7 @@ def main(args: Args) -> dict[str, float]:
             aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
             for micro_rows in update.micro_batches:
                 run.leave_if_asked()
-                micro = select(batch, micro_rows, ranks.device)  # (b', t)
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
                 mask = micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if on_policy else micro.old_logp

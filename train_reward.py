@@ -17,17 +17,23 @@ from typing import Literal
 
 import torch
 
-from rl import flags, lora, losses, metrics, reward_model, schedule, sharding
-from rl.batching import collate, plan_updates
+from rl import flags
 from rl.console import progress, say
-from rl.data import check_trainable, encode_conversation, load_tokenizer, prompts_for_step, read_preference_rows
+from rl.data.batching import collate, plan_updates
+from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.order import prompts_for_step
+from rl.data.rows import read_preference_rows
+from rl.data.types import Sample, take_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
+from rl.formulas import losses, schedule
+from rl.model import lora, reward_model, sharding
+from rl.model.checks import check_trainable
+from rl.run import metrics
 from rl.run.run import Run
-from rl.types import Sample, select
 
 
 @dataclass(frozen=True)
-class Args(flags.Supervised, lora.LoRA):  # which have the flags that scripts share
+class Args(flags.Supervised, lora.LoRA):
     experiment_name: str = "reward"  # run in the trackers, and part of the folder
     # parquet or jsonl with `prompt` (text or messages), `chosen` and `rejected` (text)
     train_files: tuple[str, ...] = ("data/preferences/train.parquet",)
@@ -133,7 +139,7 @@ def main(args: Args) -> dict[str, float]:
         means = metrics.Means(ranks)
         for micro_rows in update.micro_batches:
             run.leave_if_asked()
-            scores = reward_model.sequence_scores(model, select(batch, micro_rows, ranks.device))
+            scores = reward_model.sequence_scores(model, take_rows(batch, micro_rows, ranks.device))
             chosen, rejected = scores[: len(micro_rows)].view(-1, 2).unbind(1)  # (b,) each; a rank may be out of pairs
             loss = losses.bradley_terry(chosen, rejected).sum() / len(pairs)
             sharding.last_micro_batch(model, micro_rows is update.micro_batches[-1])  # the last syncs copies

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rl.batching import BYTES_PER_TOKEN, make_batch  # noqa: E402
-from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
-from rl.rollout import scores_of, share  # noqa: E402
-from rl.types import Sample, Score  # noqa: E402
+from rl.data.batching import BYTES_PER_TOKEN, make_batch
+from rl.data.types import Sample, Score
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.sampling.rollout import gather_responses, scores_of
 
 GROUP = 8  # responses to a prompt
 
@@ -70,7 +70,7 @@ def main(args: Args) -> dict[str, float]:
     limits = dict(mini_batch_size=args.responses // args.mini_batches, max_tokens=args.max_tokens)
     best: dict[str, float] = {}
     for _ in range(args.rounds):
-        sharing, responses = timed(ranks, lambda: share(samples, scores, rows, ranks))
+        sharing, responses = timed(ranks, lambda: gather_responses(samples, scores, rows, ranks))
         learn = scores_of(responses).isfinite()
         plan = partial(make_batch, responses, learn, pad_id=0, ranks=ranks, **limits)
         batching, (batch, _) = timed(ranks, plan)

@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rewards.by_data_source import compute_score  # noqa: E402
-from rl.data import prompts_for_step  # noqa: E402
+from rl.data.order import prompts_for_step
 
 # Arguments of TRL's GRPOConfig. Two things cannot be set alike: TRL adds 1e-4 to a group's standard deviation,
 # train_grpo.py 1e-6; TRL's weight decay spares biases and norms.

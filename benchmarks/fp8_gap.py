@@ -18,15 +18,16 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rl.batching import collate  # noqa: E402
-from rl.data import encode_prompts, load_tokenizer, read_rows, stop_token_ids  # noqa: E402
-from rl.engines import hf  # noqa: E402
-from rl.logprobs import token_logprobs  # noqa: E402
-from rl.metrics import Means  # noqa: E402
-from rl.models import load_causal_lm  # noqa: E402
-from rl.ranks import init_ranks  # noqa: E402
-from rl.rollout import sample_groups  # noqa: E402
-from rl.types import Sampling, select  # noqa: E402
+from rl.data.batching import collate
+from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
+from rl.data.rows import read_rows
+from rl.data.types import Sampling, take_rows
+from rl.model.load import load_causal_lm
+from rl.model.logprobs import token_logprobs
+from rl.ranks import init_ranks
+from rl.run.metrics import Means
+from rl.sampling.engines import hf
+from rl.sampling.rollout import sample_groups
 
 E4M3_MAX = 448.0
 PRINTED = ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout_corr/kl", "rollout_corr/rollout_is_mean")
@@ -87,7 +88,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         engine = hf.Engine(args.model, ranks, torch.float32, max_model_len=longest)
         round_layers(engine.model, fp8=name == "fp8")
         samples, _ = sample_groups(engine, rows, sampling, seed=args.seed)
-        batch = select(collate(samples, pad_id=0), range(len(samples)), ranks.device)
+        batch = take_rows(collate(samples, pad_id=0), range(len(samples)), ranks.device)
         logp, entropy = token_logprobs(trainer, batch, sampling=sampling)
         means = Means(ranks)
         means.over_tokens(batch.response_mask, {"actor/entropy": entropy})

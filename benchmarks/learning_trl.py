@@ -27,7 +27,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import for_trl, learning  # noqa: E402
-from rl.data import read_rows  # noqa: E402
+from rl.data.rows import read_rows  # noqa: E402
 
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 40
 # Arguments of GRPOConfig that differ from `settings`. Runs are found by name: rename a variant when it changes.

@@ -17,14 +17,14 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import SHAPES  # noqa: E402
-from rl.flags import AtLeast1, check  # noqa: E402
-from rl.sharding import PIECE  # noqa: E402
+from rl.flags import AtLeast1, check
+from rl.model.sharding import PIECE
 
 VOCABULARY = 151936
 GIB = 2**30
 OTHERS = 1.5 * GIB  # CUDA, NCCL and what compiled code needs
 ENGINE = 2 * GIB  # of vLLM besides weights and KV cache: activations and CUDA graphs
-HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/logprobs.py
+HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/model/logprobs.py
 USABLE = 0.93  # of a card: some of it the driver has, and torch's allocator leaves gaps
 CARDS = (24, 48, 80, 141)  # GiB
 SHOWN = ("1.5B", "7B", "14B", "32B")

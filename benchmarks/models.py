@@ -165,17 +165,20 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     """What the table says of a family. Refusals are among it; other errors are raised."""
     import sft
     from data import arithmetic
-    from rl import data, models
-    from rl.batching import collate
-    from rl.logprobs import token_logprobs
+    from rl.data.batching import collate
+    from rl.data.encode import load_tokenizer
+    from rl.data.rows import read_sft_rows
+    from rl.data.types import Sample, take_rows
+    from rl.model import load as models
+    from rl.model.checks import check_trainable
+    from rl.model.logprobs import token_logprobs
     from rl.ranks import init_ranks
-    from rl.types import Sample, select
 
     found: dict[str, Any] = {"family": name, "type": ALIASES.get(name, name)}
     arithmetic.main(arithmetic.Args(output_dir=folder, num_sft=64, num_train=8, num_test=8))
     make(name, folder / "model")
     try:
-        data.check_trainable(str(folder / "model"), 64)
+        check_trainable(str(folder / "model"), 64)
     except ValueError as error:
         return found | {"refused": str(error).split(": ", 1)[1]}
     settings = dict(max_length=128, train_batch_size=16, total_training_steps=2, lr=1e-3, test_freq=2)
@@ -190,7 +193,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     plain, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     plain.eval()
     found["export_missing"] = len(info["missing_keys"]) + len(info["unexpected_keys"])
-    rows = sft.encode(data.load_tokenizer(export), data.read_sft_rows(args.val_files), args)
+    rows = sft.encode(load_tokenizer(export), read_sft_rows(args.val_files), args)
     total = count = 0.0
     for row in rows:
         mask = torch.tensor(row.response_mask[1:])
@@ -214,7 +217,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     ids = [torch.randint(3, 80, (n,), generator=generator).tolist() for n in (2, 60, 17, 33, 48, 5)]
     ids.append(ids[1][:40] + ids[3])  # begins as another one does
     batch = collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)
-    logp, _ = token_logprobs(policy, select(batch, range(len(ids))))
+    logp, _ = token_logprobs(policy, take_rows(batch, range(len(ids))))
     expected = [one_by_one(plain, x) for x in ids]
     found["logprob_gap"] = max(
         float((row[1 : len(x)] - y).abs().max()) for row, x, y in zip(logp, ids, expected, strict=True)
@@ -225,10 +228,10 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
 
 def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:
     """Between vLLM's log-probs of what it samples and the policy's, after a push of changed weights."""
-    from rl import models
-    from rl.engines import vllm
-    from rl.rollout import sample_groups, verify_engine
-    from rl.types import Sampling
+    from rl.data.types import Sampling
+    from rl.model import load as models
+    from rl.sampling.engines import vllm
+    from rl.sampling.rollout import sample_groups, verify_engine
 
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
     sampling = Sampling(n=2, temperature=1.0, max_tokens=40)

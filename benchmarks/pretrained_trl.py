@@ -24,7 +24,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import for_trl  # noqa: E402
-from rl.data import read_rows  # noqa: E402
+from rl.data.rows import read_rows
 
 
 @dataclass(frozen=True)

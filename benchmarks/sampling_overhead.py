@@ -1,4 +1,4 @@
-"""What sampling a token costs the CPU: vLLM's own `generate` against rl/engines/vllm.py, in one engine.
+"""What sampling a token costs the CPU: vLLM's own `generate` against rl/sampling/engines/vllm.py, in one engine.
 
     python benchmarks/sampling_overhead.py
 
@@ -21,10 +21,10 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import step_time  # noqa: E402
-from rl.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.data.types import Sampling  # noqa: E402
 from rl.ranks import init_ranks  # noqa: E402
-from rl.rollout import sample_groups  # noqa: E402
-from rl.types import Sampling  # noqa: E402
+from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.sampling.rollout import sample_groups  # noqa: E402
 
 GROUP, ROUNDS = 8, 2
 
@@ -93,7 +93,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
             outputs = engine.llm.generate(requests, sampling, use_tqdm=False)
             return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
 
-        rows = {"rl/engines/vllm.py": microseconds_a_token(ours, parts)}
+        rows = {"rl/sampling/engines/vllm.py": microseconds_a_token(ours, parts)}
         vllm_scheduler.drop_shortcuts(scheduler)
         rows["vLLM's generate"] = microseconds_a_token(plain, parts)
         engine.close()

@@ -24,13 +24,13 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.step_time import model_folder, now  # noqa: E402
-from rl import logprobs  # noqa: E402
-from rl.attention import choose_attention  # noqa: E402
-from rl.batching import collate, plan_micro_batches, shared_prefix  # noqa: E402
-from rl.models import load_causal_lm  # noqa: E402
+from rl.data.batching import collate, plan_micro_batches, shared_prefix  # noqa: E402
+from rl.data.types import Batch, Sample, take_rows  # noqa: E402
+from rl.model import logprobs  # noqa: E402
+from rl.model.attention import choose_attention  # noqa: E402
+from rl.model.load import load_causal_lm  # noqa: E402
+from rl.model.sharding import shard  # noqa: E402
 from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
-from rl.sharding import shard  # noqa: E402
-from rl.types import Batch, Sample, select  # noqa: E402
 
 LENGTHS = {"tiny": [(16, 32), (8, 8)]}  # tokens of prompt and response
 OTHER_LENGTHS = [(128, 1024), (100, 200), (512, 1024)]
@@ -72,7 +72,7 @@ def unshared() -> AbstractContextManager:
 
 def backward(model: nn.Module, batch: Batch, rows: list[int], device: torch.device) -> torch.Tensor:
     """Forward and backward pass of one micro-batch; returns log-probs (b, t) on the device."""
-    micro = select(batch, rows, device)
+    micro = take_rows(batch, rows, device)
     logp, _ = logprobs.token_logprobs(model, micro)
     (logp * torch.linspace(-1, 1, len(rows), device=device)[:, None]).mean().backward()
     return logp.detach()
@@ -92,7 +92,7 @@ def compare(folder: Path, ranks: Ranks) -> None:
     """
     batch = make_batch(3, 5, 70, [90, 130, 0, 1, 60])
     repeated = [0, 0, *range(1, len(batch.lengths))]
-    batch = select(batch, repeated)
+    batch = take_rows(batch, repeated)
     print(
         f"{'precision':12}{'attention':16}{'computed':12}{'log-probs: largest gap':>24}{'gradients: relative gap':>26}"
     )

@@ -37,11 +37,12 @@ sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402
 from benchmarks import make_model  # noqa: E402
 from data import arithmetic  # noqa: E402
-from rl import batching  # noqa: E402
-from rl.attention import choose_attention  # noqa: E402
-from rl.data import encode_prompts, read_rows, stop_token_ids  # noqa: E402
-from rl.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.data import batching  # noqa: E402
+from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
+from rl.data.rows import read_rows  # noqa: E402
+from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
+from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -277,7 +278,7 @@ def free_port() -> int:
 
 
 def record_updates() -> list[dict[str, float]]:
-    """Let rl/batching.py note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share
+    """Let rl/data/batching.py note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share
     of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
     """
     plan, notes = batching.plan_updates, []

@@ -8,7 +8,7 @@ A script's Args inherits them and adds its own, each with its limit in its type:
         my_bound: Free[AtLeast1] = 10   # does not: a resumed run may change it, as all flags of this file
 
 A script may give an inherited flag another default. `check` looks at the limits, and `parse` reads the command line.
-Flags that a script inherits from other files, such as rl/lora.py, decide what is learned as its own do.
+Flags that a script inherits from other files, such as rl/model/lora.py, decide what is learned as its own do.
 """
 
 import dataclasses

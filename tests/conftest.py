@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from rl import models, reward_model
+from rl.model import load as models
+from rl.model import reward_model
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
 # Files that take a while, the longest first: a worker that is free takes the next one, so none is left alone with a

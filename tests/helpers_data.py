@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl.batching import Update
+from rl.data.batching import Update
+from rl.data.types import Response, Sample, Score
 from rl.ranks import Ranks
-from rl.types import Response, Sample, Score
 
 
 def ranks_without_group(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> Ranks:

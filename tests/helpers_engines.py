@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl.batching import collate
-from rl.engines import vllm, vllm_scheduler
-from rl.logprobs import token_logprobs
-from rl.sharding import full_tensors
-from rl.types import Sample, Sampling
+from rl.data.batching import collate
+from rl.data.types import Sample, Sampling
+from rl.model.logprobs import token_logprobs
+from rl.model.sharding import full_tensors
+from rl.sampling.engines import vllm, vllm_scheduler
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]

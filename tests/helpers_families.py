@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rl import lora, models
+from rl.model import load as models
+from rl.model import lora
 from rl.ranks import Ranks
 
 SIZES = dict(

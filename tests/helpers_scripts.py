@@ -30,9 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
-from rl import models, reward_model
-from rl.engines import hf
-from rl.rollout import fold, seeded
+from rl.data.order import derive_seed
+from rl.model import load as models
+from rl.model import reward_model
+from rl.sampling.engines import hf
+from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
 
 CLOCKS = (  # differ from run to run
@@ -289,7 +291,7 @@ def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
         while waiting and waiting[0].request.key[0] == first.key[0]:
             engine.waiting.append(waiting.popleft())
         completions = []
-        with seeded(fold(*first.prompt_ids), engine.device):
+        with seeded(derive_seed(*first.prompt_ids), engine.device):
             while engine.has_requests():
                 completions += step(engine)
         engine.waiting = waiting

@@ -187,7 +187,10 @@ def _fork(nproc: int, log: Path, env: dict[str, str], target: Callable, *argumen
     (port,) = free_ports(1)
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     kept = os.environ.copy()
-    os.environ |= SETTINGS | {"PYTHONPATH": PATHS, "VLLM_LOGGING_LEVEL": "ERROR"}  # as rl/engines/vllm.py imports it
+    os.environ |= SETTINGS | {
+        "PYTHONPATH": PATHS,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # as rl/sampling/engines/vllm.py imports it
     try:
         CONTEXT.set_forkserver_preload(PRELOADED)  # the first start imports them, with this environment
         processes = []

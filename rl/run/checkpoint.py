@@ -39,8 +39,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
-from rl import flags, lora, models
+from rl import flags
 from rl.console import say
+from rl.data.types import Batch
+from rl.model import load as models
+from rl.model import lora
+from rl.model.sharding import full_tensors
 from rl.ranks import PATIENCE, Ranks
 from rl.run import checkpoint_files as files
 from rl.run import checkpoint_tensors as tensors
@@ -49,8 +53,6 @@ from rl.run.checkpoint_files import list_steps
 from rl.run.checkpoint_tensors import Trained
 from rl.run.loop_state import LoopState
 from rl.run.tracking import redact, secrets
-from rl.sharding import full_tensors
-from rl.types import Batch
 
 T = TypeVar("T")
 

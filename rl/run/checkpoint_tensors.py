@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rl.sharding import own_part, with_part
+from rl.model.sharding import own_part, with_part
 
 # By name; the first one is what the run is about. A reference that the run changes has no optimizer.
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]

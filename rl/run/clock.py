@@ -4,8 +4,9 @@ import time
 
 import torch
 
+from rl import stop
 from rl.ranks import Ranks
-from rl.run import stop, watchdog
+from rl.run import watchdog
 
 
 class Clock:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rl.logprobs import token_logprobs
+from rl.data.types import Batch, take_rows
+from rl.model.logprobs import token_logprobs
+from rl.model.sharding import moment_bytes_in_step, own_bytes
 from rl.ranks import Ranks
-from rl.sharding import moment_bytes_in_step, own_bytes
-from rl.types import Batch, select
 
 GIB = 2**30
 
@@ -56,7 +56,7 @@ def rehearse(
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()  # counts what a sleeping engine has given back, so only differences tell
-        logp, entropy = token_logprobs(policy, select(batch, range(len(batch.lengths)), ranks.device))
+        logp, entropy = token_logprobs(policy, take_rows(batch, range(len(batch.lengths)), ranks.device))
         (0.0 * (logp + entropy).sum()).backward()
     except torch.OutOfMemoryError as error:
         taken = torch.cuda.memory_reserved() - reserved

@@ -11,18 +11,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from rl import stop
 from rl.console import progress_line, say, show_sample
-from rl.engines.base import Engine
+from rl.data.types import Batch, Sample, Score
 from rl.flags import parse_alarm
+from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, last_words, loop_state, samples, stop, watchdog
+from rl.run import checkpoint, last_words, loop_state, samples, watchdog
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.prometheus import Exporter
 from rl.run.tracking import Tracker, evaluation_is_due
-from rl.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
-from rl.types import Batch, Sample, Score
+from rl.sampling.engines.base import Engine
 
 MAX_USELESS_UPDATES = 3  # in a row; then the run stops
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl.types import Batch, Sample, Score
+from rl.data.types import Batch, Sample, Score
 
 MOST = 4  # responses of a step, all to one prompt
 

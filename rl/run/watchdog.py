@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 
-from rl.awake import Awake
 from rl.console import say
 from rl.run import last_words
+from rl.scoring.awake import Awake
 
 GUARD = pathlib.Path(__file__).with_name("watchdog_guard.py")
 

@@ -30,16 +30,17 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rl import reward_model
-from rl.awake import Awake
+from rl import stop
 from rl.console import say
-from rl.data import BY_DATA_SOURCE, no_ground_truth
-from rl.models import choose_forward
+from rl.data.prompts import BY_DATA_SOURCE
+from rl.data.rows import no_ground_truth
+from rl.data.types import Response, Sample, Score
+from rl.model import reward_model
+from rl.model.load import choose_forward
+from rl.model.sharding import offload, shard
 from rl.ranks import Ranks
-from rl.run import stop
+from rl.scoring.awake import Awake
 from rl.scoring.worker import HEADER
-from rl.sharding import offload, shard
-from rl.types import Response, Sample, Score
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 120  # to import the reward functions

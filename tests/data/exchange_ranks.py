@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from helpers_data import scored
 
-from rl import advantages, choice, metrics
-from rl.batching import make_batch
+from rl.data import token_selection
+from rl.data.batching import make_batch
+from rl.data.types import Response, Sample, Score
+from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.rollout import lengths_of, parts_of, scores_of, share, state_of_groups
-from rl.types import Response, Sample, Score
+from rl.run import metrics
+from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of, state_of_groups
 
-CHOICE = choice.Choice(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
+CHOICE = token_selection.Choice(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
 PAD, N = 3, 3  # pad id, responses to a prompt
 PROMPTS = [[11, 12, 13], [20], [11, 12, 40, 41, 42], [50, 51], [60] * 7, [70, 71], [70, 71, 72]]
@@ -87,7 +89,9 @@ def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Response], 
     mine = [k for i in own for k in range(N * i, N * i + N)]
     samples, scores = step_samples(), step_scores()
     with mock.patch.object(dist, "all_gather_object", gather_and_note):
-        responses = share([samples[k] for k in mine], [scores[k] for k in mine], [ROWS[i] for i in prompts], ranks)
+        responses = gather_responses(
+            [samples[k] for k in mine], [scores[k] for k in mine], [ROWS[i] for i in prompts], ranks
+        )
     return responses, sent
 
 
@@ -107,8 +111,8 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     found["limits"] = [ranks.kth_largest(logp, mask, k) for k in (0, 1, 2, 7, 10**6)]
     # Log-probs and advantages of which many are equal.
     ready = replace(batch, old_logp=logp.round(), advantages=(batch.rows % 3 - 1.0)[:, None] * mask)
-    choose = partial(choice.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
-    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in choice.RULES}
+    choose = partial(token_selection.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
+    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in token_selection.RULES}
     found["uncertain"] = choose(ENTROPY, "ppo_clip").advantages
     found["nothing chosen"] = choose(CHOICE, "ppo_clip") is ready
     found["described"] = metrics.describe_tokens("x", logp, mask, ranks)
@@ -141,7 +145,7 @@ def collectives(ranks: Ranks) -> dict:
     some = torch.full((1, 3), 3.0 if me else 1.0), torch.tensor([[True, me == 0, me == 0]])
     ties = torch.tensor([[0.9, 0.8, 0.7]]) - (0.5 + me / 100) * (me > 0)
     return {
-        "largest": choice.largest(*some, size, ranks, ties=ties),
+        "largest": token_selection.largest(*some, size, ranks, ties=ties),
         "received": received,
         "nothing sent": ranks.send([b""] * size, [0] * size),
         "slices": [ranks.own_slice(list(range(n))) for n in (0, 1, 3, 8, 11)],

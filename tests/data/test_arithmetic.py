@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data import arithmetic
 from rewards.gsm8k import compute_score
-from rl.data import encode_prompts, encode_sft, read_rows, read_sft_rows
+from rl.data.encode import encode_prompts, encode_sft
+from rl.data.rows import read_rows, read_sft_rows
 
 SIZES = {"num_sft": 3000, "num_train": 200, "num_test": 512}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, sample
 
-from rl.batching import collate, plan_micro_batches, plan_updates
-from rl.types import Batch, places, select
+from rl.data.batching import collate, plan_micro_batches, plan_updates
+from rl.data.types import Batch, places, take_rows
 
 EOS = 2
 
@@ -82,7 +82,7 @@ def test_collate_of_a_rank_without_rows():
     assert batch.input_ids.shape == batch.response_mask.shape == batch.rollout_logp.shape == (0, 4)
     assert batch.lengths.shape == batch.rows.shape == (0,)
     assert batch.rows.dtype == batch.lengths.dtype == torch.int64
-    empty = select(batch, [])  # with which the rank takes part in what all ranks compute
+    empty = take_rows(batch, [])  # with which the rank takes part in what all ranks compute
     assert empty.input_ids.shape == (1, 2) and empty.lengths.tolist() == [2] and empty.response_mask.sum() == 0
 
 
@@ -93,7 +93,7 @@ def test_select_takes_rows_in_order_and_cuts_to_the_longest():
     samples = [sample([5, 6], [7, 8, 9, 10]), sample([11], [12]), sample([13, 14], [15])]
     full = collate(samples, pad_id=0)
     advantages = torch.arange(18.0).view(3, 6)
-    part = select(replace(full, advantages=advantages), [2, 1])
+    part = take_rows(replace(full, advantages=advantages), [2, 1])
     assert part.input_ids.tolist() == [[13, 14, 15], [11, 12, 0]]
     assert part.lengths.tolist() == [3, 2]
     assert part.response_mask.tolist() == [[0, 0, 1], [0, 1, 0]]
@@ -105,7 +105,7 @@ def test_select_takes_rows_in_order_and_cuts_to_the_longest():
 
 def test_select_of_no_rows_is_one_row_that_weighs_nothing():
     full = collate([sample([11], [12]), sample([5, 6], [7, 8, 9])], pad_id=EOS)
-    empty = select(replace(full, old_logp=full.rollout_logp), [])
+    empty = take_rows(replace(full, old_logp=full.rollout_logp), [])
     assert empty.input_ids.shape == (1, 2) and empty.lengths.tolist() == [2]
     for name in ("response_mask", "rollout_logp", "old_logp"):
         assert getattr(empty, name).tolist() == [[0, 0]], name
@@ -113,14 +113,14 @@ def test_select_of_no_rows_is_one_row_that_weighs_nothing():
 
 def test_select_works_with_a_range_and_a_device():
     full = collate([sample([5], [6]), sample([7], [8])], pad_id=0)
-    assert isinstance(select(full, range(2), "cpu"), Batch)
-    assert select(full, range(1, 2), torch.device("cpu")).input_ids.tolist() == [[7, 8]]
+    assert isinstance(take_rows(full, range(2), "cpu"), Batch)
+    assert take_rows(full, range(1, 2), torch.device("cpu")).input_ids.tolist() == [[7, 8]]
 
 
 def test_select_takes_rows_by_the_names_that_the_batch_has_for_them():
     samples = [sample([5, 6], [7, 8, 9, 10]), sample([11], [12]), sample([13, 14], [15])]
     batch = collate(samples, pad_id=0, rows=[1, 4, 9])
-    part = select(replace(batch, advantages=torch.arange(18.0).view(3, 6)), [9, 4])
+    part = take_rows(replace(batch, advantages=torch.arange(18.0).view(3, 6)), [9, 4])
     assert part.input_ids.tolist() == [[13, 14, 15], [11, 12, 0]]
     assert part.advantages.tolist() == [[12, 13, 14], [6, 7, 8]]
     assert part.rows.tolist() == [9, 4]

@@ -10,19 +10,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from data import files, gsm8k
-from rl.data import (
-    check_context,
-    encode_conversation,
-    encode_prompts,
-    encode_sft,
-    permutation,
-    prompts_for_step,
-    read_preference_rows,
-    read_prompts,
-    read_rows,
-    read_sft_rows,
-    render_prompt,
-)
+from rl.data.encode import encode_conversation, encode_prompts, encode_sft, render_prompt
+from rl.data.order import permutation, prompts_for_step
+from rl.data.prompts import read_prompts
+from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
+from rl.model.checks import check_context
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}"

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from data import arithmetic, grail, math_dataset
 from rewards.grail import compute_score
-from rl.data import read_rows
+from rl.data.rows import read_rows
 
 # The seven subjects of MATH in the order of the split: training problems, and how many of them GRAIL holds out.
 MATH_SUBJECTS = {

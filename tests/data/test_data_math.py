@@ -13,7 +13,7 @@ from launch import SHARED
 
 from data import dapo_math, files, math_dataset
 from rewards.math_reward import compute_score
-from rl.data import read_rows
+from rl.data.rows import read_rows
 
 MATH500 = SHARED / "math/math500.jsonl"
 needs_math500 = pytest.mark.skipif(not MATH500.exists(), reason="needs the MATH-500 file")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, sample, scored
 
-from rl import choice
-from rl.batching import collate, make_batch, shared_prefix
-from rl.rollout import groups_of_states, share
+from rl.data import token_selection
+from rl.data.batching import collate, make_batch, shared_prefix
+from rl.sampling.rollout import gather_responses, groups_of_states
 
 SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N
 SIZES = [1, 2, 3, 4]
@@ -181,7 +181,7 @@ def test_tokens_that_neighbours_share_are_counted_once():
     rows = [{"row_index": 0, "prompt_ids": [1, 2]}, {"row_index": 1, "prompt_ids": [1, 3]}]
     tokens = [(0, [9, 9, 9]), (0, [7, 7, 7]), (0, [7, 7, 8]), (1, [7, 7])]
     samples = [sample(rows[i]["prompt_ids"], ids, row_index=i) for i, ids in tokens]
-    responses = share(samples, [scored(1.0)] * 4, rows, ranks_without_group())
+    responses = gather_responses(samples, [scored(1.0)] * 4, rows, ranks_without_group())
     # 5, and 5 - 2, 5 - 4 and 4 - 1 after the one above: the prompt, and how both responses begin
     assert micro_batches(responses, 12) == [[0, 1, 2, 3]] and micro_batches(responses, 11) == [[0, 1], [2, 3]]
     # Without the second one the third shares its prompt only: 5, 5 - 2 and 4 - 1.
@@ -191,7 +191,7 @@ def test_tokens_that_neighbours_share_are_counted_once():
 
 def test_units_that_a_mini_batch_would_cut_apart_are_refused():
     rows = [step.ROWS[0]]
-    responses = share(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
+    responses = gather_responses(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
     options = dict(pad_id=0, max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
     for size in (2, 3):
         with pytest.raises(ValueError, match=f"{size} of 3 rows are no multiple of 2"):
@@ -253,7 +253,7 @@ def test_the_choice_among_the_tokens_of_all_ranks_is_that_of_a_plain_loop(ranks,
     whole, mask = whole_batch(name)
     B, T = mask.shape
     old, entropy = whole.rollout_logp.round().tolist(), (-2 * whole.rollout_logp).round().tolist()
-    chance, advantage = choice.uniform(range(B), T, seed=7).tolist(), [i % 3 - 1.0 for i in range(B)]
+    chance, advantage = token_selection.uniform(range(B), T, seed=7).tolist(), [i % 3 - 1.0 for i in range(B)]
     tokens = [(i, t) for i in range(B) for t in range(T) if mask[i, t]]
     expected = {"clip_cov": set(), "kl_cov": set()}
     for update in ranks[0]["cuts"][name]["updates"]:

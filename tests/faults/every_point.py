@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import models
+from rl.model import load as models
+from rl.model.sharding import shard
 from rl.ranks import init_ranks
 from rl.run import checkpoint, loop_state
-from rl.sharding import shard
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
 

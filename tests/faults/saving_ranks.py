@@ -15,10 +15,10 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import models
+from rl.model import load as models
+from rl.model.sharding import shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state
-from rl.sharding import shard
 
 
 def main(model: str, train_file: str, root: str) -> None:

@@ -20,14 +20,17 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import train_grpo
-from rl import models, sharding
-from rl.data import encode_prompts, prompts_for_step, read_rows
-from rl.engines import hf
+from rl.data.encode import encode_prompts
+from rl.data.order import prompts_for_step
+from rl.data.rows import read_rows
+from rl.data.types import Sampling
+from rl.model import load as models
+from rl.model import sharding
 from rl.ranks import init_ranks
-from rl.rollout import sample_groups, verify_engine
 from rl.run import checkpoint, last_words
+from rl.sampling.engines import hf
+from rl.sampling.rollout import sample_groups, verify_engine
 from rl.scoring.pool import Scorer
-from rl.types import Sampling
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -95,10 +98,12 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
         return log.read_text()
 
     printed = breaks(partial(engine_raises, 2), 1)
-    assert "rl/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
+    assert "rl/sampling/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
     printed = breaks(partial(engine_hangs, 2), 2, stall_timeout=5.0)
     assert "no phase has ended for" in printed and "the last one was 'update_weights'" in printed
-    assert 'rl/engines/hf.py", line' in printed and "in sample_groups" in printed  # the stack leads to the engine
+    assert (
+        'rl/sampling/engines/hf.py", line' in printed and "in sample_groups" in printed
+    )  # the stack leads to the engine
     printed = breaks(memory_ends, 3)
     assert (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed

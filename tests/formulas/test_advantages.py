@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl import advantages
+from rl.formulas import advantages
 
 NAN = float("nan")
 GROUPED = {

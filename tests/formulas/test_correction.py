@@ -6,8 +6,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from rl import correction
-from rl.correction import Correction
+from rl.formulas import correction
+from rl.formulas.correction import Correction
 
 NAN = float("nan")
 LEVELS = ["token", "sequence", "geometric"]

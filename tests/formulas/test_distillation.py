@@ -1,11 +1,11 @@
-"""rl/distillation.py: distances by loops, by their limits, and as TRL's generalized_jsd_loss gave them."""
+"""rl/formulas/distillation.py: distances by loops, by their limits, and as TRL's generalized_jsd_loss gave them."""
 
 import math
 
 import pytest
 import torch
 
-from rl import distillation
+from rl.formulas import distillation
 
 STUDENT = torch.tensor([[2.0, 0.5, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64).log_softmax(-1)
 TEACHER = torch.tensor([[1.0, 1.0, 0.0, -2.0], [3.0, 0.0, 0.0, 0.0]], dtype=torch.float64).log_softmax(-1)

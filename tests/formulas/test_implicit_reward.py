@@ -1,11 +1,11 @@
-"""rl/implicit_reward.py: values by hand, and those that verl's recipe/prime gave for the same numbers."""
+"""rl/formulas/implicit_reward.py: values by hand, and those that verl's recipe/prime gave for the same numbers."""
 
 import math
 
 import pytest
 import torch
 
-from rl import advantages, implicit_reward
+from rl.formulas import advantages, implicit_reward
 
 NAN = math.nan
 Q = torch.tensor(  # log-ratios of the tokens of two groups of three responses

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from rl import losses
+from rl.formulas import losses
 
 NAN = float("nan")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}

@@ -1,11 +1,11 @@
-"""rl/preference.py: values by hand, by loops in plain Python, and those that TRL's own code gave."""
+"""rl/formulas/preference.py: values by hand, by loops in plain Python, and those that TRL's own code gave."""
 
 import math
 
 import pytest
 import torch
 
-from rl import preference
+from rl.formulas import preference
 
 NAN = math.nan
 ROWS = [[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.5, 0.5], [NAN, 0.2, NAN, 0.9], [NAN, NAN, 0.3, NAN], [NAN] * 4]

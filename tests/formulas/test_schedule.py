@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl import schedule
+from rl.formulas import schedule
 
 
 def test_constant_with_warmup_matches_hand_values():

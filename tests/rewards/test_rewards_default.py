@@ -9,7 +9,7 @@ from launch import ROOT
 
 from data import arithmetic, gsm8k
 from rewards import by_data_source, length_penalty
-from rl.advantages import overlong_penalty
+from rl.formulas.advantages import overlong_penalty
 
 TAGGED = "<start_working_out>x</end_working_out>\n<SOLUTION>{}</SOLUTION>"
 ADD = "def add(a, b):\n    return a + b"

@@ -23,10 +23,10 @@ import train_grpo
 import train_reward
 from data import arithmetic, grail, mbpp
 from rewards import gsm8k, sandbox
-from rl.engines import hf
+from rl.data.types import Sampling
 from rl.ranks import Ranks
-from rl.rollout import sample_groups
-from rl.types import Sampling
+from rl.sampling.engines import hf
+from rl.sampling.rollout import sample_groups
 
 SEED = 0
 EOS = 2

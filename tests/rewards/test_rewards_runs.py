@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 from rewards import gsm8k
-from rl import models
-from rl.engines import hf
+from rl.model import load as models
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

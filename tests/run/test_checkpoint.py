@@ -30,11 +30,13 @@ import train_grpo
 import train_ppo
 import train_reinforce
 import train_reward
-from rl import flags, models, reward_model
+from rl import flags
+from rl.data.types import Batch
+from rl.model import load as models
+from rl.model import reward_model
+from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks
 from rl.run import checkpoint, checkpoint_files, checkpoint_tensors, loop_state
-from rl.sharding import full_tensors, shard
-from rl.types import Batch
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

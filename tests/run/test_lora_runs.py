@@ -17,7 +17,8 @@ import train_dapo
 import train_grpo
 import train_ppo
 import train_reward
-from rl import lora, models, sharding
+from rl.model import load as models
+from rl.model import lora, sharding
 from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.batching import plan_micro_batches, shared_prefix
+from rl.data.batching import plan_micro_batches, shared_prefix
 from rl.ranks import Ranks
 from rl.run import memory
 from rl.run.memory import largest_micro_batch
@@ -186,7 +186,7 @@ def test_vllm_takes_no_more_memory_than_its_sequences_fill(monkeypatch):
     gpu_worker = pytest.importorskip("vllm.v1.worker.gpu_worker")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from rl.engines.vllm_worker import Worker, most_cache
+    from rl.sampling.engines.vllm_worker import Worker, most_cache
 
     layer = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     assert layer.page_size_bytes == 16 * 2 * 2 * 128 * 2  # keys and values

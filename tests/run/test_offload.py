@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import sft
 import train_ppo
-from rl import models, sharding
+from rl.model import load as models
+from rl.model import sharding
 from rl.ranks import init_ranks
 from rl.run import run
 

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 import sft
-from rl import models
-from rl.run import checkpoint, last_words, stop, watchdog
+from rl import stop
+from rl.model import load as models
+from rl.run import checkpoint, last_words, watchdog
 from rl.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("runs_here")

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rl.engines import hf, vllm
-from rl.run import checkpoint, checkpoint_tensors, stop
+from rl import stop
+from rl.run import checkpoint, checkpoint_tensors
+from rl.sampling.engines import hf, vllm
 
 OUT_WITHIN_S = 10
 ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it asks itself
@@ -294,7 +295,7 @@ def test_grpo_asked_in_every_phase(own_task, tmp_path):
         test_freq=1,  # a generation before that of each step
     )
     chain = Chain("train_grpo", partial(h.grpo_settings, own_task), tmp_path, **settings)
-    chain.ends_in_start_up(partial(ask_at, "rl.models", "load_causal_lm", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.model.load", "load_causal_lm", 1))
     chain.stops_at(0, partial(ask_while_generating, 2))  # for the very first step
     assert not [p for p in chain.run_dir.iterdir() if p.is_dir()]
     chain.stops_at(1, partial(ask_while_generating, 3, signal.SIGINT, times=2))  # evaluation; twice at a time is once
@@ -339,7 +340,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
     (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = dict(max_token_len_per_gpu=400, val_files=(str(tmp_path / "val.jsonl"),), test_freq=2)
     chain = Chain("sft", partial(h.sft_settings, task), tmp_path, **settings)
-    chain.ends_in_start_up(partial(ask_at, "rl.models", "load_causal_lm", 1))
+    chain.ends_in_start_up(partial(ask_at, "rl.model.load", "load_causal_lm", 1))
     chain.stops_at(0, partial(ask_at, "sft", "fixed_logprobs", 1))  # evaluation
     chain.stops_at(0, partial(ask_at, "sft", "token_logprobs", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
@@ -350,7 +351,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
 def test_a_reward_model_in_training_leaves_too(task, tmp_path):
     make = partial(h.reward_settings, task, total_training_steps=2, max_token_len_per_gpu=256)
     chain = Chain("train_reward", make, tmp_path)
-    chain.stops_at(0, partial(ask_at, "rl.reward_model", "sequence_scores", 1))
+    chain.stops_at(0, partial(ask_at, "rl.model.reward_model", "sequence_scores", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
     chain.ends_like_the_unbroken_one()
 

@@ -8,12 +8,12 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
-from rl import models
-from rl.data import load_prompts
-from rl.engines import hf
+from rl.data.prompts import load_prompts
+from rl.model import load as models
 from rl.ranks import Ranks
-from rl.rollout import groups_of_states, state_of_groups
 from rl.run import checkpoint, loop_state
+from rl.sampling.engines import hf
+from rl.sampling.rollout import groups_of_states, state_of_groups
 
 
 def comparable():

@@ -44,8 +44,9 @@ from benchmarks import (
 )
 from benchmarks.tables import RESULTS
 from data import arithmetic
-from rl import lora
-from rl.data import prompts_for_step, stop_token_ids
+from rl.data.encode import stop_token_ids
+from rl.data.order import prompts_for_step
+from rl.model import lora
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -440,8 +441,8 @@ def test_data_with_larger_totals(tmp_path):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_sampling_overhead_measures_both_ways_to_sample():
     output = launch.run_file("benchmarks/sampling_overhead.py", "--prompts", 8, "--tokens", 40)
-    rows = dict(re.findall(r"^(rl/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
-    assert rows.keys() == {"rl/engines/vllm.py", "vLLM's generate"}
+    rows = dict(re.findall(r"^(rl/sampling/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
+    assert rows.keys() == {"rl/sampling/engines/vllm.py", "vLLM's generate"}
     for row in rows.values():
         everything, schedule, update = map(float, row.split())
         assert 0 < schedule + update < everything

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dapo
 import train_grpo
-from rl.batching import make_batch
-from rl.data import encode_prompts, read_rows
-from rl.engines import hf
+from rl.data.batching import make_batch
+from rl.data.encode import encode_prompts
+from rl.data.rows import read_rows
 from rl.run import checkpoint
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 import train_distill
 from data import arithmetic
-from rl import models, sharding, teacher
-from rl.engines import hf
+from rl.model import load as models
+from rl.model import sharding, teacher
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -16,8 +16,8 @@ import tyro
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
-from rl import losses
 from rl.console import SHOWN
+from rl.formulas import losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from rl import models
-from rl.data import prompts_for_step
-from rl.engines import hf
+from rl.data.order import prompts_for_step
+from rl.model import load as models
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -19,8 +19,8 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
-from rl.engines import hf
-from rl.rollout import fold
+from rl.data.order import derive_seed
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -190,7 +190,7 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
         settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)
         settings = {k: x for k, x in settings.items() if k in module.Args.__dataclass_fields__}
         module.main(module.Args(**settings))
-    assert seeds == [fold(5, step, rank) for rank in (0, 1) for step in (0, 1)] and len(set(seeds)) == 4
+    assert seeds == [derive_seed(5, step, rank) for rank in (0, 1) for step in (0, 1)] and len(set(seeds)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

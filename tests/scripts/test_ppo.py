@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train_grpo
 import train_ppo
 import train_reward
-from rl import sharding
-from rl.engines import hf
+from rl.model import sharding
 from rl.run import checkpoint
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
-from rl import models, sharding
-from rl.engines import hf
+from rl.model import load as models
+from rl.model import sharding
 from rl.run import run
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

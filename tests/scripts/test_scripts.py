@@ -32,11 +32,14 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
-from rl import flags, models, sharding
-from rl.data import encode_sft, read_sft_rows
-from rl.engines import hf
+from rl import flags
+from rl.data.encode import encode_sft
+from rl.data.order import derive_seed
+from rl.data.rows import read_sft_rows
+from rl.model import load as models
+from rl.model import sharding
 from rl.ranks import Ranks
-from rl.rollout import fold
+from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -339,7 +342,7 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mod
     seen = []
 
     def record(args, mode, batch, updates, *rest, seed, choose=train_grpo.choice.choose, **options):
-        assert seed == fold(args.seed, 0)  # of run and step
+        assert seed == derive_seed(args.seed, 0)  # of run and step
         options["seed"] = seed
         seen.append((choose(args, mode, batch, updates, *rest, **options), updates))
         return seen[-1][0]

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
-from rl import choice, correction, flags
-from rl.lora import LoRA
+from rl import flags
+from rl.data import token_selection
+from rl.formulas import correction
+from rl.model.lora import LoRA
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
@@ -86,7 +88,7 @@ def test_what_keeps_a_run_alive_stands_behind_a_wall():
         assert not imported(path) & formulas, path
     for path in set(LIBRARY) - set(wall):
         asks = path.stem in ("rollout", "evaluation", "pool")
-        assert imported(path) & behind <= ({"rl.run", "rl.run.stop"} if asks else set()), path
+        assert imported(path) & behind <= ({"rl.run", "rl.stop"} if asks else set()), path
     for path in SCRIPTS:
         assert imported(path) & behind <= {"rl.run.run"}, path
 
@@ -99,7 +101,7 @@ def test_vllm_is_imported_by_its_own_files_only():
 
 @pytest.mark.parametrize("path", FORMULAS, ids=label)
 def test_formulas_know_tensors_and_nothing_else(path):
-    """But for the limits of the flags that rl/correction.py has, with the formulas that read them."""
+    """But for the limits of the flags that rl/formulas/correction.py has, with the formulas that read them."""
     own = {"dataclasses", "typing", "rl"} if path.stem == "correction" else set()
     assert top(imported(path)) <= {"math", "torch"} | own
     assert not {name for name in imported(path) if name.startswith("rl.") and not name.startswith("rl.flags")}
@@ -155,7 +157,7 @@ def test_a_script_fits_in_one_reading(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Flags: what is learned stands in the scripts, or in rl/lora.py if all have it; the rest in rl/flags.py
+# Flags: what is learned stands in the scripts, or in rl/model/lora.py if all have it; the rest in rl/flags.py
 
 
 FLAGS = (ROOT / "rl" / "flags.py").read_text().splitlines()
@@ -167,7 +169,7 @@ def test_a_flag_stands_once(path):
     """In the script or in rl/flags.py; in both only if the script gives it another default or other words."""
     args = args_of(path)
     inherited = {field.name: field for base in args.__bases__ for field in fields(base)}
-    shared = (flags.Scoring, correction.Correction, choice.Choice, LoRA)
+    shared = (flags.Scoring, correction.Correction, token_selection.Choice, LoRA)
     assert set(inherited) <= SHARED | {field.name for kind in shared for field in fields(kind)}
     for name in args.__annotations__.keys() & inherited.keys():
         [line] = re.findall(rf"^    {name}: .*", path.read_text(), re.MULTILINE)

@@ -1,0 +1,253 @@
+"""From samples to tensors, and from a step's rows to micro-batches that every rank can run in lockstep."""
+
+import bisect
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rl.data.types import Batch, Response, Sample
+from rl.ranks import Ranks
+
+BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
+
+
+class Update(NamedTuple):
+    """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
+
+    rows: range  # of the mini-batch, among those of the step
+    micro_batches: list[list[int]]  # this rank's rows; all ranks have equally many micro-batches
+    num_tokens: float  # of the mini-batch that are learned from, on all ranks
+    num_seqs: float  # sequences with such tokens, likewise
+    rows_of_rank: list[list[int]]  # every data rank's rows, ascending
+
+
+def collate(
+    samples: Sequence[Sample], *, pad_id: int, rows: Sequence[int] | None = None, width: int | None = None
+) -> Batch:
+    """Samples -> right-padded Batch on the host: (B, T) with T the longest prompt + response, or `width`.
+
+    response_mask marks sampled tokens by position, never by id, so that `pad_id == eos_id` changes nothing:
+    the EOS a policy sampled is trained on, the padding after it is not.
+
+    Args: rows, the place of each sample among those of the step, ascending; by default the samples are all of them.
+    """
+    assert samples or width, "collate needs at least one sample, or a width"
+    B, T = len(samples), width or max(s.num_tokens for s in samples)
+    input_ids = np.full((B, T), pad_id, np.int64)
+    response_mask, rollout_logp = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
+    for i, s in enumerate(samples):
+        start, end = len(s.prompt_ids), s.num_tokens
+        assert len(s.response_ids) == len(s.response_mask) == len(s.rollout_logprobs), (
+            f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask entries, "
+            f"{len(s.rollout_logprobs)} log-probs"
+        )
+        input_ids[i, :start], input_ids[i, start:end] = s.prompt_ids, s.response_ids
+        response_mask[i, start:end] = s.response_mask
+        rollout_logp[i, start:end] = s.rollout_logprobs
+    ids, mask, logp = map(torch.from_numpy, (input_ids, response_mask, rollout_logp))
+    lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
+    own_rows = None if rows is None else torch.as_tensor(rows, dtype=torch.long)
+    return Batch(ids, lengths, mask, logp * mask, rows=own_rows)
+
+
+def shared_prefix(batch: Batch) -> torch.Tensor:
+    """How many tokens at its start each row has in common with the row above it: (B,) int64, 0 for the first row.
+
+    For a response to the same prompt that is the prompt, and what both responses begin with. Under a causal mask the
+    hidden states of these tokens are the same too, so `rl/model/logprobs.py` computes them once.
+    """
+    ids, T = batch.input_ids, batch.input_ids.shape[1]
+    position = torch.arange(T, device=ids.device)
+    both_real = position < torch.minimum(batch.lengths[1:], batch.lengths[:-1])[:, None]  # (B - 1, T)
+    same = both_real & (ids[1:] == ids[:-1])
+    return F.pad(position.where(~same, T).amin(1), (1, 0))
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    *,
+    world_size: int,
+    max_tokens: int,
+    shared: Sequence[int] | None = None,
+) -> list[list[list[int]]]:
+    """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
+
+    The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer row gets one of its own.
+    Every rank has equally many, as few as possible, and the largest one is as small as possible. Neighbours, such as
+    the responses to one prompt, mostly stay together. Ranks wait for each other in every micro-batch, so those of about
+    one size run side by side, and ranks with fewer are filled up with empty lists.
+    A pure function of its arguments, so all ranks agree on the plan without talking.
+
+    Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.
+
+    Example: lengths [5, 4, 3, 2], rows [0, 1, 2, 3], max_tokens 5, world_size 1 -> [[[0], [2, 3], [1]]]; world_size 2
+    -> [[[0], [2]], [[1], [3]]]; world_size 1, max_tokens 7, shared [0, 3, 2, 1] -> [[[0, 1], [2, 3]]].
+    """
+    shared = shared or [0] * len(lengths)
+
+    def cut(limit: int) -> tuple[list[list[int]], list[int]]:
+        """Micro-batches of at most `limit` tokens, each row in the last one if that has room, and their tokens."""
+        micros, tokens = [], []
+        for row in sorted(rows):
+            more = lengths[row] - (shared[row] if micros and micros[-1][-1] == row - 1 else 0)
+            if micros and tokens[-1] + more <= limit:
+                micros[-1].append(row)
+                tokens[-1] += more
+            else:
+                micros.append([row])
+                tokens.append(lengths[row])
+        return micros, tokens
+
+    count = math.ceil(len(cut(max_tokens)[0]) / world_size)  # micro-batches of a rank
+    # The smallest limit that makes no more, so that they are of about equal size: a larger one never makes more.
+    limit = bisect.bisect_left(range(max_tokens), True, key=lambda limit: len(cut(limit)[0]) <= count * world_size)
+    micros, tokens = cut(limit)
+    largest_first = [micros[k] for k in sorted(range(len(micros)), key=lambda k: -tokens[k])]
+    plan = [largest_first[rank::world_size] for rank in range(world_size)]
+    return [own + [[] for _ in range(count - len(own))] for own in plan]
+
+
+def plan_updates(
+    lengths: Sequence[int],
+    *,
+    mini_batch_size: int,
+    max_tokens: int,
+    ranks: Ranks,
+    shared: Sequence[int] | None = None,
+    learned: Sequence[int] | None = None,
+    rows_per_unit: int = 1,
+) -> list[Update]:
+    """Cut a step's rows into optimizer steps, and those into this rank's micro-batches; see `plan_micro_batches`.
+
+    Args:
+        lengths: tokens of every row of the step, on all ranks.
+        mini_batch_size: rows of an optimizer step; the last one may have fewer.
+        max_tokens: of a micro-batch.
+        shared: tokens at the start of every row that the row above it has too; they cost nothing where both meet.
+        learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
+        rows_per_unit: rows that belong together, such as 2 for pairs. They share a micro-batch, also where that needs
+            more than `max_tokens`.
+
+    Raises: ValueError if a mini-batch would cut a unit apart.
+    """
+    if mini_batch_size % rows_per_unit or len(lengths) % rows_per_unit:
+        raise ValueError(
+            f"{mini_batch_size} of {len(lengths)} rows are no multiple of {rows_per_unit}, which belong together"
+        )
+    n, shared, learned = rows_per_unit, shared or [0] * len(lengths), learned or lengths
+    members = [range(k * n, (k + 1) * n) for k in range(len(lengths) // n)]  # the rows of every unit
+    units = [sum(lengths[i] for i in rows) - sum(shared[i] for i in rows[1:]) for rows in members]
+    minis = [range(i, min(i + mini_batch_size, len(lengths))) for i in range(0, len(lengths), mini_batch_size)]
+    updates = []
+    for mini in minis:
+        plan = plan_micro_batches(
+            units,
+            range(mini.start // n, mini.stop // n),
+            world_size=ranks.data_size,
+            max_tokens=max_tokens,
+            shared=[shared[rows[0]] for rows in members],
+        )
+        plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
+        updates.append(
+            Update(
+                mini,
+                plan[ranks.data_rank],
+                num_tokens=float(sum(learned[i] for i in mini)),
+                num_seqs=float(sum(learned[i] > 0 for i in mini)),
+                rows_of_rank=[sorted(i for micro in micros for i in micro) for micros in plan],
+            )
+        )
+    return updates
+
+
+def make_batch(
+    responses: Sequence[Response],
+    learn: torch.Tensor,
+    *,
+    pad_id: int,
+    mini_batch_size: int,
+    max_tokens: int,
+    ranks: Ranks,
+    rows_per_unit: int = 1,
+) -> tuple[Batch, list[Update]]:
+    """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
+
+    Args:
+        responses: of the step, the same list on all ranks (see `rollout.share`). The order is that of the updates;
+            neighbours that share a prompt cost less.
+        learn: (B,) bool, whether a response is learned from. One that is not keeps its place, with a mask of zeros.
+        pad_id, mini_batch_size, max_tokens, rows_per_unit: as for `collate` and `plan_updates`.
+
+    Returns: the batch of this rank's rows, as wide as the longest response of any rank, and the updates: none without
+    responses. All data ranks must enter.
+    """
+    updates = plan_updates(
+        [r.num_tokens for r in responses],
+        mini_batch_size=mini_batch_size,
+        max_tokens=max_tokens,
+        ranks=ranks,
+        shared=_shared(responses),
+        learned=[r.num_sampled * int(x) for r, x in zip(responses, learn.tolist(), strict=True)],
+        rows_per_unit=rows_per_unit,
+    )
+    rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
+    rows = rows_of_rank[ranks.data_rank]
+    samples = _deliver(responses, rows_of_rank, ranks)
+    batch = collate(samples, pad_id=pad_id, rows=rows, width=max((r.num_tokens for r in responses), default=1))
+    mask = batch.response_mask * learn[batch.rows].view(-1, 1)
+    return replace(batch, response_mask=mask), updates
+
+
+def _shared(responses: Sequence[Response]) -> list[int]:
+    """Tokens at the start of each response that the one above it has too: at least those of their prompts."""
+    shared = [0]
+    for above, here in itertools.pairwise(responses):
+        if (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index):
+            shared.append(here.shared)
+        else:
+            shared.append(_common(above.prompt_ids, here.prompt_ids))
+    return shared
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many entries two arrays begin with alike."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _deliver(responses: Sequence[Response], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
+    """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
+    me = ranks.data_rank
+    parcels, sizes = [b""] * ranks.data_size, [0] * ranks.data_size
+    for rank, rows in enumerate(rows_of_rank):
+        if rank != me:
+            mine = [responses[i].sample for i in rows if responses[i].rank == me]
+            parcels[rank] = b"".join(
+                x.tobytes() for s in mine for x in (s.response_ids, s.response_mask, s.rollout_logprobs)
+            )
+    for i in rows_of_rank[me]:
+        if responses[i].rank != me:
+            sizes[responses[i].rank] += BYTES_PER_TOKEN * responses[i].response_length
+    parcels = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
+    samples = []
+    for r in (responses[i] for i in rows_of_rank[me]):
+        samples.append(r.sample if r.rank == me else _unpack(r, parcels[r.rank]))
+    return samples
+
+
+def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
+    """The next sample of a parcel, that of `r`."""
+    n = r.response_length
+    ids, mask, logprobs = (
+        np.frombuffer(parcel.read(n * np.dtype(t).itemsize), t) for t in ("int32", "int8", "float32")
+    )
+    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, r.policy_versions, r.turns)

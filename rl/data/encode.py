@@ -1,0 +1,244 @@
+"""Text in, token ids out: tokenizers, chat templates, and which tokens of a demonstration are learned."""
+
+from collections.abc import Sequence
+
+import jinja2
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rl.data.rows import Row, _show
+
+
+def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder or Hugging Face id. Raises ValueError naming `flag` if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
+            "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
+        ) from error
+
+
+def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
+
+    They often differ: one token ends the turns of an instruction-tuned model, another the documents of its base model.
+    """
+    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
+    try:
+        found.append(GenerationConfig.from_pretrained(model).eos_token_id)
+    except OSError:  # the model comes without one
+        pass
+    ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    return tuple(dict.fromkeys(ids))
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_prompt_length: int | None = None) -> list[int]:
+    """Token ids of a row's prompt, as the policy sees it before its first token.
+
+    A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
+    own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
+
+    Args:
+        row: a row of `read_rows`.
+        max_prompt_length: in tokens; None for no limit.
+
+    Raises:
+        ValueError: no chat template, a template that rejects the messages, no token at all, or a prompt over the limit.
+    """
+    return encode_prompts(tokenizer, [row], max_prompt_length=max_prompt_length)[0]["prompt_ids"]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_prompt_length: int | None,
+    filter_overlong_prompts: bool = False,
+) -> list[Row]:
+    """Rows with `prompt_ids` (list of int) added, tokenised as a batch: `render_prompt` of every row.
+
+    Args:
+        rows: rows of `read_rows`; not changed.
+        max_prompt_length: in tokens; None for no limit.
+        filter_overlong_prompts: drop the rows over the limit instead of raising.
+
+    Raises:
+        ValueError: as `render_prompt`; or every prompt is over the limit.
+    """
+    ids: list[list[int]] = [[] for _ in rows]
+    for is_chat in (True, False):
+        picked = [i for i, row in enumerate(rows) if isinstance(row["prompt"], list) == is_chat]
+        texts = [_chat_text(tokenizer, rows[i], rows[i]["prompt"]) if is_chat else rows[i]["prompt"] for i in picked]
+        if texts:
+            batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+            for i, prompt_ids in zip(picked, batch, strict=True):
+                ids[i] = prompt_ids
+    for row, prompt_ids in zip(rows, ids, strict=True):
+        if not prompt_ids:
+            raise ValueError(f"{_name(row)}: the prompt {_show(row['prompt'])} has no tokens in this vocabulary")
+    encoded = [{**row, "prompt_ids": prompt_ids} for row, prompt_ids in zip(rows, ids, strict=True)]
+    if max_prompt_length is None:
+        return encoded
+    overlong = [row for row in encoded if len(row["prompt_ids"]) > max_prompt_length]
+    if overlong and (not filter_overlong_prompts or len(overlong) == len(encoded)):
+        longest = max(len(row["prompt_ids"]) for row in overlong)
+        fix = "" if len(overlong) == len(encoded) else ", or pass --filter-overlong-prompts in training"
+        raise ValueError(
+            f"{_name(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
+            f"{max_prompt_length} (so have {len(overlong)} of {len(encoded)} rows, up to {longest}); raise it{fix}"
+        )
+    return [row for row in encoded if len(row["prompt_ids"]) <= max_prompt_length]
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[dict], *, add_generation_prompt: bool = True
+) -> str:
+    """The chat template's text for `messages`, which belong to `row`."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{_name(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
+            "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{_name(row)}: the chat template rejects the messages {_show(messages)}: {error}") from error
+
+
+def _name(row: Row) -> str:
+    return f"row {row.get('row_index', '?')}"
+
+
+def encode_sft(
+    tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of a demonstration, and which of them are learned.
+
+    A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
+    learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
+    newline after.
+
+    An answer goes on behind the generation prompt and never merges with it, so its tokens are those that the policy
+    would sample there.
+
+    Args:
+        row: a row of `read_sft_rows`.
+        max_length: in tokens; a longer row is an error (nothing is cut). None: no limit.
+
+    Returns:
+        token ids and loss mask (1 = learned), two lists of the same length. The mask goes by position, so a
+        padding token equal to the end-of-sequence token changes nothing.
+
+    Raises:
+        ValueError: too long; no chat template or no end-of-sequence token; or a template under which the text so far
+            is not a prefix of the text with the next message, or that ends an answer without a special token.
+    """
+    encode = _encode_messages if row.get("messages") is not None else _encode_response
+    ids, mask = encode(tokenizer, row)
+    if max_length is not None and len(ids) > max_length:
+        raise ValueError(
+            f"{_name(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or add --filter-overlong"
+        )
+    return ids, mask
+
+
+def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    response_ids, prompt_ids = _response_ids(tokenizer, row, row["response"]), render_prompt(tokenizer, row)
+    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+
+
+def _response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+    """Token ids of a response behind a row's prompt, the end-of-sequence token at the end."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer could end; set one"
+        )
+    prompt = row["prompt"]
+    ids = _encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+
+
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    messages = row["messages"]
+    ids: list[int] = []
+    mask: list[int] = []
+    done = ""  # the text that `ids` encodes
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        header = _chat_text(tokenizer, row, messages[:i])
+        turn = _chat_text(tokenizer, row, messages[: i + 1], add_generation_prompt=False)
+        if not header.startswith(done) or not turn.startswith(header):
+            raise ValueError(
+                f"{_name(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
+                "text with it; split the conversation into one row an answer (prompt and response)"
+            )
+        header_ids = _encode_behind(tokenizer, done, header[len(done) :])
+        answer = turn[len(header) :]
+        turn_ids = _encode_behind(tokenizer, header, answer)
+        learned = len(_encode_behind(tokenizer, header, answer.rstrip()))
+        if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
+            raise ValueError(
+                f"{_name(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
+                "the model could not learn to stop; put the eos_token after the assistant's content in the template"
+            )
+        ids += header_ids + turn_ids
+        mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
+        done = turn
+    full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
+    if not full.startswith(done):
+        raise ValueError(f"{_name(row)}: the chat template rewrites history after the last answer; end the row there")
+    rest = _encode_behind(tokenizer, done, full[len(done) :])
+    return ids + rest, mask + [0] * len(rest)
+
+
+def _encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Token ids of `text` where it goes on behind `before`.
+
+    Encoded by itself, the text would get a space of its own in front from a SentencePiece tokenizer (Llama 2).
+    """
+
+    def encode(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False)["input_ids"]
+
+    ids = encode(text)
+    token = (tokenizer.convert_ids_to_tokens(ids[:1]) or [""])[0]
+    if before and (token.startswith("▁") or token.startswith("Ġ") and not text.startswith(" ")):
+        for start in (before, "\n"):  # unless `text` merges with what it follows
+            head, whole = encode(start), encode(start + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+    return ids
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+    """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
+
+    A message list goes through the chat template together with the response as the assistant's message, up to whatever
+    the template puts at the end. A string is followed by the response and the end-of-sequence token. Text in the
+    response that spells a control token stays text: see `_without_control_tokens`.
+
+    Raises:
+        ValueError: no chat template, a template that rejects the messages, or no end-of-sequence token for a string.
+    """
+    if isinstance(row["prompt"], str):
+        end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
+        response = _without_control_tokens(tokenizer, response.removesuffix(end)) + end
+        return _encode_response(tokenizer, {**row, "response": response})[0]
+    response = _without_control_tokens(tokenizer, response)
+    messages = [*row["prompt"], {"role": "assistant", "content": response}]
+    text = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`.
+
+    A policy can write such text with ordinary tokens. It could end its turn and add one that praises it.
+    """
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and len(token.content) > 1:
+            text = text.replace(token.content, f"{token.content[0]}\u2060{token.content[1:]}")
+    return text

@@ -1,0 +1,239 @@
+"""Files in, checked rows out: parquet or jsonl for RL (verl's schema), SFT and preferences.
+
+Every mistake in the data is a ValueError before any model is loaded: it names the file, the row, the value and the fix.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+
+Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or ValueError
+
+
+def read_rows(path: Paths) -> list[Row]:
+    """Read and check RL prompts in verl's schema.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
+        `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null),
+        and `row_index`, the row's position in the concatenated data.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file is corrupt, empty, not UTF-8, lacks a column, or a row has a bad or null value.
+    """
+    rows = _read_files(path, _check_rl_row)
+    return [{**row, "extra_info": row.get("extra_info") or {}, "row_index": i} for i, row in enumerate(rows)]
+
+
+def read_sft_rows(path: Paths) -> list[Row]:
+    """Read and check demonstrations: `messages`, or `prompt` and `response`.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept, with either `messages` (list of {"role", "content"}, an answer of the
+        assistant among them) or `prompt` (str or such a list) and `response` (str); and `row_index`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`.
+    """
+    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_sft_row))]
+
+
+def read_preference_rows(path: Paths) -> list[Row]:
+    """Read and check comparisons: `prompt`, and two responses to it, `chosen` and `rejected`.
+
+    Args:
+        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
+
+    Returns:
+        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected` (str,
+        different), and `row_index`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_rows`.
+    """
+    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_preference_row))]
+
+
+def no_ground_truth(row: Row) -> bool:
+    """Whether the ground truth is an empty text, list or dict, so that no answer can be right."""
+    truth = row["reward_model"]["ground_truth"]
+    return truth in ([], {}) or isinstance(truth, str) and not truth.strip()
+
+
+def _read_files(path: Paths, check: Check) -> list[Row]:
+    files = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(p) for p in path]
+    if not files:
+        raise ValueError("no data file given; name at least one .parquet or .jsonl file")
+    return [row for file in files for row in _read_file(file, check)]
+
+
+def _read_file(file: Path, check: Check) -> list[Row]:
+    if not file.exists():
+        raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
+    if not file.is_file():
+        raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
+    rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+    if not rows:
+        raise ValueError(f"{file}: has no rows")
+    return [check(_check_text_only(row, f"{file}: row {i}"), f"{file}: row {i}") for i, row in enumerate(rows)]
+
+
+def _read_parquet(file: Path) -> list[Row]:
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+            table = parquet.read()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{file}: not a readable parquet file ({error}); it is corrupt or of another format: write it again"
+        ) from error
+    try:
+        table.validate(full=True)
+        return table.to_pylist()
+    except (pa.ArrowInvalid, ValueError, OverflowError) as error:
+        for i in range(table.num_rows):  # Arrow counts nested values, not rows: find the row that it means
+            for name, column in zip(table.column_names, table.columns, strict=True):
+                try:
+                    column[i].as_py()
+                except UnicodeDecodeError as bad:
+                    raise ValueError(
+                        f"{file}: row {i}: column {name!r} is not valid UTF-8 ({bad}); write the file again as UTF-8"
+                    ) from bad
+                except (ValueError, OverflowError) as bad:  # a time beyond year 9999
+                    raise ValueError(
+                        f"{file}: row {i}: column {name!r} holds a value that Python cannot ({bad}); leave it out"
+                    ) from bad
+        raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
+
+
+def _read_jsonl(file: Path) -> list[Row]:
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file}: row {len(rows)} (line {number}) is not valid UTF-8 ({error}); write the file again as UTF-8"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{file}: row {len(rows)} (line {number}) is not JSON ({error}); write one object a line"
+            ) from error
+        if type(row) is not dict:
+            raise ValueError(f"{file}: row {len(rows)} (line {number}) is {_show(row)}; write one JSON object a line")
+        rows.append(row)
+    return rows
+
+
+def _check_text_only(row: Row, where: str) -> Row:
+    """Refuse what only verl would add to the prompt: without it the model would learn to guess."""
+    extra_info = row.get("extra_info")
+    needed = row | (extra_info if isinstance(extra_info, dict) else {})
+    found = [name for name in ("images", "videos", "need_tools_kwargs") if needed.get(name)]
+    if found:
+        raise ValueError(
+            f"{where}: has {', '.join(found)}, but prompts are text only and the policy calls no tools; leave such "
+            "rows out, or remove the column if the prompt does without"
+        )
+    return row
+
+
+def _check_rl_row(row: Row, where: str) -> Row:
+    missing = [name for name in ("prompt", "data_source", "reward_model") if name not in row]
+    if missing:
+        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    if not isinstance(row["data_source"], str) or not row["data_source"]:
+        raise ValueError(f"{where}: data_source is {_show(row['data_source'])}; it must name the data set")
+    reward_model = row["reward_model"]
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0
+        raise ValueError(
+            f"{where}: reward_model is {_show(reward_model)}; it must hold a ground_truth, neither null nor bytes"
+        )
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise ValueError(f"{where}: extra_info is {_show(extra_info)}; it must be a struct, null or absent")
+    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+
+
+def _check_sft_row(row: Row, where: str) -> Row:
+    if row.get("messages") is not None:
+        messages = _check_messages(row["messages"], f"{where}: messages")
+        if messages[0]["role"] == "assistant":
+            raise ValueError(f"{where}: messages begin with the assistant; begin with a user or system message")
+        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+            raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
+        return {**row, "messages": messages}
+    if not {"prompt", "response"} <= row.keys():
+        raise ValueError(
+            f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
+        )
+    return {
+        **row,
+        "prompt": _check_prompt(row["prompt"], f"{where}: prompt"),
+        "response": _check_text(row["response"], f"{where}: response"),
+    }
+
+
+def _check_preference_row(row: Row, where: str) -> Row:
+    missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
+    if missing:
+        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise ValueError(f"{where}: chosen and rejected are both {_show(chosen)}; drop the row, it prefers nothing")
+    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+
+
+def _check_prompt(prompt: Any, where: str) -> str | list[dict]:
+    return _check_text(prompt, where) if isinstance(prompt, str) else _check_messages(prompt, where)
+
+
+def _check_text(text: Any, where: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{where} is {_show(text)}; it must be a string that is not empty")
+    _check_encodable(text, where)
+    return text
+
+
+def _check_messages(messages: Any, where: str) -> list[dict]:
+    """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"{where} is {_show(messages)}; it must be a string or a list of {{role, content}}")
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str) or not role:
+            raise ValueError(f"{where}[{i}] is {_show(message)}; it must hold a role and a content, both strings")
+        _check_encodable(role + content, f"{where}[{i}]")
+    if not any(m["content"].strip() for m in messages):
+        raise ValueError(f"{where} is {_show(messages)}; it must hold some text")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _check_encodable(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")  # JSON can spell a lone surrogate, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds a lone surrogate, which is not valid UTF-8 ({error})") from error
+
+
+def _show(value: Any) -> str:
+    text = f"{value!r} ({type(value).__name__})"
+    return text if len(text) <= 200 else f"{text[:150]}... ({type(value).__name__})"

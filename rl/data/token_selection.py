@@ -1,0 +1,130 @@
+"""Rules that choose tokens of a step, over all ranks: those to learn from, or those that a loss treats differently.
+
+Two rules of "The Entropy Mechanism of Reinforcement Learning" look at the covariance of a token,
+
+    cov_t = (old_logp_t - mean of old_logp) * (A_t - mean of A),    means over the tokens of its mini-batch
+
+It is large for likely tokens with a large advantage, and for unlikely ones with a low advantage. Learning from them
+makes a policy sure of itself and ends its exploring. `losses.clip_cov` leaves some of them out, and `losses.kl_cov`
+holds them back. A third rule learns only from the tokens at which the policy was most undecided.
+
+A choice is a pure function of the step's responses and of (seed, step): it depends neither on the number of ranks nor
+on the micro-batches, and is the same in every pass over the responses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl.data.batching import Update
+from rl.data.order import derive_seed
+from rl.data.types import Batch
+from rl.flags import NotNegative, PositiveShare
+from rl.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Choice:
+    """choice of tokens: which to learn from, and which the loss treats differently"""
+
+    top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
+    clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
+    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn among those with a covariance above this
+    clip_cov_ub: float = 5.0  # of clip_cov: and with one below this
+    kl_cov_ratio: PositiveShare = 0.0002  # of kl_cov: share of a mini-batch's tokens, those of the largest covariance
+    ppo_kl_coef: NotNegative = 1.0  # of kl_cov: weight of the KL term that the chosen tokens get
+
+
+def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advantage: float) -> Tensor:
+    """What a token adds to the covariance of log-prob and advantage: (logp - mean of logp) * (A - mean of A).
+
+    Args: logp, advantages (B, T); the means over the tokens that are compared, on all ranks. Returns: (B, T).
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+    """
+    assert logp.shape == advantages.shape, f"unexpected shapes: {tuple(logp.shape)}, {tuple(advantages.shape)}"
+    return (logp - mean_logp) * (advantages - mean_advantage)
+
+
+def random_within(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) -> tuple[Tensor, Tensor, float]:
+    """The rule of clip_cov: any of the tokens with clip_cov_lb < cov < clip_cov_ub.
+
+    Args: cov, mask, chance (B, T), the last one random.
+    Returns: (B, T), of which the largest values are chosen; (B, T) bool, among which tokens; the share of all tokens of
+    the mini-batch that is chosen at most.
+    """
+    return chance, mask.bool() & (cov > args.clip_cov_lb) & (cov < args.clip_cov_ub), args.clip_cov_ratio
+
+
+def largest_covariance(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) -> tuple[Tensor, Tensor, float]:
+    """The rule of kl_cov: the tokens with the largest covariance. Arguments and results of `random_within`."""
+    return cov, mask.bool(), args.kl_cov_ratio
+
+
+RULES = {"clip_cov": random_within, "kl_cov": largest_covariance}  # of the losses that treat chosen tokens differently
+
+
+def choose(
+    args: Choice,
+    loss_mode: str,
+    batch: Batch,
+    updates: Sequence[Update],
+    entropies: Callable[[Batch, Sequence[Update]], Tensor],
+    *,
+    seed: int,
+    ranks: Ranks,
+) -> Batch:
+    """The batch after the choices that the flags ask for. Without such flags it stays as it is.
+
+    --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
+    advantages; those of the others become 0. A loss mode of RULES: of the n tokens of each mini-batch, max(1,
+    int(share * n)) are marked in `chosen`, or all that the rule allows if these are fewer.
+
+    Args: loss_mode, a key of RULES or any other; batch with advantages and, for a key of RULES, old_logp; entropies,
+    (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
+    """
+    mask, rows = batch.response_mask, batch.rows
+    if args.top_entropy_quantile < 1 or loss_mode in RULES:
+        chance = uniform(rows.tolist(), mask.shape[1], seed=seed)
+    if args.top_entropy_quantile < 1:
+        num_kept = int(args.top_entropy_quantile * sum(update.num_tokens for update in updates))
+        kept = largest(entropies(batch, updates), mask.bool(), num_kept, ranks, ties=chance)
+        batch = replace(batch, advantages=batch.advantages * kept)
+    if loss_mode in RULES:
+        chosen = torch.zeros_like(mask, dtype=torch.bool)
+        for update in updates:
+            own = mask * ((rows >= update.rows.start) & (rows < update.rows.stop))[:, None]  # of this mini-batch
+            means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
+            cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
+            decides, among, share = RULES[loss_mode](cov, own, chance, args)
+            chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
+        batch = replace(batch, chosen=chosen)
+    return batch
+
+
+def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> Tensor:
+    """The k largest entries of x on all data ranks, which must enter; all that there are, if there are fewer.
+
+    Many tokens are certain: their log-probs, and so their covariances, are equal. Of equal ones those with the largest
+    `ties` are taken.
+
+    Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
+    """
+    x = x.double()
+    reached = among & (x >= ranks.kth_largest(x, among, k))
+    smallest = -ranks.all_reduce_max(torch.cat([-x[reached], x.new_tensor([-torch.inf])]).max())  # of those reached
+    above, equal = reached & (x > smallest), reached & (x == smallest)
+    left = k - int(ranks.all_reduce_sum(above.sum()))
+    return above | (equal & (ties >= ranks.kth_largest(ties, equal, left)))
+
+
+def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:
+    """Random numbers from 0 to 1 that depend on the seed, the row's number and the position alone: (b, width), float64.
+
+    So every rank would draw the same numbers for a row, whichever of them has it.
+    """
+    result = torch.empty(len(rows), width, dtype=torch.float64)
+    for own, row in zip(result, rows, strict=True):
+        own.uniform_(generator=torch.Generator().manual_seed(derive_seed(seed, row)))
+    return result

@@ -1,0 +1,182 @@
+"""The data that flows through a training step: Request -> Completion -> Sample -> Response -> Batch.
+
+Axes: P prompts of a step, G responses per prompt, B = P * G sequences, T tokens (prompt + response, right-padded), V
+vocabulary. Every per-token tensor is (B, T) and aligned: position t describes token t given the tokens before it.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine samples. `temperature=0` is greedy; `top_k=-1`, `top_p=1` and `min_p=0` switch truncation off."""
+
+    n: int = 1  # responses to each prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0  # tokens less than this times as likely as the likeliest are not sampled
+    max_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these ids, beside the model's own
+    stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+class Request(NamedTuple):
+    """One response that an engine is asked for."""
+
+    key: Hashable  # names the response among those of one rank; comes back with it
+    prompt_ids: Sequence[int]
+    sampling: Sampling  # of this response alone: its own `max_tokens` and stops; `n` is not looked at
+
+
+class Completion(NamedTuple):
+    """What an engine returns for one request: ids including the stop token, one log-prob per id, and why it ended."""
+
+    key: Hashable
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
+    policy_versions: tuple[int, int] = (0, 0)  # pushes of weights before its first and before its last token
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One trajectory, as numpy arrays; lists given are converted.
+
+    `response_mask` is 1 on tokens the policy sampled, 0 on what it was told in between, such as the output of a tool.
+    """
+
+    prompt_ids: np.ndarray  # int32
+    response_ids: np.ndarray  # int32
+    response_mask: np.ndarray  # int8
+    rollout_logprobs: np.ndarray  # float32
+    finish_reason: str
+    row_index: int
+    policy_versions: tuple[int, int] = (0, 0)  # see Completion
+    turns: int = 1  # how often the policy was asked to go on
+
+    def __post_init__(self):
+        dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
+        for name, dtype in dtypes.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class Score(NamedTuple):
+    """What is known about one response. `value` is None unless `status` is "ok"."""
+
+    text: str  # the response without special tokens, as the reward function saw it; "" on the other ranks
+    value: float | None
+    components: dict[str, float]
+    status: Literal["ok", "none", "error", "timeout"]  # none: the function said that it cannot tell
+    seconds: float
+
+    @property
+    def value_or_nan(self) -> float:
+        """`value`, and NaN where it is None: for tensors."""
+        return math.nan if self.value is None else self.value
+
+    @property
+    def accuracy(self) -> float:
+        """The component `acc` if the reward has it, else the score; 0 without either."""
+        return self.components.get("acc", self.value or 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """What every rank knows about a response. Its tokens stay on the rank that sampled them until one trains on it."""
+
+    row_index: int
+    score: Score  # without the text
+    response_length: int  # tokens
+    num_sampled: int  # those of them that the policy sampled
+    shared: int  # tokens at the start of prompt and response that the one before it on its rank has too
+    finish_reason: str
+    policy_versions: tuple[int, int]
+    turns: int
+    rank: int  # which has the tokens
+    number: int  # among those that its rank sampled at a time
+    prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
+    sample: Sample | None = None  # the tokens, on `rank` only
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus response tokens."""
+        return len(self.prompt_ids) + self.response_length
+
+
+OnGroup = Callable[[dict, list[Sample]], object]  # (row, all samples of its prompt) -> whatever the caller wants back
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
+
+    A rank has those rows of a step that it trains on: `rows` says which they are. response_mask is 1 for tokens that
+    the policy sampled and learns from, EOS included; it is 0 for all of a response that got no score. rollout_logp is
+    zero for tokens that were not sampled, all other per-token tensors where the mask is zero. The optional ones are
+    None until a phase of the step adds them to a new Batch.
+    """
+
+    input_ids: torch.Tensor  # (B, T) int64
+    lengths: torch.Tensor  # (B,) int64, prompt + response
+    response_mask: torch.Tensor  # (B, T) float32
+    rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
+    old_logp: torch.Tensor | None = None  # (B, T) by the policy that starts the step
+    ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
+    top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's likeliest tokens
+    top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
+    advantages: torch.Tensor | None = None  # (B, T)
+    values: torch.Tensor | None = None  # (B, T)
+    returns: torch.Tensor | None = None  # (B, T)
+    chosen: torch.Tensor | None = None  # (B, T) bool, tokens that the loss treats differently, see `choice.choose`
+    rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
+
+
+def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
+    """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
+
+    Args: rows, as `batch.rows` names them, in any order. No rows give one empty row: two tokens and a zero mask. It
+    weighs nothing; a rank that has run out of work uses it to take part in the collectives of the forward and backward
+    pass.
+    """
+    if not len(rows):
+        return _empty_row(batch, device)
+    index = places(batch, rows)
+    width = int(batch.lengths[index].max())
+    cut = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in _tensors(batch).items()}
+    return Batch(**{name: x.to(device) for name, x in cut.items()})
+
+
+def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
+    """Where a batch has the rows that are called so in `batch.rows`: (b,) int64."""
+    wanted = torch.as_tensor(rows, dtype=torch.long)
+    if batch.rows is None:
+        return wanted
+    index = torch.searchsorted(batch.rows, wanted)
+    assert torch.equal(batch.rows[index.clamp(max=len(batch.rows) - 1)], wanted), f"rows {rows} of {batch.rows}"
+    return index
+
+
+def _empty_row(batch: Batch, device: torch.device | str | None) -> Batch:
+    zeros = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in _tensors(batch).items()}
+    return Batch(**{name: x.to(device) for name, x in (zeros | {"lengths": torch.tensor([2])}).items()})
+
+
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {f.name: value for f in fields(batch) if (value := vars(batch)[f.name]) is not None}

@@ -1,0 +1,356 @@
+"""Loss formulas: per-element values with the shape of their input, which the script weights, masks, sums and divides.
+
+B sequences, T tokens. logp is the policy being trained, old_logp the one that defines the trust region, ref_logp the
+frozen reference, rollout_logp what the inference engine reported. A mask is 1 (or True) on tokens that the policy
+sampled, 0 elsewhere; what stands where it is 0, NaN included, reaches neither a value nor a gradient.
+
+The policy losses share one signature and one result, so that a script can pick one from a dict:
+
+    loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
+
+Args: logp, old_logp, advantages, mask, all (B, T). Numbers, and the tokens that rl/data/token_selection.py has chosen, come by
+name: a loss names those that it needs, and `**_` takes the rest.
+Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
+gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
+
+Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any trust region, yet finite in every dtype used for losses
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
+
+
+def _keep(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask is 1, else 0. Unlike x * mask, this stops NaN and inf, in the backward pass as well."""
+    return torch.where(mask.bool(), x, 0.0)
+
+
+def _clip_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Pessimistic surrogate max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and where the clip decides it."""
+    free, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(free, bounded), bounded > free
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of x over the entries with mask 1; an empty mask gives 0. Args: x, mask, same shape. Returns: scalar."""
+    assert x.shape == mask.shape, _shapes(x, mask)
+    return _keep(x, mask).sum()
+
+
+def aggregate(
+    x: Tensor, mask: Tensor, mode: str, *, num_tokens: float, num_seqs: float, scale: float | None = None
+) -> Tensor:
+    """Weighted sum of per-token values, divided by denominators of the whole mini-batch.
+
+    S_i = sum_t m_it * x_it, L_i = sum_t m_it; a row without valid tokens contributes 0.
+    token-mean            sum_i S_i / num_tokens                   DAPO
+    seq-mean-token-sum    sum_i S_i / num_seqs
+    seq-mean-token-mean   sum_i (S_i / L_i) / num_seqs             GRPO, GSPO, SAPO, GMPO
+    seq-mean-token-sum-norm   sum_i S_i / (num_seqs * scale)       Dr. GRPO; scale is a constant, e.g. the length limit
+    The denominators count the mini-batch over all ranks, so what the micro-batches give adds up to the same sum however
+    they are cut. A mini-batch without tokens (num_tokens = 0) gives 0.
+
+    Args: x, mask (B, T); num_tokens, num_seqs >= 0 of the mini-batch; scale > 0. Returns: scalar.
+    Raises: ValueError for an unknown mode, or without a positive scale where one is needed.
+    Source: DAPO, eq. 12, arXiv 2503.14476; Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783.
+    """
+    assert x.dim() == 2 and x.shape == mask.shape, _shapes(x, mask)
+    row_sums = _keep(x, mask).sum(-1)
+    if mode == "token-mean":
+        return row_sums.sum() / max(num_tokens, 1)
+    if mode == "seq-mean-token-sum":
+        return row_sums.sum() / max(num_seqs, 1)
+    if mode == "seq-mean-token-mean":
+        return (row_sums / mask.bool().sum(-1).clamp(min=1)).sum() / max(num_seqs, 1)
+    if mode == "seq-mean-token-sum-norm":
+        if scale is None or scale <= 0:
+            raise ValueError(f"seq-mean-token-sum-norm needs a positive scale, such as the length limit, got {scale}")
+        return row_sums.sum() / max(num_seqs, 1) / scale
+    known = "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm"
+    raise ValueError(f"unknown aggregation {mode!r}; known: {known}")
+
+
+def ppo_clip(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
+
+    max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 and c is given, at most -A * c. |delta| <= 20.
+    Without the dual clip a bad token that the policy has made much likelier has an unbounded loss.
+
+    Raises: ValueError unless clip_ratio_c > 1.
+    Source: PPO, eq. 7, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, DAPO, eq. 10, arXiv 2503.14476.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    if clip_ratio_c is not None and clip_ratio_c <= 1.0:
+        raise ValueError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}")
+    ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss, clipped = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    if clip_ratio_c is not None:
+        ceiling = -advantages * clip_ratio_c
+        dual = (advantages < 0) & (loss > ceiling)
+        loss, clipped = torch.where(dual, ceiling, loss), clipped | dual
+    return _keep(loss, mask), _keep(clipped.to(loss.dtype), mask)
+
+
+def gspo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Clipped surrogate on the length-normalised ratio of the whole sequence (the GSPO-token form).
+
+    log s_it = logp_it - sg(logp_it) + sg(mean_t delta_it), at most 10; max(-A * s, -A * clip(s, 1 - low, 1 + high)).
+    No dual clip. Sequence ratios hardly move, so the paper's clips are 3e-4 and 4e-4; aggregate by seq-mean-token-mean
+    to match it.
+
+    Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live = _keep(logp, mask)
+    delta = live.detach() - _keep(old_logp.detach(), mask)
+    sequence = delta.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
+    ratio = (live - live.detach() + sequence).clamp(max=10.0).exp()
+    loss, clipped = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return _keep(loss, mask), _keep(clipped.to(loss.dtype), mask)
+
+
+def dppo_tv(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Policy gradient within a trust region of probabilities, not of their ratio: total variation of (token, rest).
+
+    With p = exp(logp), p_old = exp(old_logp): -sg(min(ratio, c)) * A * logp, and 0 where the token has already moved
+    too far in the wanted direction: p - p_old > high where A > 0, p_old - p > low elsewhere. |delta| <= 20. So a rare
+    token may grow by a large ratio, and a likely one may not lose much. The clip ratios bound differences of
+    probabilities, 0.1 to 0.2 or so; c is 20 in the paper. clipped is 1 where the loss is 0.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-TV), arXiv 2602.04879.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
+    moved = live.detach().exp() - old.exp()
+    outside = torch.where(advantages > 0, moved > clip_ratio_high, moved < -clip_ratio_low)
+    return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
+
+
+def dppo_kl(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `dppo_tv`, with the KL divergence of (token, rest) in the place of total variation.
+
+    D = p_old * (old_logp - logp) + (1 - p_old) * log((1 - p_old + 1e-8) / (1 - p + 1e-8)). The loss is 0 where the
+    token has moved in the wanted direction and D > high (A > 0), D > low (elsewhere). clipped is 1 where the loss is 0.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-KL), arXiv 2602.04879.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
+    p, p_old = live.detach().exp(), old.exp()
+    q, q_old = (1 - p).clamp(min=0), (1 - p_old).clamp(min=0)  # rounding may make a probability larger than 1
+    rest = q_old * ((q_old + 1e-8) / (q + 1e-8)).log()
+    divergence = p_old * (old - live.detach()) + rest
+    outside = torch.where(
+        advantages > 0,
+        (divergence > clip_ratio_high) & (p > p_old),
+        (divergence > clip_ratio_low) & (p < p_old),
+    )
+    return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
+
+
+def _weighted_gradient(
+    live: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0; and where it is."""
+    ratio = (live.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = torch.where(outside, 0.0, -ratio.clamp(max=math.inf if cap is None else cap) * advantages * live)
+    return _keep(loss, mask), _keep(outside.to(live.dtype), mask)
+
+
+def cispo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
+
+    -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20; clipped is 1 where the weight was changed.
+
+    Source: MiniMax-M1 (CISPO), eq. 4 and 5, arXiv 2506.13585.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    live = _keep(logp, mask)
+    ratio = (live - _keep(old_logp, mask)).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    return _keep(-weight * advantages * live, mask), _keep((weight != ratio).to(logp.dtype), mask)
+
+
+def sapo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
+
+    -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg; |delta| <= 20. The factor
+    4 / tau makes the slope 1 at ratio 1. Nothing is clipped; aggregate by seq-mean-token-mean to match
+    the paper.
+
+    Source: Soft Adaptive Policy Optimization, arXiv 2511.20347.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
+    gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
+    return _keep(-gate * advantages, mask), torch.zeros_like(logp)
+
+
+def gmpo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Geometric mean of the token ratios of a sequence, each clipped in log space, pessimistically as in PPO.
+
+    s = sign(A_t); delta'_t = s * min(s * delta_t, s * clip(delta_t, -low, high));
+    loss_i = -mean_t(A_t) * exp(mean_t delta'_t)
+    Every valid token of row i holds loss_i, so seq-mean-token-mean gives mean_i(loss_i). The clip ratios bound log
+    ratios (0.4 and 0.4 in the paper); no dual clip. clipped is 1 where the clip decides delta'.
+
+    Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    delta, advantage = _keep(logp - old_logp.detach(), mask), _keep(advantages, mask)
+    sign, length = advantage.sign(), mask.bool().sum(-1, keepdim=True).clamp(min=1)
+    free, bounded = sign * delta, sign * delta.clamp(-clip_ratio_low, clip_ratio_high)
+    ratio = ((sign * torch.minimum(free, bounded)).sum(-1, keepdim=True) / length).exp()
+    row_loss = -advantage.sum(-1, keepdim=True) / length * ratio
+    return _keep(row_loss.expand_as(logp), mask), _keep((bounded < free).to(logp.dtype), mask)
+
+
+def clip_cov(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, chosen: Tensor, clip_ratio_low: float, clip_ratio_high: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Clipped surrogate of PPO, and a loss of 0 on chosen tokens, so that they do not push the policy.
+
+    0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
+    `choice.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where chosen.
+
+    Args: chosen (B, T) bool.
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+    """
+    tensors = logp, old_logp, advantages, mask, chosen
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss, _ = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return _keep(loss, mask.bool() & ~chosen), _keep(chosen.to(loss.dtype), mask)
+
+
+def kl_cov(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+    *, chosen: Tensor, ppo_kl_coef: float, **_: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Surrogate without a clip; chosen tokens pay for moving away from the policy that starts the step.
+
+    -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
+    `choice.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where chosen.
+
+    Args: chosen (B, T) bool.
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
+    """
+    tensors = logp, old_logp, advantages, mask, chosen
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    delta = _keep(logp - old_logp.detach(), mask)
+    loss = -advantages * delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = loss + ppo_kl_coef * _keep(delta.abs(), chosen)
+    return _keep(loss, mask), _keep(chosen.to(loss.dtype), mask)
+
+
+def policy_gradient(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, **_: object
+) -> tuple[Tensor, Tensor]:
+    """Plain REINFORCE: -A * logp. old_logp is not used, and nothing is clipped.
+
+    Source: Simple Statistical Gradient-Following Algorithms (REINFORCE), Williams 1992; GPG, arXiv 2504.02546.
+    """
+    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    return _keep(-advantages * _keep(logp, mask), mask), torch.zeros_like(logp)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange_value: float
+) -> tuple[Tensor, Tensor]:
+    """Squared error of the critic, pessimistic about moving away from its old prediction.
+
+    0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); clipped is 1 where the second is the larger.
+
+    Args: values, old_values, returns, mask (B, T); cliprange_value >= 0. Returns: loss, clipped (B, T), masked.
+    Source: The 37 Implementation Details of PPO, detail 9, iclr-blog-track.github.io; PPO, arXiv 1707.06347.
+    """
+    assert values.shape == old_values.shape == returns.shape == mask.shape, _shapes(values, old_values, returns, mask)
+    anchor = old_values.detach()
+    near = torch.clamp(values, anchor - cliprange_value, anchor + cliprange_value)
+    error, near_error = _keep(values - returns, mask).square(), _keep(near - returns, mask).square()
+    return 0.5 * torch.maximum(error, near_error), (near_error > error).to(values.dtype)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0) -> Tensor:
+    """Negative log-likelihood that the preferred response of a pair wins, given the scores of both.
+
+    -log sigmoid(chosen - rejected - margin): log 2 for equal scores. Only differences count, so adding a constant to
+    all scores changes nothing. The margin, 0 in the original, asks for a larger gap where a pair is clearer.
+
+    Args: chosen, rejected (B,); margin, a number or (B,). Returns: (B,).
+    Source: Rank Analysis of Incomplete Block Designs, Bradley and Terry 1952; InstructGPT, eq. 1, arXiv 2203.02155;
+    margin, Llama 2, eq. 2, arXiv 2307.09288.
+    """
+    assert chosen.shape == rejected.shape, _shapes(chosen, rejected)
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+
+
+def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = None) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
+
+    k1, kl: d (unbiased value);  abs: |d|;  k2, mse: d^2 / 2 (unbiased gradient of the KL);
+    k3, low_var_kl: exp(x) - x - 1, x = clip(-d, -20, 20), the result at most 10 (unbiased value, low variance).
+    A suffix "+" keeps the value and takes the gradient of k2: k2 - sg(k2) + sg(base).
+    unbiased: ratio * k3, ratio = exp(clip(logp - old_logp, -20, 20)) with its gradient: value and gradient are those of
+    the KL of the policy, also for tokens that the older policy of old_logp sampled.
+    There is no mask here, so all inputs must be finite everywhere; `aggregate` masks the result.
+
+    Args: logp, ref_logp, old_logp (B, T), the last one for "unbiased" only. Returns: (B, T). Raises: ValueError for an
+    unknown kind.
+    Source: Schulman, Approximating KL Divergence, joschu.net/blog/kl-approx.html; gradients, arXiv 2510.01555;
+    unbiased, DeepSeek-V3.2, eq. 7, arXiv 2512.02556.
+    """
+    assert logp.shape == ref_logp.shape, _shapes(logp, ref_logp)
+    if kind == "unbiased":
+        assert old_logp is not None and old_logp.shape == logp.shape, "unbiased needs old_logp of the shape of logp"
+        ratio = (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return ratio * kl(logp, ref_logp, "k3")
+    difference = logp - ref_logp
+    base = kind.removesuffix("+")
+    if base in ("k1", "kl"):
+        value = difference
+    elif base == "abs":
+        value = difference.abs()
+    elif base in ("k2", "mse"):
+        value = 0.5 * difference.square()
+    elif base in ("k3", "low_var_kl"):
+        x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value = (torch.expm1(x) - x).clamp(max=10.0)
+    else:
+        known = "k1 (kl), k2 (mse), k3 (low_var_kl), abs, each also with the suffix +; unbiased"
+        raise ValueError(f"unknown KL estimator {kind!r}; known: {known}")
+    if base == kind:
+        return value
+    k2 = 0.5 * difference.square()
+    return k2 - k2.detach() + value.detach()

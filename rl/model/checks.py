@@ -1,0 +1,83 @@
+"""Whether a model fits its purpose, found from its config and tokenizer alone, before any weights are loaded."""
+
+import math
+import re
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
+
+from rl.data.encode import load_tokenizer
+
+
+def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
+    """Raise ValueError naming `flag`, which has named `path`, if tokens have other ids there than in `tokenizer`, that
+    of --model, which is `model`, or if the model there has no weights for some of them: it could not read what the
+    policy samples.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if load_tokenizer(path, flag=flag).get_vocab() != vocabulary:
+        raise ValueError(
+            f"{flag} {path}: its tokenizer is not that of --model {model}, so it would misread every token; choose a "
+            "model of the same family"
+        )
+    rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
+    if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
+        raise ValueError(
+            f"{flag} {path}: it knows {rows} tokens, and --model {model} may sample {needed}; choose a model with an "
+            "embedding for each of them"
+        )
+
+
+def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
+    """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)  # also where a config calls it n_positions
+    if positions is not None and tokens > positions:
+        raise ValueError(f"{flags} = {tokens} tokens, but {model} has {positions} positions; lower it")
+
+
+def check_heads(model: str, size: int) -> None:
+    """Raise ValueError, from the config alone, if an engine cannot deal the model's attention heads out over `size`
+    GPUs, as --tensor-model-parallel-size asks.
+    """
+    heads = AutoConfig.from_pretrained(model).get_text_config().to_dict().get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        raise ValueError(
+            f"--tensor-model-parallel-size {size} does not divide the {heads} attention heads of {model}; choose a "
+            "divisor of that number"
+        )
+
+
+def check_trainable(
+    model: str,
+    tokens: int,
+    flags: str = "--max-prompt-length + --max-response-length",
+    *,
+    flag: str = "--model",
+    instead: str = "choose a dense model",
+) -> None:
+    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on sequences of so
+    many tokens: see `check_context`, a mixture of experts, or rotary embeddings that depend on what else is packed.
+    `instead`: what the message proposes in the place of a mixture of experts.
+    """
+    check_context(model, tokens, flags)
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    numbers = {name: x for name, x in config.to_dict().items() if type(x) is int}
+    if any(name.endswith("experts") and x > 1 for name, x in numbers.items()):
+        with torch.device("meta"):  # some that have such a number in their config are dense
+            modules = AutoModel.from_config(config).modules()
+        if any(re.search(r"(moe|moeblock|experts)$", type(module).__name__, re.IGNORECASE) for module in modules):
+            raise ValueError(
+                f"{flag} {model}: {config.model_type} is a mixture of experts, which cannot be trained here: vLLM has "
+                f"their weights under other names, so they would not reach the engine; {instead}"
+            )
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = (rope, *rope.values())  # one for all layers, or one for each type of layer
+    if any(isinstance(x, dict) and x.get("rope_type") in ("dynamic", "longrope") for x in ropes):
+        limit = rope.get("original_max_position_embeddings") or numbers.get("original_max_position_embeddings")
+        limit = limit or numbers.get("max_position_embeddings", math.inf)
+        if tokens > limit:
+            raise ValueError(
+                f"{flag} {model}: {config.model_type} turns positions by another angle once a sequence has more than "
+                f"{limit} tokens, also for shorter ones that run with it; {flags} = {tokens}, lower it"
+            )

@@ -1,0 +1,320 @@
+"""Models of transformers on the host, made ready for this package, and their weights as engines and files know them.
+
+Every model is tested when it is loaded: do packed sequences give what its own forward gives for each of them alone?
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from rl.console import say
+from rl.data.types import Batch, take_rows
+from rl.model import lora
+from rl.model.attention import choose_attention, use_attention
+from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
+from rl.model.sharding import full_tensors, shard
+from rl.ranks import Ranks
+
+VALUE_HEAD = "value_head"  # of a policy that is its own critic
+WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
+    "packed": dict(is_padded=False, own_head=False),
+    "packed, with the logits of its own forward": dict(is_padded=False, own_head=True),
+    "padded": dict(is_padded=True, own_head=True),
+}
+LONGEST_TEST = 2**13  # tokens of a sequence that `choose_forward` tries out
+
+
+def load_policy(args: Any, ranks: Ranks, *, frozen: bool = False, value_head: bool = False) -> nn.Module:
+    """The model of --model, sharded over the ranks as the memory flags say: the one that is trained, or a reference.
+
+    A policy that is trained has master weights in float32. A frozen one has them in the compute precision, and never
+    gets gradients. With --lora-rank the policy has frozen weights and adapters in float32: see rl/model/lora.py. value_head:
+    give it a second head for values, see `add_value_head`. All ranks must enter. Raises ValueError if the files of the
+    model lack weights, or as `lora.layers_of` before they are read, or as `choose_forward`.
+    """
+    adapt = not frozen and check_lora(args, args.model)
+    model = load_causal_lm(args.model, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32)
+    if adapt:
+        add_lora(model, args, ranks, path=args.model)
+    if value_head:
+        add_value_head(model)
+    if frozen:
+        model.requires_grad_(False)
+    return shard_as(args, model, ranks)
+
+
+def load_reference(args: Any, ranks: Ranks, policy: nn.Module) -> nn.Module | lora.Base:
+    """The policy before training, for KL terms: a second, frozen model, or with LoRA the policy without its adapters.
+
+    All ranks must enter, before training. Raises ValueError as `load_policy`.
+    """
+    return lora.Base(policy) if lora.wanted(args) else load_policy(args, ranks, frozen=True)
+
+
+def check_lora(args: Any, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
+    """Whether a script's Args ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not
+    have the layers for them: its files are not read for that.
+    """
+    if not lora.wanted(args):
+        return False
+    with torch.device("meta"):
+        model = auto_class.from_config(AutoConfig.from_pretrained(path))
+    lora.layers_of(model, args.target_modules, flag=f"{flag} {path}")
+    return True
+
+
+def add_lora(model: nn.Module, args: Any, ranks: Ranks, *, path: str) -> None:
+    """`lora.add` to a model that `load_pretrained` has just read from `path`; rank 0 takes the hash of its weights."""
+    base_sha256 = lora.hash_of(model) if ranks.is_main else ""
+    lora.add(model, args, path=path, seed=args.seed)
+    model.lora = replace(model.lora, base_sha256=base_sha256)
+
+
+def shard_as(args: Any, model: nn.Module, ranks: Ranks, *, flag: str = "--model") -> nn.Module:
+    """`sharding.shard` a model as the memory flags say, and `choose_forward` for it; `flag` has named it.
+
+    Raises ValueError as that, or as `lora.watched` if adapters would have no effect.
+    """
+    model = shard(
+        model,
+        ranks,
+        activation_checkpointing=args.activation_checkpointing,
+        compile=args.compile and ranks.device.type == "cuda",
+        fsdp_size=args.fsdp_size,
+        param_offload=args.param_offload,
+    )
+    longest = args.max_length if hasattr(args, "max_length") else args.max_prompt_length + args.max_response_length
+    with lora.watched(model, flag=flag):
+        choose_forward(model, ranks, longest=longest, flag=flag)
+    return model
+
+
+def add_value_head(policy: nn.Module) -> None:
+    """Give a causal LM on the host, not sharded yet, a scalar head `value_head` of zeros in the master precision.
+
+    `shard` makes it part of the root unit, and `exported` leaves it out of what engines and files get.
+    """
+    lm_head = policy.get_output_embeddings()
+    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)  # frozen weights may have less
+    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(policy.value_head.weight)
+
+
+def exported(
+    model: PreTrainedModel, named_tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
+
+    The push to the engine and the files of a checkpoint both go through here, so that they cannot differ. Adapters are
+    added to the weights that they belong to, which makes them float32 for the moment, see `lora.merged`; a value head
+    is left out. Names are those of the files that the model's authors publish, where transformers has changed them.
+    """
+    for name, x in lora.merged(model, named_tensors):
+        if not name.startswith(f"{VALUE_HEAD}."):
+            yield from revert_weight_conversion(model, {name: x}).items()
+
+
+def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) for `update_weights` of an engine: weights in the compute precision, and buffers that are
+    part of the model's files. All ranks must iterate.
+    """
+    return exported(policy, itertools.chain(full_tensors(policy, ranks.dtype), buffers_in_files(policy)))
+
+
+def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for all buffers that belong to a model as its weights do, such as constants of activations.
+
+    Nothing trains them, and every rank has all of them. Tables that a model computes when it is made are not here.
+    """
+    for prefix, module in model.named_modules():
+        for name, x in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), x
+
+
+def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32, flag: str = "--model") -> nn.Module:
+    """A causal LM with master weights in `dtype` on the host.
+
+    Rank 0 reads the files; other ranks get storage that `shard` fills. Raises ValueError if the files lack weights.
+    """
+    model, missing = load_pretrained(AutoModelForCausalLM, path, ranks, dtype=dtype)
+    check_whole(path, missing, flag=flag)
+    return add_packed_forward(model)
+
+
+def check_whole(path: str, missing: set[str], *, flag: str = "--model") -> None:
+    """Raise ValueError naming `flag` if the files of the model in `path` lack weights, which would be random."""
+    if missing:
+        raise ValueError(
+            f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
+        )
+
+
+def load_pretrained(
+    auto_class: Any, path: str, ranks: Ranks, *, dtype: torch.dtype, **config_changes: Any
+) -> tuple[nn.Module, set[str]]:
+    """A model of a transformers auto class on the host, and the names of its weights that the files do not hold.
+
+    Rank 0 reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: entries of the
+    config to replace, such as num_labels.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    missing: set[str] = set()
+    if ranks.is_main:
+        model, info = auto_class.from_pretrained(path, dtype=dtype, **config_changes, output_loading_info=True)
+        missing = set(info["missing_keys"])
+    else:
+        config = AutoConfig.from_pretrained(path, **config_changes)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=dtype)
+        model.to_empty(device="cpu")
+        model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
+    # Files may come with older or newer names. Ours have the published ones, whatever those of `path` are.
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
+    use_attention(model, choose_attention(ranks.device, ranks.dtype))
+    return model, missing
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How does a model run: packed or padded?
+
+
+@torch.no_grad()
+def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int, flag: str = "--model") -> str:
+    """Let a sharded model run in the fastest of `WAYS` that gives what its own forward gives for one sequence alone.
+
+    Random sequences are compared: log-probs of a causal LM, hidden states of any other. Short ones, two with the same
+    beginning, and one longer than the attention windows that the config knows, but not than `longest` tokens, the most
+    that the run allows. In float32 the root mean square of the difference may be 1e-4 in the worst sequence. What is
+    normal in bfloat16 depends on the model: there it may be three times what padding alone, or another way to round in
+    the attention, changes in the model's own forward, but not more than 0.2.
+
+    Returns: the way. Rank 0 prints it if it is not the fastest, why, and what it costs. Raises ValueError naming `flag`
+    if none is right. All ranks must enter.
+    """
+    batch = _random_batch(model.config, longest, ranks.device)
+    with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
+        use_forward(model, **WAYS["padded"])
+        expected = _own_outputs(model, batch)
+        error, reason = _difference(model, batch, expected, ranks)
+        errors, reasons, limit = {"padded": error}, {"padded": reason}, 1e-4
+        if ranks.dtype != torch.float32:
+            use_attention(model, "eager")
+            other, _ = _difference(model, batch, expected, ranks)
+            limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
+        for way, options in WAYS.items():
+            if way == "packed" and not _has_plain_head(model):
+                errors[way], reasons[way] = math.inf, "its LM head is more than one matrix"
+            elif way != "padded":
+                use_forward(model, **options)
+                errors[way], reasons[way] = _difference(model, batch, expected, ranks)
+            if errors[way] <= limit:
+                use_forward(model, **options)
+                break
+        else:
+            raise ValueError(
+                f"{flag}: {model.config.model_type} gives other numbers here than its own forward does, packed "
+                f"({reasons[list(WAYS)[1]]}) and padded ({reasons['padded']}); choose another model"
+            )
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # an engine measures what is free
+    if way == "padded" and ranks.is_main:
+        say(
+            f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
+            f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more "
+            "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if it does not "
+            "fit"
+        )
+    return way
+
+
+def _has_plain_head(model: nn.Module) -> bool:
+    """Whether logits may be the product of hidden states and one matrix. True of models that have no LM head."""
+    head = model.get_output_embeddings()
+    return head is None or (isinstance(head, nn.Linear) and head.bias is None)
+
+
+def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) -> Batch:
+    """Six sequences for `choose_forward`. Ids that the config gives a meaning, such as an image's, are avoided."""
+    entries = _entries(config.to_dict())
+    windows = [n for name, n in entries if ("window" in name or "chunk" in name) and n < longest]
+    length = min(longest, LONGEST_TEST, max([24, *(n + 24 for n in windows)]))
+    lengths = torch.tensor([min(n, longest) for n in (9, 24, 3, 40, 40, length)])
+    special = [n for name, n in entries if name.endswith(("token_id", "token_index"))]
+    allowed = torch.ones(config.get_text_config().vocab_size, dtype=torch.bool)
+    allowed[[n for n in special if 0 <= n < len(allowed)]] = False
+    generator = torch.Generator().manual_seed(0)
+    ids = allowed.nonzero()[:, 0][
+        torch.randint(int(allowed.sum()), (len(lengths), int(lengths.max())), generator=generator)
+    ]
+    ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
+    position = torch.arange(ids.shape[1])
+    sampled = ((position > 0) & (position < lengths[:, None])).float()
+    batch = Batch(ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))
+    return take_rows(batch, range(len(lengths)), device)
+
+
+def _entries(config: dict[str, Any]) -> list[tuple[str, int]]:
+    """All (name, whole number) of a config and the configs in it; of a list, every number."""
+    found = []
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found += _entries(value)
+        for x in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(x, int) and not isinstance(x, bool):
+                found.append((name, x))
+    return found
+
+
+def _difference(model: nn.Module, batch: Batch, expected: list[torch.Tensor], ranks: Ranks) -> tuple[float, str]:
+    """How far a model's outputs are from those expected, the same number on all ranks, and that in words."""
+    reason = ""
+    try:
+        outputs = _outputs(model, batch)
+        # Hidden states may have any scale, log-probs are what they are.
+        errors = [
+            (x - y).square().mean().sqrt() / (y.square().mean().sqrt() if y.ndim > 1 else 1.0)
+            for x, y in zip(outputs, expected, strict=True)
+        ]
+        error = torch.stack(errors).max().nan_to_num(math.inf)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # a model may fail in any way at arguments that it was not made for
+        error, reason = torch.tensor(math.inf, device=ranks.device), f"{type(problem).__name__}: {problem}"
+    error = ranks.all_reduce_max(error.float()).item()
+    what = "log-probs" if model.can_generate() else "hidden states"
+    return error, reason.splitlines()[0][:200] if reason else f"its {what} would differ by {error:.1g}"
+
+
+def _outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """For every sequence of a batch its log-probs (n - 1,), or the hidden states (n, H) of a model without LM head."""
+    lengths = batch.lengths.tolist()
+    if model.can_generate():
+        logp, _ = token_logprobs(model, batch)
+        return [row[1:n] for row, n in zip(logp, lengths, strict=True)]
+    real = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < batch.lengths[:, None]
+    return list(run_packed(model, batch, real, lambda model, hidden: hidden.float()).split(lengths))
+
+
+def _own_outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """What `_outputs` should be, by the model's own forward of one sequence at a time, which has no padding."""
+    found = []
+    for i, n in enumerate(batch.lengths.tolist()):
+        if model.can_generate():
+            ids = batch.input_ids[i : i + 1, :n]
+            logp = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            found.append(logp.gather(-1, ids[0, 1:, None])[:, 0])
+        else:
+            found += _outputs(model, take_rows(batch, [i]))
+    return found

@@ -1,0 +1,352 @@
+"""Log-probabilities and entropies of sampled tokens. Packing and the shift by one live here and nowhere else.
+
+`token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
+the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
+caller ever sees a packed tensor, and the model sees the prompt of a group once. Other heads share `run_on_responses`,
+or `run_packed` if they read other positions.
+
+Some models cannot run packed: layers that carry a state from token to token, attention of their own. They get one row a
+sequence, padded on the right, and run their own forward. `models.choose_forward` finds out which way is right.
+"""
+
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from rl.data.batching import Update, shared_prefix
+from rl.data.types import Batch, Sampling, places, take_rows
+from rl.model.attention import Packing, use_attention
+
+FULL = Sampling()  # temperature 1, from the whole vocabulary
+HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
+
+
+# A row that is shorter than this share of the longest one in its padded pass begins the next pass.
+SIMILAR = 0.8
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How a model runs on sequences: what `add_packed_forward` adds to it, as its attribute `packed`."""
+
+    forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
+    head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
+    device: torch.device  # where it computes
+    on_host: bool  # whether its weights live in host memory all the same
+    is_whole: bool  # whether every rank has all of the model on its device, see `sharding.last_micro_batch`
+    attention: str  # name of the attention function for packed sequences
+    is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
+    own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
+
+
+def token_logprobs(
+    model: nn.Module, batch: Batch, *, sampling: Sampling = FULL, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log pi(token t | tokens before t) and the entropy of that distribution, for every token with response_mask 1.
+
+        logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
+        entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
+
+    S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token: the whole vocabulary
+    unless it has top_k, top_p or min_p. So the policy is the truncated distribution that the engine has sampled from,
+    and its ratio to itself is 1. From the whole vocabulary the trainer would find every token less likely than it was.
+
+    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled, of
+    which temperature > 0, top_k, top_p and min_p count; entropy_grad, whether gradients flow through the entropy (for
+    an entropy bonus). Returns: logp (b, T) and entropy (b, T), float32 (float64 for a float64 model), zero where
+    response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask".
+    """
+    return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
+
+
+def fixed_logprobs(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
+    """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
+    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[0])
+
+
+def fixed_entropies(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
+    """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from. All ranks must enter."""
+    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[1])
+
+
+def fixed_collisions(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
+) -> torch.Tensor:
+    """As `fixed_logprobs`, the chance that two draws of a token agree: the sum over all tokens v of pi(v)^2."""
+
+    def per_token(micro: Batch) -> torch.Tensor:
+        return run_on_responses(model, micro, response_collisions, sampling)[0]
+
+    return over_micro_batches(model, batch, updates, per_token)
+
+
+@torch.no_grad()
+def over_micro_batches(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], per_token: Callable[[Batch], torch.Tensor]
+) -> torch.Tensor:
+    """What `per_token`, from (b, T') to (b, T'), gives for each of this rank's micro-batches, without gradients.
+
+    Micro-batches go to where the model computes. Returns: (B, T) of the type of batch.rollout_logp, on the host.
+    """
+    device, result = model.packed.device, torch.zeros_like(batch.rollout_logp)
+    for rows in (rows for update in updates for rows in update.micro_batches):
+        part = per_token(take_rows(batch, rows, device))
+        if rows:
+            result[places(batch, rows), : part.shape[1]] = part.cpu().to(result.dtype)
+    return result
+
+
+def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[torch.Tensor, ...]:
+    """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
+
+    Args: model, as in `run_packed`; head, a function that takes the model, the hidden states (R, H) of the tokens right
+    before those R, their ids (R,), and `args`, and returns tensors (R, ...). Returns: each of these as (b, T, ...),
+    where position t is about token t, zero where response_mask is zero.
+    """
+    scored = sampled_positions(batch)
+    before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
+    outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
+    return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
+
+
+def sampled_positions(batch: Batch) -> torch.Tensor:
+    """Which tokens of a batch `run_on_responses` hands to a head: (b, T) bool, those with response_mask 1."""
+    b, T = batch.input_ids.shape
+    assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
+        f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
+    )
+    position = torch.arange(T, device=batch.input_ids.device)
+    scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
+    scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
+    return scored
+
+
+def _to_grid(x: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """x (R, ...), one entry for each scored token -> (b, T, ...), zero where the mask (b, T) is."""
+    here, mask = (y.view(*y.shape, *[1] * (x.ndim - 1)) for y in (scored, mask))
+    return x.new_zeros(*scored.shape, *x.shape[1:]).masked_scatter(here, x) * mask.to(x.dtype)
+
+
+def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
+    """One pass over the tokens of a batch, then `head(model, hidden, *args)`.
+
+    What rows have in common at their start, such as the prompt of a group, is computed once for neighbours: under a
+    causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.)
+
+    Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); wanted (b, T) bool, the R
+    tokens whose hidden states the head needs; head, a function that takes the model, these hidden states (R, H), row
+    after row, and `args`. It runs while FSDP2 holds the root's weights gathered, those of the model's head among them.
+    Returns: what `head` returns.
+    """
+    inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
+    out = model.packed.forward(head, inputs, place[wanted], *args)
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the gathered weights of some for a backward pass, which will not come
+    return out
+
+
+def _pack(batch: Batch) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """The decoder's arguments for a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
+    b, T = batch.input_ids.shape
+    # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
+    # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
+    row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
+    real = position < batch.lengths[:, None]  # (b, T)
+    own = real & (position >= shared_prefix(batch)[:, None])  # (b, T) computed for this row, the others for one above
+    place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
+    owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
+    place = place.gather(0, owner)  # of all tokens
+    borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
+    packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
+    ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
+    return [dict(input_ids=ids, position_ids=positions, packing=packing)], place
+
+
+def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    """The decoder's arguments for every pass over a batch (b, T) with one row a sequence, rows of similar length in one
+    pass, and the place (b, T) of every token among those of all passes, one after the other.
+    """
+    ids, groups = batch.input_ids, []
+    for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
+        if not groups or length < SIMILAR * batch.lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    inputs, place, start = [], torch.zeros_like(ids), 0
+    for rows in groups:
+        width = int(batch.lengths[rows[0]])
+        place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
+        real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
+        inputs.append(dict(input_ids=ids[rows, :width], attention_mask=real.long()))
+        start += len(rows) * width
+    if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
+        most = torch.tensor(len(inputs), device=ids.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
+        one = dict(input_ids=ids[:1, :1], attention_mask=torch.ones_like(ids[:1, :1]))
+        inputs += itertools.repeat(one, int(most) - len(inputs))
+    return inputs, place
+
+
+def add_packed_forward(
+    model: nn.Module,
+    *,
+    device: torch.device | None = None,
+    on_host: bool = False,
+    compile: bool = False,
+    keep_logits: bool = False,
+    is_whole: bool = True,
+) -> nn.Module:
+    """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
+
+    `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
+
+    Args: device, where it computes, by default where it is; on_host, see `Packed`; compile, whether the LM head runs
+    compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
+    again; is_whole, see `Packed`. Whether the numbers are those of the model's own forward is for
+    `models.choose_forward` to find out.
+    """
+    attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
+    chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    model.packed = types.MethodType(_forward, model)
+    register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
+    model.packed = Packed(
+        forward=model.packed,
+        head_chunk=chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False),
+        device=device or next(model.parameters()).device,
+        on_host=on_host,
+        is_whole=is_whole,
+        attention=attention,
+    )
+    return model
+
+
+def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool) -> None:
+    """Say how a model that went through `add_packed_forward` runs from now on; see `Packed`."""
+    model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head)
+    use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
+
+
+def _forward(self, head, inputs, wanted, *args):
+    """What `head` makes of the hidden states (R, H) at the places `wanted` (R,) of all tokens in `inputs`."""
+    hidden = [self.base_model(**x, use_cache=False).last_hidden_state.flatten(0, 1) for x in inputs]
+    hidden = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+    return head(self, hidden[wanted], *args)
+
+
+class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
+    """What a decoder returns that has hidden states to give and nothing else: any other field is None."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """hidden (C, H) -> logits (C, V), as the model's own forward makes them of what its decoder returns: scaled,
+    capped, with a bias. For this one call the decoder returns `hidden`.
+    """
+    decoder, result = model.base_model, _HiddenStates(last_hidden_state=hidden[None])
+    decoder.forward = lambda *args, **kwargs: result
+    try:
+        return type(model).forward(model, inputs_embeds=hidden[None], use_cache=False).logits[0]
+    finally:
+        del decoder.forward
+
+
+def response_logprobs(
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, entropy_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
+    if model.packed.own_head:
+        source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
+    else:
+        source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
+    kept = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None
+    logps, entropies = [], []
+    chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
+    for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
+        logp, entropy = head_chunk(source, h, y, sampling.temperature, kept, entropy_grad)  # one chunk at a time
+        logps.append(logp)
+        entropies.append(entropy)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32; for heads of `run_on_responses`."""
+    return _logits(model if model.packed.own_head else model.get_output_embeddings().weight, hidden, temperature)
+
+
+def _logits(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = nn.functional.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
+    return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+
+
+def response_collisions(
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor]:
+    """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
+    kept, collisions = (sampling.top_k, sampling.top_p, sampling.min_p), []
+    for h in hidden.tensor_split(math.ceil(len(hidden) / HEAD_CHUNK)):  # one chunk of logits at a time
+        logits = logits_of(model, h, sampling.temperature)
+        if sampling.is_truncated:
+            logits = logits.masked_fill(logits < truncation(logits, *kept)[:, None], -torch.inf)
+        collisions.append(logits.softmax(-1).square().sum(-1))
+    return (torch.cat(collisions),)
+
+
+def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32. Logits come from `source`,
+    the weight (V, H) of a plain head, or else the model.
+    """
+    logits = _logits(source, hidden, temperature)
+    sampled = logits.gather(-1, targets[:, None])[:, 0]
+    if kept is not None:
+        left_out = logits.detach() < truncation(logits.detach(), *kept)[:, None]
+        left_out = left_out.scatter(-1, targets[:, None], False)  # a sampled token is in S, whatever rounding says
+        logits = logits.masked_fill(left_out, -1e30)  # exp of it is 0; with -inf, 0 x inf would be NaN
+    log_z = logits.logsumexp(-1)
+    logp = sampled - log_z
+    if not entropy_grad:
+        logits, log_z = logits.detach(), log_z.detach()
+    entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+    return logp, entropy
+
+
+def truncation(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
+
+    S = {v: z_v >= limit}, one after the other: tokens at least `min_p` times as likely as the likeliest; of these the
+    `top_k` likeliest; of these the fewest likeliest ones whose share is at least `top_p`. Ties at the limit are in S.
+    The last limit is found by halving the interval of all logits 24 times, which is faster than to sort them.
+    """
+    largest = logits.amax(-1)
+    limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.topk(top_k, sorted=False).values  # (C, k)
+        limit = torch.maximum(limit, logits.amin(-1))
+    if top_p < 1:
+        weight = (logits - largest[:, None]).exp().masked_fill(logits < limit[:, None], 0.0)
+        wanted = top_p * weight.sum(-1)
+        low, high = limit, torch.nextafter(largest, largest + 1)  # enough weight from `low` up, too little from `high`
+        for _ in range(24):
+            middle = (low + high) / 2
+            enough = (weight * (logits >= middle[:, None])).sum(-1) >= wanted
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        limit = low
+    return limit

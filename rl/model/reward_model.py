@@ -1,0 +1,230 @@
+"""Learned rewards: a transformer with a scalar head, read off at the last token of prompt and response.
+
+A reward model is any decoder that transformers knows as a ...ForSequenceClassification with one label. It runs packed,
+as the policy does: no padding reaches it, and the last token of a sequence is found by its length, never by its id, so
+that a padding token equal to the end-of-sequence token changes nothing. (The forward of transformers looks for the last
+id that is not the padding's, and would stop before the end of such a sequence.)
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from rl.console import say
+from rl.data.batching import Update, collate, plan_micro_batches
+from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.types import Batch, Sample, Score, take_rows
+from rl.model.checks import check_context
+from rl.model.load import add_lora, check_lora, check_whole, load_pretrained, shard_as
+from rl.model.logprobs import run_packed
+from rl.model.sharding import offload, onload
+from rl.ranks import Ranks
+
+
+def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: bool = False) -> None:
+    """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model, or cannot become one.
+
+    With `new_head` a model without a score head passes as well: it is what one that is to be trained may be.
+    """
+    config = AutoConfig.from_pretrained(path)
+    name = (config.architectures or ["unnamed"])[0]
+    if name.endswith("ForSequenceClassification"):
+        if config.num_labels != 1:
+            raise ValueError(
+                f"{flag} {path}: its head gives {config.num_labels} labels, it has to give 1; choose another model"
+            )
+    elif not new_head:
+        raise ValueError(
+            f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
+            "such as the huggingface/ folder of a checkpoint of train_reward.py"
+        )
+
+
+def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model that can be asked about responses to prompts like that of `row`.
+
+    Raises ValueError, before its weights are loaded, if it has no score head, fewer than `max_length` positions, no
+    tokenizer, or no chat template for messages.
+    """
+    tokenizer = load_tokenizer(path, flag="--reward-model")
+    check_reward_model(path)
+    check_context(path, max_length, "--reward-model-max-length")
+    try:
+        encode_conversation(tokenizer, row, "a response")
+    except ValueError as error:
+        raise ValueError(f"--reward-model {path} cannot read the training prompts: {error}") from error
+    return tokenizer
+
+
+def load_reward_model(
+    path: str,
+    ranks: Ranks,
+    *,
+    flag: str = "--reward-model",
+    dtype: torch.dtype = torch.float32,
+    new_head: Callable[[torch.Tensor], object] | None = None,
+) -> nn.Module:
+    """A model with a scalar head, its weights in `dtype` on the host, ready for `sharding.shard`.
+
+    Args: new_head, for training: what fills the head's weight (1, H) of a model that comes without one. None, for using
+    the model: every weight must come from the files.
+    Raises: ValueError as `check_reward_model`, or if the head is not one vector, or if weights are missing.
+    """
+    check_reward_model(path, flag=flag, new_head=new_head is not None)
+    model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, dtype=dtype, num_labels=1)
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
+    if missing == {"score.weight"} and new_head is not None:
+        new_head(head.weight)
+    else:
+        check_whole(path, missing, flag=flag)
+    return model
+
+
+def load_trained(
+    args: Any, path: str, ranks: Ranks, *, flag: str, new_head: Callable[[torch.Tensor], object]
+) -> nn.Module:
+    """`load_reward_model` to be trained, sharded as the memory flags say: all of it, or with --lora-rank adapters and
+    the head.
+
+    All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `models.choose_forward`.
+    """
+    adapt = check_lora(args, path, AutoModelForSequenceClassification, flag=flag)
+    dtype = ranks.dtype if adapt else torch.float32
+    model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head)
+    if adapt:
+        add_lora(model, args, ranks, path=path)
+        model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
+    return shard_as(args, model, ranks, flag=flag)
+
+
+def random_head(weight: torch.Tensor, *, seed: int) -> None:
+    """Fill the weight (1, H) of a head from a normal distribution with standard deviation 1 / sqrt(H + 1).
+
+    First scores are then of order 1 (Stiennon et al. 2020, arXiv 2009.01325).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(weight, std=(weight.shape[1] + 1) ** -0.5, generator=generator)
+
+
+def add_scores(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    coef: float,
+    max_length: int,
+    max_tokens_per_gpu: int,
+    ranks: Ranks,
+    rows: Sequence[dict],
+    samples: Sequence[Sample],
+    scores: Sequence[Score],
+    *,
+    alone: bool,
+) -> list[Score]:
+    """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
+
+    `rows` hold the prompts of the samples. The model, which `offload` put on the host, comes to the device for it. A
+    response that has no score gets none here either, and one that the model gives NaN or infinity loses its own. Unless
+    the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must
+    enter. Other arguments as `score_conversations`.
+    """
+    prompts = {row["row_index"]: row["prompt"] for row in rows}
+    onload(model, ranks.device)
+    learned = score_conversations(
+        model,
+        tokenizer,
+        [prompts[sample.row_index] for sample in samples],
+        [score.text for score in scores],
+        max_length=max_length,
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        ranks=ranks,
+    )
+    offload(model)
+    result = []
+    if failed := sum(not math.isfinite(x) for x in learned):
+        say(f"reward: the reward model gave NaN or infinity for {failed} of {len(learned)} responses", sys.stderr)
+    for score, x in zip(scores, learned, strict=True):
+        if not math.isfinite(x):
+            score = score._replace(value=None, status="error")
+        if score.value is not None:
+            components = ({} if alone else {"acc": score.value}) | score.components | {"reward_model": x}
+            score = score._replace(value=score.value + coef * x, components=components)
+        result.append(score)
+    return result
+
+
+def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The score of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
+
+    Returns: (b,), float32 (float64 for a float64 model). The head runs in that precision too: bfloat16 would round
+    scores above 4 to multiples of 1/32.
+    """
+    last = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) == batch.lengths[:, None] - 1  # (b, T)
+    return run_packed(model, batch, last, _scores)[:, 0]
+
+
+def _scores(model, hidden):
+    """hidden (b, H) -> scores (b, 1)."""
+    weight = model.score.weight
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return nn.functional.linear(hidden.to(dtype), weight.to(dtype))
+
+
+@torch.no_grad()
+def fixed_scores(model: nn.Module, batch: Batch, updates: Sequence[Update], *, device: torch.device) -> torch.Tensor:
+    """`sequence_scores` without gradients over this rank's micro-batches: (B,) float32 on the host, zero in rows of
+    other ranks.
+    """
+    return _over_micro_batches(model, batch, [rows for update in updates for rows in update.micro_batches], device)
+
+
+def _over_micro_batches(
+    model: nn.Module, batch: Batch, micro_batches: Sequence[list[int]], device: torch.device
+) -> torch.Tensor:
+    scores = torch.zeros(len(batch.lengths))
+    for rows in micro_batches:
+        result = sequence_scores(model, take_rows(batch, rows, device))
+        if rows:
+            scores[rows] = result.cpu().to(scores.dtype)
+    return scores
+
+
+@torch.no_grad()
+def score_conversations(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict]],
+    responses: Sequence[str],
+    *,
+    max_length: int,
+    max_tokens_per_gpu: int,
+    ranks: Ranks,
+) -> list[float]:
+    """The scores of this rank's responses, one for each, in their order. All ranks must enter, with any number each.
+
+    Args: tokenizer, the reward model's own, whose chat template renders prompt and response; prompts, one a response,
+    text or messages; max_length in tokens. A longer conversation loses its beginning, never the end of the response
+    that is judged; how many did is printed. max_tokens_per_gpu bounds the tokens of a forward pass.
+    """
+    ids = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids.append(encode_conversation(tokenizer, {"prompt": prompt, "row_index": i}, response))
+    if overlong := sum(len(x) > max_length for x in ids):
+        say(
+            f"rank {ranks.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the "
+            "reward model; their beginning was cut off",
+            sys.stderr,
+        )
+    ids = [x[-max_length:] for x in ids]
+    lengths = [len(x) for x in ids]
+    [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=max_tokens_per_gpu)
+    most = max(ranks.all_gather([len(micros)]))  # a pass is a collective: ranks with less to score run empty ones
+    batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
+    micros += [[]] * (most - len(micros))
+    scores = _over_micro_batches(model, batch, micros, ranks.device)
+    return scores[: len(ids)].tolist()

@@ -1,0 +1,372 @@
+"""Parameters and gradients over ranks: FSDP2, applied to a model from outside."""
+
+import functools
+import itertools
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch._inductor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rl.model.logprobs import add_packed_forward
+from rl.model.lora import is_adapter
+from rl.ranks import Ranks, wait_without_end
+
+GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
+PIECE = 2**29  # bytes of moments that come to a GPU at a time
+Moments = dict[tuple[torch.Tensor, str], torch.Tensor]  # what a rank has of them, by parameter and kind
+
+# torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
+# middle of a run. Only versions of torch that have the fusion know the option.
+UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
+COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
+
+
+def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
+    """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
+    if fsdp_size is not None and (fsdp_size < 1 or ranks.size % fsdp_size):
+        raise ValueError(
+            f"--fsdp-size {fsdp_size} does not divide the {ranks.size} rank(s) of this run; choose a divisor"
+        )
+
+
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    activation_checkpointing: Literal["none", "selective", "full"] = "none",
+    compile: bool = False,
+    fsdp_size: int | None = None,
+    param_offload: bool = False,
+) -> nn.Module:
+    """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
+
+    fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
+    the traffic between machines is then one all-reduce of gradients an update (`last_micro_batch`). It must divide the
+    number of ranks.
+
+    Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
+    SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
+    decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
+    Every rank ends up with rank 0's values, buffers included. The model is left in evaluation mode, which stops no
+    gradient. Weights that are frozen while others learn, as beside LoRA's adapters, are not sharded where a shard would
+    be the whole: FSDP2 would hold a second copy of them.
+
+    activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
+    but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
+    each layer, and the LM head of `token_logprobs`, once for all lengths. param_offload: parameters live in host
+    memory, pinned for a GPU, and a unit of them comes to the device for its pass; gradients go to the host as well, so
+    an optimizer steps there.
+    """
+    learning = [x.dtype for x in model.parameters() if x.requires_grad]
+    master = learning[0] if learning else next(model.parameters()).dtype
+    compute = ranks.dtype if master == torch.float32 else master
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    check_size(fsdp_size, ranks)
+    size = fsdp_size or ranks.size
+    mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
+    mesh = mesh["shard"] if size == ranks.size else mesh
+    for group in mesh.get_all_groups():
+        wait_without_end(group)
+    units = _outermost(model, model._no_split_modules or ())
+    is_whole = size == 1 and not param_offload
+    plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
+    home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if param_offload else OffloadPolicy()
+    options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
+    stay = {*plain, *model.buffers()}  # what will not be replaced by shards; nothing else may be held here
+    there: set[torch.Tensor] = set()
+    for unit in units:
+        if activation_checkpointing == "full":
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        elif activation_checkpointing == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+        if compile:
+            unit.forward = _compile_for_all_lengths(unit.forward)
+    for module in [*units, model]:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if not isinstance(tensor, DTensor) and tensor not in there:
+                tensor.data = tensor.data.to(ranks.device)
+                if ranks.size > 1:
+                    dist.broadcast(tensor.data, src=0, group=ranks.group)
+                if tensor in stay:
+                    there.add(tensor)
+        # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
+        fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.eval()  # no dropout or noise of any kind: log-probs are a function of weights and tokens
+    keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
+    options = dict(compile=compile, keep_logits=keep_logits, is_whole=is_whole)
+    return add_packed_forward(model, device=ranks.device, on_host=param_offload, **options)
+
+
+def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
+    """The submodules of these classes, but those that are part of another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # what contains comes before what is contained
+        if type(module).__name__ in class_names and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
+def _compile_for_all_lengths(forward: Callable) -> Callable:
+    """A layer's forward compiled once for any number of tokens.
+
+    What varies is marked: in every tensor the dimension of tokens or sequences, which is the second or the only one.
+    `dynamic=True` would take the width of a head for variable too, and the rotary embedding several times as long.
+    """
+    compiled = torch.compile(forward, options=COMPILE_OPTIONS)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, min(1, x.ndim - 1))
+        return compiled(*args, **kwargs)
+
+    return run
+
+
+def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = str(op).startswith(("aten.mm", "aten.addmm", "aten._scaled_dot_product", "torch_attn.", "flash_attn."))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
+
+    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass. Neither does anything to a model
+    that `shard` has left on the host.
+    """
+    _move(model, optimizer, torch.device("cpu"))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move a sharded model, and its optimizer's state, back from where `offload` put them to the device of sharding."""
+    _move(model, optimizer, device)
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    if model.packed.on_host:
+        return
+    model.to(device)
+    for state in optimizer.state.values() if optimizer else ():
+        for name, x in state.items():
+            if name != "step":  # a number; AdamW wants it on the device if fused, on the host if not
+                state[name] = x.to(device)
+
+
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: of one that is not sharded, all."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def own_bytes(xs: Iterable[torch.Tensor]) -> int:
+    """What tensors take on this rank."""
+    return sum(own_part(x).nbytes for x in xs)
+
+
+def with_part(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A tensor sharded as `like`, of which this rank has `own`, wherever that is."""
+    # Not DTensor.from_local, which would bring what is on the host to the device.
+    return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike.
+
+    A second head that only the source has, such as that of `models.add_value_head`, stays behind.
+    """
+    own = dict(source.named_parameters())
+    for name, y in target.named_parameters():
+        own_part(y).copy_(own_part(own[name]))
+
+
+def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
+
+    A step goes through the pieces of `moment_pieces`, one after the other. While AdamW steps one piece on the device,
+    the moments of the next come over and those of the last go back, on streams of their own: the device holds three
+    pieces at a time.
+    """
+    own_step, on_gpu = optimizer.step, device.type == "cuda"
+    coming, going = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+    homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+
+    def moments(piece: list[torch.Tensor]) -> Moments:
+        return {
+            (parameter, kind): own_part(x)
+            for parameter in piece
+            for kind, x in optimizer.state.get(parameter, {}).items()
+            if kind != "step"  # a number
+        }
+
+    def put(moved: Moments) -> None:
+        for (parameter, kind), own in moved.items():
+            optimizer.state[parameter][kind] = with_part(optimizer.state[parameter][kind], own)
+
+    def copy(source: Moments, target: Moments, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Begin a copy after all that was asked of the device; returns what happens at its end."""
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for key, x in target.items():
+                x.copy_(source[key], non_blocking=True)
+            return stream.record_event() if stream else None
+
+    def fetch(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
+        there = {key: torch.empty_like(home, device=device) for key, home in moments(piece).items()}
+        return there, copy(homes, there, coming)
+
+    def send(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
+        there = moments(piece)
+        if new := [key for key in there if key not in homes]:
+            homes.update(zip(new, _pinned([there[key] for key in new], device), strict=True))
+        put({key: homes[key] for key in there})
+        return there, copy(there, {key: homes[key] for key in there}, going)
+
+    def step() -> None:
+        grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}
+        for x in grads:
+            x.grad = None
+        pieces = moment_pieces(grads)
+        fetched, sent = fetch(pieces[0] if pieces else []), None
+        for piece, following in itertools.zip_longest(pieces, pieces[1:], fillvalue=[]):
+            (there, arrived), fetched = fetched, fetch(following)
+            if arrived:
+                torch.cuda.current_stream().wait_event(arrived)
+            put(there)
+            for x in piece:
+                x.grad = grads[x]
+            own_step()
+            for x in piece:
+                x.grad = None
+            last, sent = sent, send(piece)
+            if last and last[1]:
+                last[1].synchronize()
+            del last  # the next piece to come may have its memory
+        for x, grad in grads.items():
+            x.grad = grad
+        if going:
+            going.synchronize()  # somebody may read the moments, such as a checkpoint
+
+    for piece in moment_pieces(optimizer.state):
+        _, end = send(piece)
+        if end:
+            end.synchronize()
+    optimizer.step = step
+
+
+def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split parameters, in their order, so that the two moments of a piece have at most PIECE bytes on this rank, or
+    belong to one parameter.
+    """
+    pieces, room = [], 0
+    for x in parameters:
+        size = moment_bytes([x])
+        if not pieces or size > room:
+            pieces.append([])
+            room = PIECE
+        pieces[-1].append(x)
+        room -= size
+    return pieces
+
+
+def moment_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """What AdamW's two moments of parameters take on this rank."""
+    return 2 * own_bytes(parameters)
+
+
+def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:
+    """The most bytes of moments that a step of `keep_moments_on_host` has on the device."""
+    sizes = [moment_bytes(piece) for piece in moment_pieces(parameters)]
+    return max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
+
+
+def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Host memory for tensors like these, in one piece, which a GPU may read and write while the host goes on."""
+    sizes = [x.nbytes + -x.nbytes % 64 for x in like]
+    total = sum(sizes) + -sum(sizes) % mmap.PAGESIZE
+    pages = np.empty(total + mmap.PAGESIZE, np.uint8)
+    pages = pages[-pages.ctypes.data % mmap.PAGESIZE :][:total]  # of its own, since pages are what is registered
+    if device.type == "cuda" and total:  # torch's own pinned memory comes in powers of two
+        cudart, address = torch.cuda.cudart(), pages.ctypes.data
+        torch.cuda.check_error(cudart.cudaHostRegister(address, total, 0))
+        # Before it is freed: memory that is still registered can neither be used by others nor registered again.
+        weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
+    pieces = zip(like, torch.from_numpy(pages)[: sum(sizes)].split(sizes), strict=True)
+    return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]
+
+
+def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering.
+
+    Adapters keep their own type, in which they are added to weights. All ranks must iterate. Many are gathered by one
+    call, since for each alone Python would take half a millisecond.
+    """
+    named = list(model.named_parameters())
+    ends = itertools.accumulate(x.numel() for _, x in named)
+    for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
+        by_kind: dict[tuple, dict[str, torch.Tensor]] = {}  # the same call gathers what is alike
+        parameters = dict(pair for pair, _ in batch)
+        for name, x in parameters.items():
+            kind = isinstance(x, DTensor), x.dtype if dtype is None or is_adapter(name) else dtype
+            by_kind.setdefault(kind, {})[name] = x.detach()
+        whole = {}
+        for (_, kind_dtype), xs in by_kind.items():
+            whole |= zip(xs, _whole(list(xs.values()), kind_dtype, model.packed.device), strict=True)
+        yield from ((name, whole[name]) for name in parameters)
+
+
+def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype` on the device."""
+    if not isinstance(tensors[0], DTensor):
+        return [x.to(device).to(dtype) for x in tensors]
+    mesh, local = tensors[0].device_mesh, [x.to_local() for x in tensors]
+    size = mesh.size(mesh.ndim - 1)
+    if size == 1:
+        return [x.to(device, non_blocking=True).to(dtype) for x in local]
+    counts = [math.ceil(len(x) / size) * x.shape[1:].numel() for x in tensors]  # the last ranks may have fewer
+    own = torch.zeros(sum(counts), dtype=dtype, device=device)
+    places = [place[: x.numel()] for place, x in zip(own.split(counts), local, strict=True)]
+    torch._foreach_copy_(places, [x.flatten() for x in local], non_blocking=True)  # or the host would cast
+    every = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(every, own, mesh.get_group(mesh.ndim - 1))
+    parts = zip(*(gathered.split(counts) for gathered in every), strict=True)  # of each tensor, those of all ranks
+    return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def last_micro_batch(model: nn.Module, is_last: bool) -> None:
+    """Say before a backward pass whether it is the last one of an update. Copies of the model, if `shard` made several,
+    add up their gradients then, once an update instead of once a micro-batch.
+    """
+    if model.packed.is_whole:
+        model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
+    else:
+        model.set_requires_all_reduce(is_last)  # shards of a copy are summed every time, or they would not fit
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping.
+
+    All ranks must enter.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

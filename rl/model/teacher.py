@@ -1,0 +1,252 @@
+"""Teachers of train_distill.py: a model on the ranks, or one behind a vLLM server; and the student's distance to it.
+
+Either says two things of every sampled token: how likely it was to the teacher, and which K tokens were the teacher's
+likeliest there, with their log-probs. These are constants, so they are asked for once a step, before the updates.
+"""
+
+import concurrent.futures
+import functools
+import http.client
+import json
+import math
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from rl.data.batching import Update
+from rl.data.types import Batch, Sampling, places, take_rows
+from rl.formulas.distillation import with_rest
+from rl.model.checks import check_same_tokenizer, check_trainable
+from rl.model.load import load_causal_lm, shard_as
+from rl.model.logprobs import FULL, HEAD_CHUNK, logits_of, run_on_responses, sampled_positions, token_logprobs
+from rl.model.sharding import offload, onload
+from rl.ranks import Ranks
+
+PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
+ATTEMPTS = 3  # of a request that fails
+REQUESTS = 32  # that a rank has open at a time
+
+
+def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
+    the student samples: it has another tokenizer, too few positions, or a server that refuses log-probs of a prompt.
+    RuntimeError if a server does not answer.
+    """
+    tokens = args.max_prompt_length + args.max_response_length
+    if args.teacher_url is None:
+        check_same_tokenizer(tokenizer, args.teacher_model, flag="--teacher-model", model=args.model)
+        instead = "let vllm serve it, and give --teacher-url"
+        check_trainable(args.teacher_model, tokens, flag="--teacher-model", instead=instead)
+        return
+    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    found = _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
+    if found.get("tokens") != ids:
+        raise ValueError(
+            f"--teacher-url {args.teacher_url}: its tokenizer is not that of --model {args.model}, so it would misread "
+            "every token; choose a teacher of the same family"
+        )
+    if (limit := found.get("max_model_len", math.inf)) <= tokens:  # it insists on sampling a token behind them
+        raise ValueError(
+            f"--teacher-url {args.teacher_url}: it takes {limit} tokens, one more than --max-prompt-length + "
+            f"--max-response-length = {tokens} are needed; lower these, or start it with a larger --max-model-len"
+        )
+    _score_prompt(args, 0 if args.loss_mode == "sampled" else args.distill_top_k, ids)
+
+
+def load_teacher(args: Any, ranks: Ranks) -> nn.Module | None:
+    """The model of --teacher-model, frozen and sharded as the memory flags say, with --teacher-offload on the host.
+
+    Its `vocabulary` is how many tokens it and the student both know. None if it is behind --teacher-url. All ranks must
+    enter.
+    """
+    if args.teacher_url:
+        return None
+    model = load_causal_lm(args.teacher_model, ranks, dtype=ranks.dtype, flag="--teacher-model")
+    model = shard_as(args, model.requires_grad_(False), ranks, flag="--teacher-model")
+    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
+    model.vocabulary = min(config.vocab_size for config in configs)
+    if args.teacher_offload:
+        offload(model)
+    return model
+
+
+def add_teacher(
+    args: Any, teacher: nn.Module | None, batch: Batch, updates: Sequence[Update], *, top_k: int, ranks: Ranks
+) -> Batch:
+    """The batch with what the teacher says of its sampled tokens: `ref_logp` (B, T), and if top_k is not 0, `top_ids`
+    and `top_logp` (B, T, K), all 0 where the mask is 0.
+
+    Args: top_k, K; -1 for all tokens that both know, which a server does not tell. All ranks must enter.
+    Raises: ValueError if a server refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if
+    the student has sampled a token that a loaded teacher does not have.
+    """
+    if teacher is None:
+        return _ask_server(args, batch, top_k)
+    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= teacher.vocabulary:
+        raise RuntimeError(
+            f"--teacher-model {args.teacher_model}: it has no token {unknown}, which the student has sampled from the "
+            "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
+        )
+    if args.teacher_offload:
+        onload(teacher, ranks.device)
+    sampling = Sampling(temperature=args.temperature)
+    batch = teacher_logprobs(teacher, batch, updates, sampling=sampling, top_k=top_k, vocabulary=teacher.vocabulary)
+    if args.teacher_offload:
+        offload(teacher)
+    return batch
+
+
+@torch.no_grad()
+def teacher_logprobs(
+    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling, top_k: int, vocabulary: int
+) -> Batch:
+    """`add_teacher` by a model. `vocabulary`: how many tokens both models know; either may have more rows of padding.
+    The teacher's probabilities are those of these tokens, so that they add up to 1. All ranks must enter.
+    """
+    k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
+    logp = torch.zeros_like(batch.rollout_logp)
+    ids, logps = (torch.zeros(*logp.shape, k, dtype=x) for x in (torch.int32, logp.dtype))
+    device = model.packed.device
+    for rows in (rows for update in updates for rows in update.micro_batches):
+        micro = take_rows(batch, rows, device)
+        found = run_on_responses(model, micro, _teacher_head, sampling, k, vocabulary)
+        if rows:
+            place, width = places(batch, rows), found[0].shape[1]
+            for whole, part in zip((logp, ids, logps), found, strict=True):
+                whole[place, :width] = part.cpu().to(whole.dtype)
+    return _with(batch, logp, ids, logps)
+
+
+def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor) -> Batch:
+    top = dict(top_ids=ids, top_logp=logps) if ids.shape[-1] else {}
+    return replace(batch, ref_logp=logp, **top)
+
+
+def _teacher_head(
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, k: int, vocabulary: int
+) -> tuple[torch.Tensor, ...]:
+    """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
+    found = []
+    for h, y in _chunks(hidden, targets):
+        logps = logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
+        top = logps.topk(k, -1)
+        found.append((logps.gather(-1, y[:, None])[:, 0], top.indices, top.values))
+    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+
+def _chunks(*tensors: torch.Tensor) -> Any:
+    """Tensors (R, ...) in equal parts of at most HEAD_CHUNK rows."""
+    return zip(*(x.tensor_split(math.ceil(len(x) / HEAD_CHUNK)) for x in tensors), strict=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The student
+
+
+def token_distances(
+    policy: nn.Module, batch: Batch, distance: Callable | None, *, beta: float, sampling: Sampling = FULL
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """`token_logprobs` of a policy, and its distance to the teacher at every sampled token, from one pass.
+
+    Args: batch (b, T), from `add_teacher`; distance, of rl/formulas/distillation.py: (student, teacher, beta) -> (R,). None: the
+    estimate log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance.
+    Returns: logp, entropy (without gradient) and distance, all (b, T); and of the tokens that were looked at, which
+    share of its probability student and teacher give them, as metrics.
+    """
+    if distance is None:
+        logp, entropy = token_logprobs(policy, batch, sampling=sampling)
+        return logp, entropy, (logp - batch.ref_logp).detach(), {}
+    scored = sampled_positions(batch)
+    args = batch.top_ids[scored].long(), batch.top_logp[scored], sampling, functools.partial(distance, beta=beta)
+    logp, entropy, gap, student = run_on_responses(policy, batch, _student_head, *args)
+    teacher = batch.top_logp.exp().sum(-1)
+    return logp, entropy, gap, {"distillation/student_mass": student, "distillation/teacher_mass": teacher}
+
+
+def _student_head(
+    model: nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    ids: torch.Tensor,
+    teacher: torch.Tensor,
+    sampling: Sampling,
+    distance: Callable,
+) -> tuple[torch.Tensor, ...]:
+    chunk = functools.partial(checkpoint, _student_chunk, use_reentrant=False)
+    found = [chunk(model, *part, sampling.temperature, distance) for part in _chunks(hidden, targets, ids, teacher)]
+    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+
+def _student_chunk(model, hidden, targets, ids, teacher, temperature, distance):
+    """hidden (C, H), targets (C,), ids and teacher's log-probs (C, K) -> four tensors (C,), see `token_distances`."""
+    logps = logits_of(model, hidden, temperature).log_softmax(-1)  # (C, V)
+    student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
+    entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
+    both = (student, teacher.to(student.dtype))
+    gap = distance(*(both if is_all else map(with_rest, both)))
+    return logps.gather(-1, targets[:, None])[:, 0], entropy, gap, student.detach().exp().sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server
+
+
+def _ask_server(args: Any, batch: Batch, top_k: int) -> Batch:
+    """`add_teacher` by a server that speaks vLLM's dialect of the OpenAI protocol: completions with prompt_logprobs."""
+    logp = torch.zeros_like(batch.rollout_logp)
+    ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
+    wanted = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
+    ask = functools.partial(_score_prompt, args, top_k)
+    with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
+        for i, (prompt, found) in enumerate(zip(wanted, pool.map(ask, wanted), strict=True)):
+            for t in batch.response_mask[i].nonzero()[:, 0].tolist():
+                ranked = sorted(((x["logprob"], int(token)) for token, x in found[t].items()), reverse=True)
+                logp[i, t] = found[t][str(prompt[t])]["logprob"]
+                if top_k:  # vLLM adds the sampled token where it is not among the likeliest
+                    best = torch.tensor(ranked[:top_k], dtype=torch.float64)
+                    logps[i, t], ids[i, t] = best[:, 0].to(logps.dtype), best[:, 1].int()
+    return _with(batch, logp, ids, logps)
+
+
+def _score_prompt(args: Any, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
+    """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the likeliest there."""
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
+    found = _ask(args, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    if len(found) != len(ids) or any(
+        str(token) not in x or len(x) < top_k for token, x in zip(ids[1:], found[1:], strict=True)
+    ):
+        raise RuntimeError(f"--teacher-url {args.teacher_url}: its answer does not have the log-probs of all tokens")
+    return found
+
+
+def _ask(args: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The server's answer to a request. Raises ValueError for one that it refuses, RuntimeError if it cannot be reached
+    in ATTEMPTS.
+    """
+    where = f"--teacher-url {args.teacher_url}"
+    url = f"{args.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
+    data = json.dumps({"model": args.teacher_model} | body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=args.teacher_timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                said = error.read(500).decode(errors="replace")
+                raise ValueError(f"{where}: {path} was refused with {error.code}: {said}") from error
+            problem = error
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
+            problem = error
+        if attempt < ATTEMPTS:
+            time.sleep(attempt)
+    raise RuntimeError(f"{where}: {path} failed {ATTEMPTS} times: {problem}; is the server of the teacher running?")

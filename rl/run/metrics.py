@@ -1,0 +1,276 @@
+"""Metrics under verl's names.
+
+Each function turns data of a step into {name: float}; docs/metrics.md says what is healthy.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from rl.data.types import Batch, Response, Score
+from rl.formulas import implicit_reward, losses
+from rl.ranks import Ranks
+
+
+class Means:
+    """Means of a step over its micro-batches and all ranks: of tokens, of sequences, or of updates.
+
+    `num_updates` is how many optimizer steps the step makes. Every rank must add the same names; `reduce` adds up what
+    they have.
+    """
+
+    def __init__(self, ranks: Ranks, *, num_updates: int = 1):
+        self.ranks, self.num_updates = ranks, num_updates
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, torch.Tensor | float] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+        self.minima: dict[str, torch.Tensor] = {}
+
+    def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """Values (b, T), of which those with mask 1 count, each alike."""
+        count = mask.bool().sum()
+        for name, value in values.items():
+            self._add(name, losses.masked_sum(value, mask), count)
+
+    def over_sequences(self, values: dict[str, torch.Tensor]) -> None:
+        """Values (b,), one of each sequence."""
+        for name, value in values.items():
+            self._add(name, value.sum(), torch.tensor(len(value)))
+
+    def over_updates(self, values: dict[str, torch.Tensor]) -> None:
+        """Scalars that add up to the value of an update over its micro-batches and ranks, such as shares of a loss."""
+        for name, value in values.items():
+            self._add(name, value, None)
+
+    def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """The largest of the values (b, T), 0 where the mask is 0."""
+        for name, value in values.items():
+            value = (value * mask).max().detach().double()
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """The smallest of the values (b, T) with mask 1; 0 if there are none."""
+        for name, value in values.items():
+            value = value.masked_fill(mask == 0, math.inf).min().detach().double()
+            self.minima[name] = torch.minimum(self.minima[name], value) if name in self.minima else value
+
+    def between_policies(
+        self,
+        mask: torch.Tensor,
+        logp: torch.Tensor,
+        old_logp: torch.Tensor,
+        rollout_logp: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
+        any, the weights of `correction.weights`, (b, T).
+
+        With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
+        and means over all tokens where nothing else is said:
+
+            actor/ppo_kl                        mean of old - logp: KL(old, policy) by k1
+            rollout/logprob_gap_mean, _max      |rollout - old|
+            training/rollout_probs_diff_mean    mean of |exp(rollout) - exp(old)|
+            rollout_corr/kl, k3_kl              means of -log r and of r - log r - 1: KL(engine, trainer) by k1 and k3
+            rollout_corr/rollout_is_mean, _min, _max          r itself, before any cap
+            rollout_corr/chi2_token, chi2_seq   mean of r^2 - 1; mean over i of (prod_t r_t)^2 - 1
+            rollout_corr/rollout_is_eff_sample_size           (mean of r)^2 / mean of r^2: 1 if all are alike
+            rollout_corr/ppl_ratio              mean over i of exp(mean_t of -log r): perplexity, trainer's by engine's
+            rollout_corr/weight_mean            mean of the weights that the loss is multiplied with
+            rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
+
+        As verl has them (rollout_corr_helper.py), logarithms cut at +-20 before they are raised. One thing differs: the
+        ratio is that of tokens, without a cap, whatever --rollout-is says.
+        """
+        gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
+        log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
+        ratio = log_ratio.exp()
+        whole = (-2 * gap.sum(1)).clamp(-20, 20).exp() - 1
+        self.over_tokens(
+            mask,
+            {
+                "actor/ppo_kl": old_logp - logp,
+                "rollout/logprob_gap_mean": gap.abs(),
+                "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
+                "rollout_corr/kl": gap,
+                "rollout_corr/k3_kl": log_ratio.expm1() + gap,
+                "rollout_corr/rollout_is_mean": ratio,
+                "rollout_corr/chi2_token": ratio.square() - 1,
+            },
+        )
+        if weights is not None:
+            masked = (weights == 0).to(weights.dtype)
+            of_weights = {"rollout_corr/weight_mean": weights, "rollout_corr/rollout_rs_masked_fraction": masked}
+            self.over_tokens(mask, of_weights)
+        perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()
+        of_rows = {"rollout_corr/chi2_seq": whole, "rollout_corr/ppl_ratio": perplexities}
+        self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})
+        self.largest(mask, {"rollout/logprob_gap_max": gap.abs(), "rollout_corr/rollout_is_max": ratio})
+        self.smallest(mask, {"rollout_corr/rollout_is_min": ratio})
+
+    def _add(self, name: str, value: torch.Tensor, count: torch.Tensor | None) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+        if count is not None:
+            self.counts[name] = self.counts.get(name, 0.0) + count.to(value.device).double()
+
+    def reduce(self) -> dict[str, float]:
+        """{name: mean} and {name: maximum}; a mean of nothing is 0. All data ranks must enter."""
+        result: dict[str, float] = {}
+        if self.sums:
+            sums = self.ranks.all_reduce_sum(torch.stack([*self.sums.values(), *self.counts.values()])).tolist()
+            counts = dict(zip(self.counts, sums[len(self.sums) :], strict=True))
+            for name, total in zip(self.sums, sums, strict=False):
+                result[name] = total / max(counts[name], 1.0) if name in counts else total / self.num_updates
+        if self.maxima or self.minima:
+            ends = torch.stack([*self.maxima.values(), *(-x for x in self.minima.values())])
+            ends = dict(zip([*self.maxima, *self.minima], self.ranks.all_reduce_max(ends).tolist(), strict=True))
+            result |= {name: ends[name] for name in self.maxima}
+            result |= {name: -ends[name] if math.isfinite(ends[name]) else 0.0 for name in self.minima}
+        if (squares := result.get("rollout_corr/chi2_token")) is not None:
+            mean = result["rollout_corr/rollout_is_mean"]
+            result["rollout_corr/rollout_is_eff_sample_size"] = mean**2 / (1 + squares)
+        return result
+
+
+def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
+    """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}; NaN if there are none."""
+    values = values[values.isfinite()].double()
+    if values.numel() == 0:
+        return {f"{prefix}/{k}": float("nan") for k in ("mean", "max", "min")}
+    return {
+        f"{prefix}/mean": values.mean().item(),
+        f"{prefix}/max": values.max().item(),
+        f"{prefix}/min": values.min().item(),
+    }
+
+
+def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> dict[str, float]:
+    """mean, max and min of the values (b, T) with mask 1 of all ranks: {prefix/mean: ...}; NaN if there are none.
+
+    All data ranks must enter.
+    """
+    low, high = ranks.extremes(values, mask)
+    mean = ranks.mean(values, mask)
+    found = (mean, high, low) if low <= high else (math.nan,) * 3
+    return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
+
+
+def of_groups(scores: torch.Tensor) -> dict[str, float]:
+    """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing.
+
+    Nothing if a group is one response: no group could have a spread, and nothing is compared.
+    """
+    if scores.shape[1] == 1:
+        return {}
+    spread = torch.stack(
+        [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in scores]
+    )
+    return {"reward/zero_std_frac": (spread == 0).double().mean().item()}
+
+
+def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
+    """`of_scores`, `of_lengths` and `of_groups` of n responses to each prompt; nothing if none were sampled."""
+    if not responses:
+        return {}
+    groups = torch.tensor([r.score.value_or_nan for r in responses]).view(-1, n)
+    return of_scores(responses, rows) | of_lengths(responses) | of_groups(groups)
+
+
+def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What TRL reports of pairs, (N,) each: log-probs (N, 2) and implicit rewards (N, 2), of chosen and of rejected."""
+    chosen, rejected = rewards.detach().unbind(1)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps[:, 0],
+        "logps/rejected": logps[:, 1],
+    }
+
+
+def of_implicit_rewards(rewards: torch.Tensor, log_ratios: torch.Tensor, accuracies: torch.Tensor) -> dict[str, float]:
+    """What verl reports of PRIME's reward model: sums over a response of its token rewards (B,) and of its log-ratios
+    (B,), and how well it orders responses, from accuracies (P, G), NaN = not scored.
+    """
+    scored = accuracies.flatten().isfinite()
+    return {
+        "reward_model/reward": rewards[scored].mean().item(),
+        "reward_model/raw_reward": log_ratios[scored].mean().item(),
+        "reward_model/dpo_acc": implicit_reward.order_accuracy(log_ratios.view(accuracies.shape), accuracies).item(),
+    }
+
+
+def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, float]:
+    """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
+    every component by data source, which `rows` say.
+    """
+    scores = [r.score for r in responses]
+    values = torch.tensor([x.value_or_nan for x in scores])
+    return describe("critic/score", values) | of_scoring(scores, _sources(responses, rows))
+
+
+def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
+    """Lengths in tokens; `clip_ratio` is the share of responses that ended at the length limit, by finish reason."""
+    response = torch.tensor([float(r.response_length) for r in responses])
+    prompt = torch.tensor([float(len(r.prompt_ids)) for r in responses])
+    truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
+    return (
+        describe("response_length", response)
+        | {"response_length/clip_ratio": truncated}
+        | describe("prompt_length", prompt)
+    )
+
+
+def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """Advantages, values and returns of the tokens of all ranks, and the share of the returns' variance that the values
+    explain: 1 - var(returns - values) / var(returns), 0 for equal returns. All data ranks must enter.
+    """
+    mask = batch.response_mask
+    found = {"advantages": batch.advantages, "values": batch.values, "returns": batch.returns}
+    described = [describe_tokens(f"critic/{name}", x, mask, ranks) for name, x in found.items()]
+    _, spread = ranks.moments(batch.returns, mask)
+    _, rest = ranks.moments(batch.returns - batch.values, mask)
+    explained = 1 - rest / spread if spread > 1e-8 else 0.0  # equal returns differ by rounding
+    return {name: x for part in described for name, x in part.items()} | {"critic/vf_explained_var": explained}
+
+
+def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Gradient norms of a step's updates, {"actor": norm, ...} each -> NAME/grad_norm, their mean, and how many updates
+    were skipped because one of them was not finite. A step may have no updates.
+    """
+    found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in (norms[0] if norms else ())}
+    return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
+
+
+def _sources(responses: Sequence[Response], rows: Sequence[dict]) -> list[str]:
+    by_index = {row["row_index"]: row["data_source"] for row in rows}
+    return [by_index[r.row_index] for r in responses]
+
+
+def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
+    """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
+
+    `sources` holds the data source of each response.
+    """
+    seconds = torch.tensor([s.seconds for s in scores])
+    status = Counter(s.status for s in scores)
+    components: dict[str, list[float]] = {}
+    for score, source in zip(scores, sources, strict=True):
+        for name, value in score.components.items():
+            components.setdefault(f"reward/{source}/{name}", []).append(value)
+    return {
+        "reward/error_frac": status["error"] / len(scores),
+        "reward/timeout_frac": status["timeout"] / len(scores),
+        "reward/none_frac": status["none"] / len(scores),
+        "reward/seconds_p95": seconds.quantile(0.95).item(),
+        "reward/seconds_max": seconds.max().item(),
+        **{name: sum(values) / len(values) for name, values in sorted(components.items())},
+    }
+
+
+def count(responses: Sequence[Response]) -> dict[str, int]:
+    """Tokens of a step, and those of them that were sampled: what `Run.log_step` divides by its seconds."""
+    return {"tokens": sum(r.num_tokens for r in responses), "generated": sum(r.response_length for r in responses)}

@@ -1,0 +1,25 @@
+"""vLLM's GPU worker, with a KV cache no larger than its sequences can fill. vllm.py names it to vLLM."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.worker import gpu_worker
+
+
+class Worker(gpu_worker.Worker):
+    """In place of vLLM's own, which takes all memory that it is allowed, and time to get it at every `wake`."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: what vLLM finds room for, but no more than it can use."""
+        layers = self.get_kv_cache_spec().values()
+        return min(super().determine_available_memory(), most_cache(layers, self.vllm_config))
+
+
+def most_cache(layers: Iterable[Any], config: Any) -> int:
+    """Bytes of KV cache that `max_num_seqs` sequences of `max_model_len` tokens fill, and one sequence more as slack:
+    vLLM keeps a block for itself. What else it could cache is of little use, since every push of weights drops it.
+
+    Args: layers, vLLM's KVCacheSpec of each; config, a VllmConfig.
+    """
+    sequence = sum(layer.max_memory_usage_bytes(config) for layer in layers)
+    return (config.scheduler_config.max_num_seqs + 1) * sequence

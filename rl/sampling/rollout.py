@@ -1,0 +1,317 @@
+"""From prompts to samples, and to what every rank knows of them; and whether the engine holds the policy's weights."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rl import stop
+from rl.console import progress
+from rl.data.batching import collate
+from rl.data.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, take_rows
+from rl.model.logprobs import token_logprobs
+from rl.ranks import Ranks
+from rl.sampling.engines.base import Engine
+
+NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
+STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random generators that engines draw from, those of torch and numpy, and restore them afterwards.
+
+    vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
+    (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        state = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
+
+
+def sample_groups(
+    engine: Engine,
+    rows: Sequence[dict],
+    sampling: Sampling | Sequence[Sampling],
+    *,
+    seed: int,
+    on_group: OnGroup | None = None,
+) -> tuple[list[Sample], list[Any]]:
+    """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
+
+    Args:
+        rows: this rank's prompts; other ranks may have more or fewer, or none.
+        sampling: of all rows, or one for each of them.
+        seed: with the same seed, rows and weights the samples are the same. See `seeded`.
+        on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
+            sampled, such as `Scorer.submit`.
+
+    Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
+    Both end early if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine returns
+    anything but each response once, with a finite log-prob for every token.
+    """
+    ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
+    pairs = enumerate(zip(rows, ways, strict=True))
+    requests = [Request((i, j), row["prompt_ids"], way) for i, (row, way) in pairs for j in range(way.n)]
+    missing = {request.key for request in requests}
+    groups: list[dict[int, Sample]] = [{} for _ in rows]
+    handed: dict[int, Any] = {}
+    steps = itertools.count()
+    with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
+        engine.add(requests)
+        while engine.has_requests():
+            # Ranks of an engine leave together and must ask each other; one alone can look at every token.
+            if (engine.group is None or next(steps) % STOP_EVERY == 0) and stop.requested(engine.group):
+                engine.abort()
+                break
+            for completion in engine.step():
+                i, j = completion.key
+                if completion.key not in missing:
+                    raise RuntimeError(
+                        f"the engine returned response {j} to row {rows[i]['row_index']}, which it had returned before "
+                        "or was not asked for"
+                    )
+                missing.remove(completion.key)
+                groups[i][j] = as_sample(completion, rows[i])
+                if len(groups[i]) == ways[i].n:
+                    bar.update()
+                    group = [groups[i][j] for j in range(ways[i].n)]
+                    handed[i] = on_group(rows[i], group) if on_group is not None else None
+        else:
+            if missing:
+                row = rows[min(missing)[0]]["row_index"]
+                lost = f"{len(missing)} of {len(requests)} responses"
+                raise RuntimeError(f"the engine lost {lost}, one to row {row} among them")
+    samples = [groups[i][j] for i in sorted(handed) for j in range(ways[i].n)]
+    return samples, [handed[i] for i in sorted(handed)]
+
+
+def as_sample(completion: Completion, row: dict) -> Sample:
+    """A completion of a row's prompt as a sample. Raises RuntimeError if not every token has a finite log-prob."""
+    ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
+    if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
+        raise RuntimeError(
+            f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
+            f"{row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
+        )
+    return Sample(
+        row["prompt_ids"],
+        ids,
+        np.ones(len(ids)),
+        logprobs,
+        completion.finish_reason,
+        row["row_index"],
+        completion.policy_versions,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What all ranks know
+
+
+def gather_responses(
+    own_samples: Sequence[Sample], own_scores: Sequence[Score], rows: Sequence[dict], ranks: Ranks
+) -> list[Response]:
+    """What every rank has to know about the responses of all ranks, in rank order: scores and lengths.
+
+    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them.
+
+    Args: own_samples, own_scores, of this rank; rows, with the prompts of all ranks' samples. All data ranks must
+    enter.
+    """
+    own = []
+    for number, (s, score) in enumerate(zip(own_samples, own_scores, strict=True)):
+        above = own_samples[number - 1] if number else None
+        shared = _shared(above, s) if above is not None and above.row_index == s.row_index else 0
+        own.append(
+            Response(
+                s.row_index,
+                score._replace(text=""),
+                len(s.response_ids),
+                int(s.response_mask.sum()),
+                shared,
+                s.finish_reason,
+                s.policy_versions,
+                s.turns,
+                ranks.data_rank,
+                number,
+            )
+        )
+    prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    every = ranks.all_gather(own)
+    samples = iter(own_samples)
+    return [
+        replace(r, prompt_ids=prompts[r.row_index], sample=next(samples) if r.rank == ranks.data_rank else None)
+        for r in every
+    ]
+
+
+def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
+    """The responses that come with rows, see `data.add_given`, as if they had been sampled: the first of a row has the
+    score 1, the others 0, and the engine's log-probs are 0.
+
+    Every rank has all rows, so nothing is sent; each has the tokens of its slice of the rows, as after `share`.
+    """
+    n, responses = len(rows), []
+    ranks_of_rows = [r for r in range(ranks.data_size) for _ in ranks.slice_of(n, r)]
+    for row, rank in zip(rows, ranks_of_rows, strict=True):
+        for i, ids in enumerate(row["given"]):
+            zeros = np.zeros(len(ids))
+            sample = Sample(row["prompt_ids"], ids, zeros + 1, zeros, "stop", row["row_index"])
+            responses.append(
+                Response(
+                    row["row_index"],
+                    Score("", float(i == 0), {}, "ok", 0.0),
+                    len(ids),
+                    len(ids),
+                    0,
+                    "stop",
+                    (0, 0),
+                    1,
+                    rank,
+                    NO_NUMBER,
+                    sample.prompt_ids,
+                    sample if rank == ranks.data_rank else None,
+                )
+            )
+    return responses
+
+
+def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: Sequence[dict]) -> list[Response]:
+    """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
+    place = {row["row_index"]: i for i, row in enumerate(rows)}
+    return sorted([*given, *sampled], key=lambda response: place[response.row_index])  # stable
+
+
+def _shared(a: Sample, b: Sample) -> int:
+    """Tokens that two samples of one prompt have in common at their start, the prompt included."""
+    n = min(len(a.response_ids), len(b.response_ids))
+    different = np.flatnonzero(a.response_ids[:n] != b.response_ids[:n])
+    return len(a.prompt_ids) + (int(different[0]) if len(different) else n)
+
+
+def scores_of(responses: Sequence[Response]) -> torch.Tensor:
+    """The score of each response, (B,) float32: NaN where there is none."""
+    return torch.tensor([r.score.value_or_nan for r in responses])
+
+
+def values_of(responses: Sequence[Response], name: str) -> torch.Tensor:
+    """The score of each response, or the component of it that `name` says, (B,) float32: NaN where there is none."""
+    return scores_of(responses) if name == "score" else parts_of(responses, [name])[0]
+
+
+def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
+    """How right each response is, (B,) float32 within 0 and 1: see `metrics.accuracy`; NaN without a score."""
+    found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
+    return torch.tensor(found).clamp(0, 1)
+
+
+def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
+    """How many tokens of each response the policy sampled, (B,) float32."""
+    return torch.tensor([float(r.num_sampled) for r in responses])
+
+
+def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
+    """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component."""
+    scored = [r.score.components if r.score.value is not None else {} for r in responses]
+    return torch.tensor([[parts.get(name, math.nan) for parts in scored] for name in names]).view(
+        len(names), len(responses)
+    )
+
+
+def state_of_groups(groups: Sequence[Sequence[Response]]) -> list[list[dict[str, Any]]]:
+    """Groups that wait for a later step, for the state of `Run.begin`: tokens only where this rank has them."""
+    return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
+
+
+def groups_of_states(
+    states: Sequence[dict[str, Any]], rows_by_index: dict[int, dict], n: int, ranks: Ranks
+) -> list[list[Response]]:
+    """The groups that waited when a checkpoint was saved, from the states of all ranks under the key "surplus".
+
+    The ranks of today share them out anew. Groups of another size than n, or whose prompt is no longer that of the
+    data, as may happen after --force-resume, are left out.
+    """
+    groups = []
+    for copies in zip(*(state["surplus"] for state in states), strict=True):  # one group, as each rank has saved it
+        whole = [next(x for x in same if x["sample"] is not None) for same in zip(*copies, strict=True)]
+        row = rows_by_index.get(whole[0]["row_index"])
+        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0]["prompt_ids"]):
+            groups.append(whole)
+    share_of = [i * ranks.data_size // len(groups) for i in range(len(groups))]
+    return [
+        [
+            Response(
+                **x
+                | dict(
+                    score=Score(*x["score"]),
+                    policy_versions=tuple(x["policy_versions"]),
+                    rank=rank,
+                    number=i * n + j,
+                    sample=Sample(**x["sample"]) if rank == ranks.data_rank else None,
+                )
+            )
+            for j, x in enumerate(group)
+        ]
+        for i, (group, rank) in enumerate(zip(groups, share_of, strict=True))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does the engine hold the policy's weights?
+
+
+@torch.no_grad()
+def verify_engine(
+    policy: nn.Module,
+    samples: Sequence[Sample],
+    *,
+    sampling: Sampling,
+    limit: float | None,
+    ranks: Ranks,
+    num_probe: int = 4,
+) -> float:
+    """Score a few fresh samples of every rank with the trainer and compare with the engine's own log-probs.
+
+    Args: limit, of the mean absolute difference; by default 1e-4 in float32, and 0.06 in bfloat16, where 0.004 to 0.04
+    is normal: it grows with the size of the model.
+    Returns the mean absolute difference over all probed tokens of all ranks. Raises RuntimeError on every rank if it
+    exceeds `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken kernel.
+    Also if the tokens were likelier to the engine than to the trainer by more than a sixth of `limit` on average, and
+    not by chance (four standard errors): rounding goes both ways and leaves 0.001. Not so with top-k and the like: the
+    engine takes tokens at the edge that rounding has moved into its set. All ranks must enter.
+    """
+    limit = limit or (1e-4 if ranks.dtype == torch.float32 else 0.06)
+    probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
+    batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
+    batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
+    logp, _ = token_logprobs(policy, batch, sampling=sampling)
+    more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much likelier to the engine
+    sums = torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
+    *sums, count = ranks.all_reduce_sum(sums).tolist()
+    mean, bias, square = (x / max(count, 1) for x in sums)
+    error = math.sqrt(max(square - bias**2, 0.0) / max(count, 1))  # standard error of the bias
+    if not mean <= limit or (not sampling.is_truncated and bias - 4 * error > limit / 6):
+        cause = "The engine does not hold the policy's weights: not all were pushed, or numerics differ."
+        if bias > 0.8 * mean:
+            cause += (
+                " Or, as nearly all were likelier to the engine: it samples from fewer tokens than the trainer knows "
+                "of (--top-p, --top-k, --min-p), or the response mask has tokens that it did not sample, as of a tool."
+            )
+        raise RuntimeError(
+            f"engine and trainer disagree: their log-probs differ by {mean:.2e} on average over {count:.0f} tokens, "
+            f"more than --max-logprob-gap {limit:.0e}, or by more than a sixth of it in one direction ({bias:.2e}). "
+            + cause
+        )
+    return mean

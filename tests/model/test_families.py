@@ -1,0 +1,258 @@
+"""Whatever a model is made of, it is trained on the log-probs of its own forward, packed if that is right."""
+
+import json
+import re
+from dataclasses import replace
+
+import helpers_families as families
+import helpers_scripts as h
+import launch
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers_families import FAMILIES, PACKED, PADDED
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    Phi3Config,
+)
+from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
+
+import sft
+from rl.data.types import Sampling
+from rl.model import critic, reward_model
+from rl.model import load as models
+from rl.model.checks import check_trainable
+from rl.model.logprobs import token_logprobs
+from rl.model.sharding import shard
+from rl.sampling.engines import hf
+
+CASE = ("all terms", "token-mean")
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Name of a family -> folder of its model."""
+    root = tmp_path_factory.mktemp("families")
+    return {name: families.save(name, root / name.replace(" ", "_")) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model):
+    return make_batch(families.plain(tiny_model).double())
+
+
+def close(actual, expected, tolerance=2e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same numbers as one sequence at a time
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, folder_of, batch, world, capsys):
+    plain, model = families.plain(folder_of[name]), families.load(folder_of[name], world)
+    way = FAMILIES[name][2]
+    assert (model.packed.is_padded, model.packed.own_head) == tuple(models.WAYS[way].values())
+    line = capsys.readouterr().out
+    assert line.startswith(f"--model: {model.config.model_type} runs padded") if way == PADDED else line == ""
+    rows = [plain_logprobs(plain, ids[:n].tolist()) for ids, n in zip(batch.input_ids, batch.lengths, strict=True)]
+    expected = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in zip(*rows, strict=True)]
+    results = token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE))
+    for x, y in zip(results, expected, strict=True):
+        close(x, y * batch.response_mask)
+    for x, y in zip(token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE)), results, strict=True):
+        assert torch.equal(x, y)  # nothing is drawn
+    single = {key: x.float() for key, x in vars(batch).items() if x is not None and x.is_floating_point()}
+    single = type(batch)(**{key: x for key, x in vars(batch).items()} | single)
+    _, expected = plain_gradients(plain, single, range(8), CASE)
+    for max_tokens in (1000, 30):
+        model.zero_grad()
+        packed_backward(model, single, range(8), CASE, max_tokens=max_tokens)
+        assert largest_error(families.gradients(model), expected) < 5e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
+    """Rounding must not hide what is wrong, nor be taken for it."""
+    model = families.load(folder_of[name], replace(world, dtype=torch.bfloat16))
+    assert (model.packed.is_padded, model.packed.own_head) == tuple(models.WAYS[FAMILIES[name][2]].values())
+
+
+TWO_RANKS = ("scaled logits", "capped scores", "convolutions")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_padded_models_do_not_depend_on_the_world_size(folder_of, batch, tmp_path, world_size):
+    torch.save(batch, tmp_path / "batch.pt")
+    worker = launch.TESTS / "models" / "workers" / "families.py"
+    named = [f"{name}={folder_of[name]}" for name in TWO_RANKS]
+    launch.run_file(worker, tmp_path / "batch.pt", tmp_path, *named, nproc=world_size)
+    for rank in range(world_size):
+        for name, (is_padded, found) in torch.load(tmp_path / f"rank{rank}.pt").items():
+            plain = families.plain(folder_of[name]).double()
+            _, expected = plain_gradients(plain, batch, range(8), ("ppo_clip", "token-mean"))
+            assert is_padded == (FAMILIES[name][2] == PADDED)
+            assert largest_error(found, expected) < 5e-4
+
+
+@pytest.fixture
+def judge(folder_of, tmp_path):
+    """A model with a scalar head whose attention scores are capped, so that it runs padded."""
+    options = dict(num_labels=1, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(folder_of["capped scores"], **options)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_critics_and_reward_models_run_padded_too(judge, batch, world, capsys):
+    args = dict(critic_model=judge, model=None, max_prompt_length=20, max_response_length=30, fsdp_size=None)
+    args |= dict(activation_checkpointing="none", compile=False, param_offload=False)
+    model = critic.load_critic(families.SimpleNamespace(**args), world)
+    assert model.packed.is_padded and "--critic-model: gemma2 runs padded" in capsys.readouterr().out
+    plain = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    plain.config.pad_token_id = None  # so that it scores the last token
+
+    def score(row, n):
+        return plain(input_ids=batch.input_ids[row : row + 1, :n]).logits[0, 0].detach()
+
+    ends = batch.lengths.tolist()
+    close(reward_model.sequence_scores(model, batch).detach(), torch.stack([score(i, n) for i, n in enumerate(ends)]))
+    values = critic.token_values(model, batch).detach()
+    for row, position in ((0, 5), (0, 13), (7, 2), (3, 17)):
+        close(values[row, position], score(row, position))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the way is found
+
+
+def test_a_window_counts_only_if_a_run_has_longer_sequences(world, tmp_path):
+    """Its test sequence is longer than the window, else a model that forgets it would pass."""
+    config = LlamaConfig(**families.SIZES, sliding_window=40)
+    config.text_window = 300
+    assert models._random_batch(config, 64, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 64]
+    assert models._random_batch(config, 512, torch.device("cpu")).lengths.tolist() == [9, 24, 3, 40, 40, 324]
+    assert models._random_batch(config, 12, torch.device("cpu")).lengths.tolist() == [9, 12, 3, 12, 12, 12]
+
+
+def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):
+    """Here every hidden state depends on how many tokens are computed at once."""
+    model = shard(models.load_causal_lm(tiny_model, world), world)
+
+    def shift(module, arguments, output):
+        return output + 0.01 * output[..., 0].numel()
+
+    model.base_model.embed_tokens.register_forward_hook(shift)
+    with pytest.raises(ValueError, match=r"--critic-model: qwen2 gives other numbers.*packed \(its log-probs.*padded"):
+        models.choose_forward(model, world, longest=64, flag="--critic-model")
+
+
+def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):
+    model = shard(models.load_causal_lm(tiny_model, world), world)
+    before = torch.get_rng_state()
+    assert models.choose_forward(model, world, longest=64) == PACKED
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refused from the config alone
+
+
+REFUSED = {
+    "mixture": (MixtralConfig(**families.SIZES, num_local_experts=4), 64, "--model .*: mixtral is a mixture of exp"),
+    "longrope": (
+        Phi3Config(
+            **families.SIZES,
+            original_max_position_embeddings=16,
+            rope_parameters=dict(
+                rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16,
+                short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+            ),
+        ),
+        17,
+        "turns positions by another angle once a sequence has more than 16 tokens.* = 17, lower it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_trained_is_refused_before_anything_is_loaded(kind, tmp_path):
+    """The folder has no weights that could be loaded."""
+    config, tokens, message = REFUSED[kind]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_trainable(str(tmp_path), tokens)
+    if kind == "longrope":
+        check_trainable(str(tmp_path), 16)
+
+
+def test_positions_count_under_every_name_that_a_config_has_for_them(tmp_path):
+    GPT2Config(vocab_size=80, n_embd=32, n_layer=1, n_head=2, n_positions=32).save_pretrained(tmp_path)
+    check_trainable(str(tmp_path), 32)
+    with pytest.raises(ValueError, match="33 tokens, but .* has 32 positions; lower it"):
+        check_trainable(str(tmp_path), 33)
+
+
+def test_dense_models_whose_config_has_a_number_of_experts_are_not_refused(tmp_path):
+    config = NemotronHConfig(**families.SIZES | dict(num_hidden_layers=2), layers_block_type=["mamba", "attention"])
+    assert config.n_routed_experts > 1
+    config.save_pretrained(tmp_path)
+    check_trainable(str(tmp_path), 64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What engines and files get
+
+
+def test_buffers_and_published_names_reach_engines(folder_of, world):
+    for name, known in (("constants in its files", "act_fn.beta"), ("other names in its files", "embed_out.weight")):
+        policy = families.load(folder_of[name], world)
+        with torch.no_grad():
+            for x in [*policy.parameters(), *(x for _, x in models.buffers_in_files(policy))]:
+                x.mul_(1.5)
+        pushed = dict(models.weights_for_engine(policy, world))
+        assert any(key.endswith(known) for key in pushed)
+        engine = hf.Engine(folder_of[name], world, torch.float32, max_model_len=64)
+        engine.update_weights(iter(pushed.items()))
+        theirs = dict(engine.model.named_parameters()) | dict(models.buffers_in_files(engine.model))
+        ours = {key: p.full_tensor() for key, p in policy.named_parameters()} | dict(models.buffers_in_files(policy))
+        assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], x) for key, x in ours.items())
+        without = {key: x for key, x in pushed.items() if not key.endswith(known)}
+        with pytest.raises(RuntimeError, match=rf"untouched: .*{re.escape(known)}"):
+            engine.update_weights(iter(without.items()))
+
+
+@pytest.mark.parametrize("name", ["constants in its files", "other names in its files", "convolutions"])
+def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, tmp_path, runs_here):
+    """sft.py's own export gives transformers the loss on the held-out rows that sft.py reported."""
+    task = h.make_task(tmp_path)
+    config = AutoConfig.from_pretrained(folder_of[name])
+    config.save_pretrained(task.model)
+    families.plain(folder_of[name]).save_pretrained(task.model)
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps(row) + "\n" for row in pq.read_table(task.sft).to_pylist()[:8]))
+    settings = h.sft_settings(task, tmp_path / "run", total_training_steps=2, val_files=(str(few),), test_freq=2)
+    metrics = sft.main(sft.Args(**settings))
+    export = tmp_path / "run" / "global_step_2" / "huggingface"
+    model, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokenizer = sft.load_tokenizer(str(export))
+    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), sft.Args(**settings))
+    total = count = 0
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+            logp = model.eval()(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            mask = torch.tensor([0] * len(row.prompt_ids) + list(row.response_mask))[1:]
+            total, count = total - (logp * mask).sum(), count + mask.sum()
+    assert metrics["val/loss"] == pytest.approx(float(total / count), abs=1e-4)

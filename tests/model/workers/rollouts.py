@@ -1,0 +1,101 @@
+"""Run by torchrun: vLLM on every rank, or one engine over all of them, fed by a sharded policy.
+
+torchrun --nproc_per_node N tests/models/workers/rollouts.py MODEL BATCH OUT TP     writes OUT/rank{rank}.pt
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from helpers_families import WithAdapters, make_them_count
+from objectives import TEMPERATURE, packed_backward
+
+from rl.data.order import derive_seed
+from rl.data.types import Completion, Request, Sampling
+from rl.model.load import load_causal_lm, load_policy, weights_for_engine
+from rl.model.sharding import full_tensors, shard
+from rl.ranks import Ranks, init_ranks, shutdown_ranks
+from rl.sampling.engines import vllm
+from rl.sampling.rollout import sample_groups, seeded, verify_engine
+
+PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
+ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
+
+
+OWN = {0: [("a", 1, 12), ("b", 2, 3)], 1: [("a", 3, 12)]}  # rank: key, prompt and limit of what is there at first
+LATE = {0: [], 1: [("late", 4, 8), ("gone", 0, 10)]}  # of what is added before the third step
+
+
+def in_flight(
+    engine: vllm.Engine, weights: dict[str, torch.Tensor], ranks: Ranks
+) -> list[tuple[list[int], Completion]]:
+    """One rank adds requests while others are sampled, `weights` are pushed before the sixth step, and "gone" is
+    aborted before the eighth. Returns (prompt, completion) of all that has come back to this rank.
+    """
+
+    def requests(plan: list[tuple]) -> list[Request]:
+        return [Request(key, PROMPTS[i], Sampling(temperature=TEMPERATURE, max_tokens=n)) for key, i, n in plan]
+
+    done, step = [], 0
+    with seeded(derive_seed(9, engine.first_rank), engine.device):
+        engine.add(requests(OWN[ranks.rank]))
+        while engine.has_requests():
+            if step == 2:
+                engine.add(requests(LATE[ranks.rank]))
+            if step == 5:
+                engine.update_weights(weights.items())
+            if step == 7:
+                done += engine.abort(["gone"] if ranks.rank == 1 else [])
+            done += engine.step()
+            step += 1
+    prompts = {key: PROMPTS[i] for key, i, _ in OWN[ranks.rank] + LATE[ranks.rank]}
+    return [(prompts[c.key], c) for c in done]
+
+
+def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
+    ranks = init_ranks()
+    engine = vllm.Engine(
+        path, ranks, ranks.dtype, max_model_len=64, max_num_seqs=8, tensor_parallel_size=int(tensor_parallel_size)
+    )
+    policy = shard(load_causal_lm(path, ranks), ranks)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    batch = torch.load(batch_file, weights_only=False)
+    results = {"tied": policy.config.tie_word_embeddings}
+    first = {name: tensor.clone() for name, tensor in full_tensors(policy)}
+
+    def roll_out(name: str, rows: list[dict], *, pushed: bool = True, model: torch.nn.Module = policy) -> None:
+        if pushed:
+            engine.update_weights(weights_for_engine(model, ranks))
+        sampling = Sampling(n=2, temperature=TEMPERATURE, max_tokens=10)
+        own_rows, seed = ranks.own_slice(rows), derive_seed(0, len(results), engine.first_rank)
+        samples, handed = sample_groups(engine, own_rows, sampling, seed=seed, on_group=lambda row, group: (row, group))
+        assert [row for row, _ in handed] == own_rows and [s for _, group in handed for s in group] == samples
+        limit = 1e-4 if pushed else 100.0
+        results[name] = samples
+        results[f"{name} gap"] = verify_engine(
+            model, samples, sampling=Sampling(temperature=TEMPERATURE), limit=limit, ranks=ranks, num_probe=9
+        )
+
+    roll_out("first push", ROWS)
+    packed_backward(
+        policy, batch, range(8), ("ppo_clip", "token-mean"), max_tokens=40, rank=ranks.rank, world_size=ranks.size
+    )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    results["trained"] = {name: tensor.clone() for name, tensor in full_tensors(policy)}
+    roll_out("old weights", ROWS, pushed=False)
+    roll_out("second push", ROWS)
+    roll_out("rank 0 without prompts", ROWS[:1])
+    results["version"] = engine.policy_version
+    results["in flight"] = in_flight(engine, first, ranks)
+    adapted = make_them_count(load_policy(WithAdapters(model=path), ranks))
+    roll_out("adapters", ROWS, model=adapted)
+    results["merged"] = {name: x.clone() for name, x in weights_for_engine(adapted, ranks)}
+
+    torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
+    engine.close()
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

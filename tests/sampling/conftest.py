@@ -1,0 +1,55 @@
+"""One engine of each kind for all tests of a file: to start vLLM takes as long as most of them together."""
+
+import contextlib
+from collections.abc import Iterator
+
+import helpers_scripts as h
+import pytest
+import torch
+from helpers_engines import public_path
+from torch import nn
+
+from rl.model.load import load_causal_lm
+from rl.model.sharding import shard
+from rl.sampling.engines import hf, vllm
+from rl.sampling.engines.base import Engine
+
+MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
+MAX_MODEL_LEN = 320
+
+
+@pytest.fixture(scope="module")
+def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
+    """The plain engine."""
+    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
+    """vLLM, with shortcuts."""
+    h.needs_vllm()
+    engine = vllm.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request) -> Engine:
+    """An engine that other tests have used, so a test must push the weights it wants to see."""
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(params=["hf", "vllm", "vllm by its public interface"])
+def every_engine(request) -> Iterator[Engine]:
+    """Also vLLM without the shortcuts, as on a version that nobody has tested them with."""
+    engine = request.getfixturevalue(f"{request.param.split()[0]}_engine")
+    with public_path(engine) if "public" in request.param else contextlib.nullcontext():
+        yield engine
+
+
+@pytest.fixture
+def policy(tiny_model, world) -> nn.Module:
+    """The policy of the tiny model, for a test to change."""
+    return shard(load_causal_lm(tiny_model, world), world)

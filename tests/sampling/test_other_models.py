@@ -1,0 +1,43 @@
+"""vLLM with models that are not Qwen2: run by classes of transformers, with buffers, with other names than ours."""
+
+from importlib.util import find_spec
+
+import helpers_families as families
+import pytest
+import torch
+
+from rl.data.types import Sampling
+from rl.model import load as models
+from rl.sampling.engines import vllm
+from rl.sampling.rollout import sample_groups, verify_engine
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+
+def gap(policy, engine, world):
+    """Between what vLLM said of its tokens and what the policy says."""
+    engine.update_weights(models.weights_for_engine(policy, world))
+    sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
+    rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
+    samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
+    return verify_engine(policy, samples, sampling=sampling, limit=100.0, ranks=world, num_probe=4)
+
+
+@pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig"])
+def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
+    """OLMo 2 runs in vLLM by the class of transformers that our policy is made of; Apertus has constants as buffers."""
+    sizes = families.SIZES | dict(hidden_size=128)
+    monkeypatch.setitem(families.FAMILIES, kind, (kind, sizes, families.PACKED))
+    folder = families.save(kind, tmp_path)
+    before = families.load(folder, world)
+    engine = vllm.Engine(folder, world, torch.float32, max_model_len=64, max_num_seqs=8)
+    after = families.load(folder, world)  # such as a reference
+    with torch.no_grad():
+        for x in after.parameters():
+            x.mul_(1.1)
+        for _, x in models.buffers_in_files(after):
+            x.mul_(2)
+    limit = 0.02 if kind == "ApertusConfig" else 1e-5  # vLLM keeps Apertus' constants in bfloat16, whatever it runs in
+    assert gap(after, engine, world) < limit and gap(before, engine, world) < limit
+    assert gap(after, engine, world) < limit
+    engine.close()

@@ -1,0 +1,1004 @@
+"""The pool of reward processes: every sample gets its score, and whatever a reward function does, the trainer goes on.
+
+Reward functions here are source text, run by real worker processes. Takes about 30 s.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import helpers_scripts as h
+import launch
+import pytest
+from launch import alive, descendants, until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rl.data.types import Response, Sample, Score
+from rl.scoring.pool import Scorer, decode_responses, parse_functions, stop_if_failing
+
+SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
+EOS = 2  # <|im_end|>
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(body) -> path of a file whose compute_score has that body; write(body, BATCHED) has plural arguments."""
+
+    def write(body, signature=SIGNATURE, name="mine.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(signature + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def no_processes_left():
+    """What a test starts must end within seconds after it."""
+    before = set(descendants(os.getpid()))
+    yield
+    until(lambda: not any(map(alive, set(descendants(os.getpid())) - before)), 3, "a process outlived its Scorer")
+
+
+@pytest.fixture
+def pool(tokenizer, no_processes_left):
+    """pool(*functions, **options) starts a Scorer of one worker, ready for work."""
+    scorers = []
+
+    def start(*functions, warm=True, **options):
+        scorer = Scorer(functions, tokenizer, **{"workers": 1, "timeout_s": 5.0} | options)
+        scorers.append(scorer)
+        if warm:
+            scorer.total = 1  # the first task would be scored twice
+        return scorer
+
+    yield start
+    for scorer in scorers:
+        scorer.close()
+
+
+def row(row_index, *, source="set", truth="truth", **extra_info):
+    return {
+        "row_index": row_index,
+        "data_source": source,
+        "reward_model": {"ground_truth": truth},
+        "extra_info": extra_info,
+    }
+
+
+def sample(tokenizer, index, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [EOS]
+    return Sample([1], ids, [1] * len(ids), [0.0] * len(ids), "stop", index)
+
+
+def score(scorer, *texts, **fields):
+    """Scores of the responses `texts` to one prompt."""
+    samples = [sample(scorer.tokenizer, 7, text) for text in texts]
+    return scorer.collect([scorer.submit(row(7, **fields), samples)])
+
+
+def values(scores):
+    return [s.value for s in scores]
+
+
+def statuses(scores):
+    return [s.status for s in scores]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every response gets its own score
+
+
+def test_scores_find_their_samples_whatever_finishes_first(pool, write, tokenizer):
+    path = write("""
+        import time
+        time.sleep(float(extra_info["pause"]))
+        return 100 * int(ground_truth) + int(solution_str) + (1000 if data_source == "odd" else 0)
+    """)
+    scorer = pool(path, workers=4)
+    rows = {
+        i: row(i, source="odd" if i % 2 else "even", truth=str(i), pause=pause)
+        for i, pause in {3: 0.3, 0: 0.1, 4: 0.0, 1: 0.2}.items()
+    }
+    for _ in range(2):  # the same rows again in the next step
+        groups = {i: [sample(tokenizer, i, str(k)) for k in (8, 5, 9)] for i in rows}
+        tickets = {i: scorer.submit(rows[i], groups[i]) for i in (3, 0, 4, 1)}
+        order = [1, 4, 0, 3]  # as the engine returned them, not as they were submitted
+        scores = scorer.collect([tickets[i] for i in order])
+        assert values(scores) == [100 * i + 1000 * (i % 2) + k for i in order for k in (8, 5, 9)]
+        assert [s.text for s in scores] == ["8", "5", "9"] * 4 and set(statuses(scores)) == {"ok"}
+
+
+def test_a_reward_sees_the_text_and_the_length_of_the_response(pool, write, tokenizer):
+    scorer = pool(write("return {'score': len(solution_str)} | extra_info"), extra_info={"max_response_length": 99})
+    (result,) = score(scorer, "a b", index=4)
+    assert result.text == "a b" and result.value == 3.0  # no <|im_end|>, which is the fourth token
+    assert result.components == {"index": 4.0, "response_length": 4.0, "max_response_length": 99.0}
+    (result,) = score(scorer, "")
+    assert (result.text, result.value, result.components["response_length"]) == ("", 0.0, 1.0)
+
+
+def test_nothing_submitted_nothing_collected(pool, write):
+    scorer = pool(write("return 1.0"))
+    assert scorer.collect([]) == [] == scorer.collect([])
+    assert scorer.collect([scorer.submit(row(3), [])]) == []
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_responses_become_text_as_transformers_decodes_them(tokenizer, clean_up, monkeypatch):
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", clean_up)
+    numbers = random.Random(0)
+    responses = [numbers.choices(range(len(tokenizer)), k=n) for n in (1, 0, 40, 3)]  # some of them special tokens
+    texts = decode_responses(tokenizer, responses)
+    assert texts == [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    assert texts[1] == "" and 0 < len(texts[2]) < 40
+
+
+def test_batches_of_the_same_rows_are_scored_side_by_side(pool, tokenizer, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "import time\n" + h.REWARD.replace("    return", "    time.sleep(0.01)\n    return")
+    )
+    numbers = random.Random(1)
+
+    def batch(n):
+        """A group of n responses to each of four rows."""
+        responses = {i: [str(numbers.randrange(10**6)) for _ in range(n)] for i in range(4)}
+        return {i: [sample(tokenizer, i, text) for text in texts] for i, texts in responses.items()}, responses
+
+    def expected(responses, order):
+        return [h.parity(text, str(10 + i)) for i in order for text in responses[i]]
+
+    scorer = pool(str(tmp_path / "reward.py"), workers=2)
+    rows = [row(i, truth=str(10 + i)) for i in range(4)]
+    (sampled, said), (greedy, said_greedily) = batch(5), batch(1)
+    tickets, baselines = [], []
+    for i in range(4):  # sampled and greedy responses of one row
+        tickets.append(scorer.submit(rows[i], sampled[i]))
+        baselines.append(scorer.submit(rows[i], greedy[i]))
+    later, said_later = batch(3)  # and the next step's, before anything is collected
+    next_step = [scorer.submit(rows[i], later[i]) for i in range(4)]
+
+    found = scorer.collect(next_step)
+    assert values(found) == expected(said_later, range(4)) and set(values(found)) == {0.0, 1.0}
+    assert [s.text for s in found] == [text for i in range(4) for text in said_later[i]]
+    assert values(scorer.collect(baselines[::-1])) == expected(said_greedily, [3, 2, 1, 0])
+    again = scorer.submit(rows[2], sampled[2])
+    assert values(scorer.collect([tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
+    assert values(scorer.collect([tickets[1], tickets[3]])) == expected(said, [1, 3])
+    assert not scorer.open and not scorer.finished
+
+
+def test_a_ticket_counts_once(pool, write, tokenizer):
+    scorer = pool(write("return 1.0"))
+    ticket = scorer.submit(row(3), [sample(tokenizer, 3, "a")])
+    with pytest.raises(AssertionError, match="a ticket is collected twice"):
+        scorer.collect([ticket, ticket])
+    assert values(scorer.collect([ticket])) == [1.0]
+    with pytest.raises(AssertionError, match="a ticket is collected twice, or comes from another Scorer"):
+        scorer.collect([ticket])
+
+
+def test_two_pools_do_not_mix(pool, write):
+    first = pool(write("return 1.0", name="a/reward.py"))
+    second = pool(write("return 2.0", name="b/reward.py"))
+    tickets = [x.submit(row(0), [sample(x.tokenizer, 0, "x")] * 20) for x in (first, second)]
+    assert values(second.collect(tickets[1:])) == [2.0] * 20
+    assert values(first.collect(tickets[:1])) == [1.0] * 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a function may return
+
+
+@pytest.fixture(scope="module")
+def returning(tokenizer, tmp_path_factory):
+    """returning(expression) -> Score of a function that returns it."""
+    path = tmp_path_factory.mktemp("returning") / "evaluated.py"
+    imports = "from decimal import Decimal\nfrom fractions import Fraction\n\nimport numpy as np\nimport torch\n\n"
+    path.write_text(f"{imports}nan, inf = np.nan, np.inf\n\n\n{SIGNATURE}    return eval(ground_truth)\n")
+    scorer = Scorer([str(path)], tokenizer, workers=1)
+    yield lambda expression: score(scorer, "text", truth=expression)[0]
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("1", 1.0),
+        ("0.0", 0.0),
+        ("-2.5", -2.5),
+        ("True", 1.0),
+        ("np.float32(0.5)", 0.5),
+        ("np.int64(3)", 3.0),
+        ("np.bool_(True)", 1.0),
+        ("np.array(2.0)", 2.0),
+        ("torch.tensor(0.25)", 0.25),
+        ("torch.tensor([True])", 1.0),
+        ("Decimal('0.1')", 0.1),
+        ("Fraction(1, 4)", 0.25),
+        ("{'score': 0.75}", 0.75),
+        ("{'score': np.float64(0.75), 'acc': True}", 0.75),
+    ],
+)
+def test_a_number_is_a_score(returning, expression, expected):
+    result = returning(expression)
+    assert (result.value, result.status) == (expected, "ok") and type(result.value) is float
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "nan",
+        "inf",
+        "-inf",
+        "1e31",  # float32 holds it, but not the squares of such numbers, nor all differences
+        "-(10**400)",
+        "Decimal('NaN')",
+        "Decimal('sNaN')",
+        "np.float32('nan')",
+        "torch.tensor(inf)",
+        "10 ** 400",
+        "'wrong'",
+        "'1.0'",
+        "b'1'",
+        "1j",
+        "[1.0]",
+        "(1.0, {})",
+        "np.array([1.0, 2.0])",
+        "torch.ones(2)",
+        "object()",
+        "lambda: 1.0",
+        "{}",
+        "{'acc': 1.0}",
+        "{'score': nan}",
+        "{'score': '1'}",
+        "{'score': [1]}",
+    ],
+)
+def test_anything_else_is_an_error(returning, expression, capfd):
+    result = returning(expression)
+    assert (result.value, result.status) == (None, "error")
+    assert "row 7: Traceback" in capfd.readouterr().err
+
+
+def test_none_means_that_there_is_no_score(returning, capfd):
+    assert returning("None")[1:4] == (None, {}, "none")
+    assert returning("{'score': None, 'judged': 0}")[1:4] == (None, {"judged": 0.0}, "none")
+    assert capfd.readouterr().err == ""  # nothing has gone wrong
+
+
+def test_the_numbers_of_a_dict_are_components(returning):
+    expression = (
+        "{'score': 0.5, 'acc': True, 'n': np.int32(4), 'half': Decimal('0.5'), 3: 1.5, 'note': 'text', 'list': [1],"
+        " 'nothing': None, 'nan': nan, 'big': 10 ** 400, 'none': Decimal('NaN'), 'pair': np.ones(2), 'inner': {'a': 1}}"
+    )
+    result = returning(expression)
+    assert (result.value, result.status) == (0.5, "ok")
+    assert result.components == {"acc": 1.0, "n": 4.0, "half": 0.5, "3": 1.5}
+
+
+def test_async_functions_are_awaited(pool, write):
+    single = pool(write("import asyncio\nawait asyncio.sleep(0.01)\nreturn len(solution_str)", f"async {SIGNATURE}"))
+    assert values(score(single, "a", "bcd")) == [1.0, 3.0]
+    body = """
+        import asyncio
+
+        async def judge(text):
+            await asyncio.sleep(0.3)
+            return None if text == "x" else len(text)
+
+        return await asyncio.gather(*map(judge, solution_strs))
+    """
+    together = pool(write(body, f"async {BATCHED}", name="together.py"))
+    start = time.monotonic()
+    assert values(score(together, *["ab"] * 9, "x")) == [2.0] * 9 + [None]
+    assert time.monotonic() - start < 1.5  # one after the other: 3 s
+    failing = pool(write("raise ValueError('late')", f"async {SIGNATURE}", name="failing.py"))
+    assert statuses(score(failing, "a")) == ["error"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several functions, batches
+
+
+def test_the_score_is_the_weighted_sum_and_every_part_is_a_component(pool, write):
+    path = Path(write("return {'score': solution_str == ground_truth, 'acc': 1}", name="right.py"))
+    path.write_text(path.read_text() + "\n\ndef penalty(*arguments):\n    return {'score': 3, 'acc': 0}\n")
+    style = write("return None if solution_str == 'x' else {'score': len(solution_str), 'note': 'n'}", name="style.py")
+    scorer = pool(f"{path}::2", f"{style}:compute_score:0.25", f"{path}:penalty:-1")
+    right, wrong, unknown = score(scorer, "truth", "no", "x")
+    expected = {"right.compute_score": 1.0, "right.penalty": 3.0, "style": 5.0}
+    accuracies = {"acc": 1.0, "right.compute_score/acc": 1.0, "right.penalty/acc": 0.0}  # the first one decides
+    assert (right.value, right.components) == (2 * 1 + 0.25 * 5 - 3, expected | accuracies)
+    assert (wrong.value, wrong.components) == (
+        0.25 * 2 - 3,
+        expected | accuracies | {"right.compute_score": 0.0, "style": 2.0},
+    )
+    del expected["style"]
+    assert unknown[1:4] == (None, expected | accuracies | {"right.compute_score": 0.0}, "none")
+
+
+def test_without_functions_every_score_is_zero(pool):
+    assert [s[1:4] for s in score(pool(), "a", "b")] == [(0.0, {}, "ok")] * 2
+
+
+def test_one_function_that_raises_is_an_error_of_the_sum(pool, write):
+    scorer = pool(write("return 1.0", name="a.py"), write("return 1 / (solution_str != 'x')", name="b.py"))
+    good, bad = score(scorer, "y", "x")
+    assert (good.value, bad.value, bad.status) == (2.0, None, "error")
+
+
+def test_a_batched_function_gets_a_prompt_at_a_time(pool, write, tokenizer):
+    path = write(
+        """
+        sizes = len(data_sources), len(solution_strs), len(ground_truths), len(extra_infos)
+        assert len(set(sizes)) == 1
+        assert [e["response_length"] for e in extra_infos] == [len(s) + 1 for s in solution_strs]
+        longest = max(map(len, solution_strs))
+        return [{"score": len(s) == longest, "size": len(solution_strs)} for s in solution_strs]
+        """,
+        BATCHED,
+    )
+    scorer = pool(path, workers=2)
+    groups = {i: [sample(tokenizer, i, "a" * n) for n in lengths] for i, lengths in {0: (1, 5), 1: (2, 2, 1)}.items()}
+    tickets = {i: scorer.submit(row(i), group) for i, group in groups.items()}
+    scores = scorer.collect([tickets[1], tickets[0]])
+    assert values(scores) == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert [s.components["size"] for s in scores] == [3.0, 3.0, 3.0, 2.0, 2.0]
+
+
+def test_batched_and_single_functions_add_up(pool, write):
+    single = write("return len(solution_str)", name="single.py")
+    batched = write("return [None if s == 'x' else 10 for s in solution_strs]", BATCHED, name="batched.py")
+    scores = score(pool(single, f"{batched}::0.5"), "ab", "x", "abc")
+    assert values(scores) == [7.0, None, 8.0] and statuses(scores) == ["ok", "none", "ok"]
+    assert [s.components.get("batched") for s in scores] == [10.0, None, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "count"),
+    [
+        ("[1.0]", "1"),
+        ("[1.0] * 4", "4"),
+        ("[]", "0"),
+        ("1.0", "no list of"),
+        ("None", "no list of"),
+        ("(1.0 for s in solution_strs)", "no list of"),
+        ("{'a': 1, 'b': 2, 'c': 3}", "3"),
+        ("'abc'", "3"),
+    ],
+)
+def test_a_batched_function_must_return_one_score_for_each_response(pool, write, capfd, returned, count):
+    scores = score(pool(write(f"return {returned}", BATCHED)), "a", "b", "c")
+    assert [s[1:4] for s in scores] == [(None, {}, "error")] * 3
+    assert f"mine returned {count} scores for 3 responses" in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Functions that misbehave
+
+
+def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool, write, tokenizer, capfd):
+    scorer = pool(write("return 1.0 / (ground_truth not in '14')"), workers=2)
+    samples = [sample(tokenizer, i, f"it is {i}") for i in (3, 0, 4, 1, 2)]
+    tickets = [scorer.submit(row(s.row_index, truth=str(s.row_index)), [s]) for s in samples]
+    scores = scorer.collect(tickets)
+    assert values(scores) == [1.0, 1.0, None, None, 1.0]
+    assert statuses(scores) == ["ok", "ok", "error", "error", "ok"]
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("Traceback") == 1
+    assert "reward: 2 problem(s), the first: row 4: " in err and "response: 'it is 4'" in err
+    assert 'mine.py", line 2, in compute_score' in err and "ZeroDivisionError" in err
+    assert values(score(scorer, "a")) == [1.0] and capfd.readouterr().err == ""
+
+
+def test_what_a_function_writes_to_the_workers_pipe_or_puts_into_an_exception_is_bounded(pool, write, capfd):
+    path = write(r"""
+        import os, struct, sys
+        header = lambda n: struct.pack("<Q", n)
+        pipe = int(sys.argv[1])
+        if solution_str == "announces":
+            os.write(pipe, header(1 << 40))
+        elif solution_str == "floods":
+            while True: os.write(pipe, b"\xff" * 65536)
+        elif solution_str == "no json":
+            os.write(pipe, header(3) + b"abc")
+        elif solution_str == "a list":
+            os.write(pipe, header(2) + b"[]")
+        elif solution_str == "long":
+            raise ValueError("x" * (50 << 20))
+        return 1.0
+    """)
+    scorer = pool(path, timeout_s=10.0)
+    texts = ["announces", "floods", "no json", "a list", "long"]
+    for text in texts:
+        assert statuses(score(scorer, text)) == ["error"]
+        said = capfd.readouterr().err
+        assert ("the worker sent" in said) == (text != "long") and len(said) < 30_000
+    assert values(score(scorer, "a")) == [1.0]
+
+
+def test_a_function_that_stops_its_parent_is_ended_all_the_same(pool, write):
+    path = write("import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nos._exit(3)")
+    scorer = pool(path, timeout_s=0.5)
+    start = time.monotonic()
+    assert score(scorer, "a")[0].status in ("error", "timeout")
+    assert time.monotonic() - start < 10
+
+
+def test_hangs_are_killed_at_the_deadline_and_nobody_else_waits(pool, write, capfd):
+    path = write(r"""
+        import re, time
+        return {
+            "sleep": lambda: time.sleep(60),
+            "spin": lambda: [i for i in iter(int, 1)],
+            "power": lambda: 9**9**9,
+            "regex": lambda: re.match(r"(a+)+$", "a" * 60 + "!"),
+        }.get(solution_str, lambda: 1.0)()
+    """)
+    scorer = pool(path, workers=5, timeout_s=0.5)
+    hanging = ["sleep", "spin", "power", "regex"]
+    start = time.monotonic()
+    scores = score(scorer, *hanging, *"abcdef")
+    assert time.monotonic() - start < 6  # four deadlines of 2 s by the clock, side by side
+    assert statuses(scores) == ["timeout"] * 4 + ["ok"] * 6 and values(scores) == [None] * 4 + [1.0] * 6
+    assert "4 problem(s), the first: row 7: no score" in capfd.readouterr().err
+    assert values(score(scorer, *"abcdef")) == [1.0] * 6  # all workers are back
+
+
+def test_waiting_does_not_count_as_much_as_computing(pool, write):
+    scorer = pool(write("import time\ntime.sleep(1.0)\nreturn 1.0"), timeout_s=0.5)
+    (result,) = score(scorer, "a")
+    assert result.value == 1.0 and 1.0 <= result.seconds < 2.0
+
+
+def test_a_batch_has_the_time_of_all_its_responses(pool, write):
+    scorer = pool(write("import time\ntime.sleep(2.5)\nreturn [1.0] * len(solution_strs)", BATCHED), timeout_s=0.5)
+    assert values(score(scorer, "a", "b")) == [1.0, 1.0]  # 2.5 of 4 s; one response would have 2
+
+
+def test_a_function_may_change_what_it_is_given(pool, write, capfd):
+    spoil = """
+        extra_info["list"].append(9)
+        extra_info["index"] = 5
+        return 0.0
+    """
+    batched = "extra_infos[0]['list'].clear()\nsolution_strs[:] = ['spoilt']\nreturn [0.0]"
+    see = "return {'score': 1.0, 'sum': sum(extra_info['list']), 'index': extra_info['index']}"
+    paths = write(spoil, name="a.py"), write(batched, BATCHED, name="b.py"), write(see, name="c.py")
+    scorer = pool(*paths, warm=False)  # so the first task is scored twice
+    the_row = row(7, list=[1, 2], index=3)
+    samples = [sample(scorer.tokenizer, 7, "text")]
+    for _ in range(2):
+        (result,) = scorer.collect([scorer.submit(the_row, samples)])
+        assert result.components == {"acc": 0.0, "a": 0.0, "b": 0.0, "c": 1.0, "c/sum": 3.0, "c/index": 3.0}
+        assert result.text == "text"
+    assert the_row["extra_info"] == {"list": [1, 2], "index": 3} and capfd.readouterr().err == ""
+
+
+def test_prints_go_to_stderr_at_once(pool, write, monkeypatch, capfd):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    path = write("""
+        import os, subprocess, sys
+        print("printed")
+        sys.stdout.write("written\\n")
+        os.write(1, b"raw\\n")
+        subprocess.run(["echo", "echoed"])
+        return 1.0
+    """)
+    scorer = pool(path)
+    assert values(score(scorer, "a")) == [1.0]
+    out, err = capfd.readouterr()
+    assert out == "" and sorted(err.split()) == ["echoed", "printed", "raw", "written"]
+
+
+def test_a_function_that_asks_for_input_gets_none(pool, write, capfd):
+    assert statuses(score(pool(write("return float(input('score? '))")), "a")) == ["error"]
+    assert "EOFError" in capfd.readouterr().err
+
+
+# A child, a child in a session of its own, and a daemon: in a session of its own, its parent gone.
+SPAWN = """
+import os, subprocess, time
+
+def spawn(folder):
+    children = [subprocess.Popen(["sleep", "300"], start_new_session=own).pid for own in (False, True)]
+    children.append(int(subprocess.check_output("setsid sleep 300 > /dev/null & echo $!", shell=True)))
+    with open(f"{folder}/pids", "w") as f:
+        f.write(" ".join(map(str, children)))
+
+"""
+
+
+def spawned(folder):
+    return [int(pid) for pid in (folder / "pids").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("then", "status"),
+    [("return 1.0", "ok"), ("os._exit(0)", "error"), ("time.sleep(60)", "timeout"), ("9**9**9", "timeout")],
+)
+def test_what_a_reward_starts_ends_with_its_worker(pool, tokenizer, write, tmp_path, then, status):
+    path = write(f"spawn({str(tmp_path)!r})\n{then}", SPAWN + SIGNATURE)
+    scorer = pool(path, timeout_s=0.5)
+    assert statuses(score(scorer, "a")) == [status]
+    pids = spawned(tmp_path)
+    assert len(pids) == 3
+    if status == "ok":
+        assert all(map(alive, pids))
+        scorer.close()
+    until(lambda: not any(map(alive, pids)), 3, "a process outlived its worker")
+
+
+def test_a_fork_of_the_worker_gives_no_second_answer(pool, write):
+    path = write("""
+        import os
+        child = os.fork()
+        if child == 0 and solution_str == "raise":
+            raise ValueError("in the child")
+        if child == 0 and solution_str == "exit":
+            raise SystemExit
+        return {"score": float(len(solution_str)), "parent": child > 0}
+    """)
+    scores = score(pool(path), "raise", "a", "exit", "ab", "abc")
+    assert values(scores) == [5.0, 1.0, 4.0, 2.0, 3.0] and all(s.components["parent"] == 1.0 for s in scores)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("import sys; sys.exit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise type('Timeout', (BaseException,), {})('mine')", "Timeout: mine"),
+        ("return compute_score(data_source, solution_str, ground_truth, extra_info)", "RecursionError"),
+        ("import os; os._exit(3)", "the worker process died (exit code 3)"),
+        ("import os; os._exit(0)", "the worker process died (exit code 0)"),
+        ("import os; os.abort()", "the worker process died (signal SIGABRT)"),
+        ("import ctypes; ctypes.string_at(0)", "the worker process died (signal SIGSEGV)"),
+        ("import os; os.kill(os.getpid(), 9)", "the worker process died (signal SIGKILL)"),
+    ],
+)
+def test_every_way_out_is_one_response_without_a_score(pool, write, capfd, body, word):
+    scorer = pool(write(f"if solution_str == 'bad':\n    {body}\nreturn 1.0"))
+    assert [s[1:4] for s in score(scorer, "a", "bad", "b")] == [
+        (1.0, {}, "ok"),
+        (None, {}, "error"),
+        (1.0, {}, "ok"),
+    ]
+    err = capfd.readouterr().err
+    assert word in err and "row 7: " in err and "response: 'bad'" in err
+
+
+def test_the_time_in_which_a_job_is_suspended_does_not_count(pool, write, tokenizer, tmp_path):
+    path = write("""
+        import pathlib, time
+        pathlib.Path(__file__).with_name("begun").touch()
+        time.sleep(0.2)
+        return 1.0
+    """)
+    scorer = pool(path, timeout_s=0.3)
+    ticket = scorer.submit(row(7), [sample(tokenizer, 7, "a")])
+    until((tmp_path / "begun").exists)
+    job = " ".join(map(str, [os.getpid(), *descendants(os.getpid())]))
+    subprocess.run(f"kill -STOP {job}; sleep 2; kill -CONT {job}", shell=True)  # of 1.2 s that it may take
+    assert [(x.value, x.status) for x in scorer.collect([ticket])] == [(1.0, "ok")]
+
+
+def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, tokenizer, tmp_path, capfd):
+    path = write(f"""
+        import os, time
+        open({str(tmp_path)!r} + "/" + solution_str, "w").write(str(os.getpid()))
+        time.sleep(0.5)
+        return 1.0
+    """)
+    scorer = pool(path, workers=2)
+    samples = [sample(tokenizer, 7, text) for text in ("a", "b", "c")]
+    ticket = scorer.submit(row(7), samples)
+    until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 3, "no worker took the first response")
+    os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
+    assert statuses(scorer.collect([ticket])) == ["error", "ok", "ok"]
+    assert "signal SIGKILL" in capfd.readouterr().err
+    # One that dies while it waits for work costs nothing.
+    idle = [int((tmp_path / name).read_text()) for name in "bc"]
+    for pid in idle:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(alive, idle)), 3, "a worker survived SIGKILL")
+    time.sleep(1)  # and their guards notice
+    assert statuses(score(scorer, "d", "e", "f")) == ["ok"] * 3
+
+
+def test_memory_is_limited_and_its_end_replaces_the_worker(pool, write, capfd):
+    path = write("""
+        import os
+        if solution_str == "bomb":
+            hoard = [bytearray(10**7) for _ in range(100)]
+        if solution_str == "raise":
+            raise ValueError
+        return {"score": 1.0, "pid": os.getpid()}
+    """)
+    scores = score(pool(path, memory_mb=300), "a", "raise", "b", "bomb", "c")
+    assert statuses(scores) == ["ok", "error", "ok", "error", "ok"]
+    first, second, third = (scores[i].components["pid"] for i in (0, 2, 4))
+    assert first == second != third
+    free = pool(path, memory_mb=0)
+    assert statuses(score(free, "bomb")) == ["ok"]
+    assert capfd.readouterr().err.count("problem") == 1
+
+
+def test_a_memory_error_says_so(pool, write, capfd):
+    assert statuses(score(pool(write("return len('x' * 10**9)"), memory_mb=300), "a")) == ["error"]
+    assert "MemoryError" in capfd.readouterr().err
+
+
+def test_a_reward_that_is_not_a_function_of_its_input_is_noticed(pool, write, tokenizer, capfd):
+    path = write(
+        """
+        calls.append(1)
+        return {"score": 1.0, "calls": len(calls)} if solution_str == "odd" else 1.0
+        """,
+        "calls = []\n\n\n" + SIGNATURE,
+    )
+    message = "row 7: the same response scored twice gave two scores; the reward is not a function of its input"
+    scorer = pool(path, warm=False)
+    (result,) = score(scorer, "odd")  # the first task is scored twice
+    assert (result.value, result.status) == (1.0, "ok") and message in capfd.readouterr().err
+    assert statuses(score(scorer, *["even"] * 98, "odd")) == ["ok"] * 99 and capfd.readouterr().err == ""
+    assert values(score(scorer, "odd")) == [1.0] and message in capfd.readouterr().err  # and then every hundredth
+
+
+def test_every_hundredth_task_is_scored_twice(pool, write):
+    path = write("calls.append(1)\nreturn len(calls)", "calls = []\n\n\n" + SIGNATURE)
+    scorer = pool(path, warm=False)
+    scores = values(score(scorer, *["a"] * 202))
+    assert scores[0] == 1.0 and scores[1] == 3.0  # calls 1 and 2, then 3
+    assert [k for k in range(1, 202) if scores[k] - scores[k - 1] == 2] == [1, 101, 201]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The processes
+
+
+def test_ten_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, write, tokenizer):
+    scorer = pool(write("import os\nreturn os.getpid()"), workers=2)
+    one = sample(tokenizer, 7, "a")
+
+    def flat():
+        return len(os.listdir("/proc/self/fd")), len(descendants(os.getpid()))
+
+    pids = set()
+    for round in range(10):
+        scores = scorer.collect([scorer.submit(row(7), [one] * 1000)])
+        assert set(statuses(scores)) == {"ok"}
+        pids |= set(values(scores))
+        if round == 0:
+            before = flat()
+    assert flat() <= before
+    assert 10 <= len(pids) <= 12  # 1,000 tasks each; two of the workers may not have reached that
+
+
+def test_a_worker_serves_a_thousand_tasks(pool, write, tokenizer):
+    scorer = pool(write("import os\nreturn os.getpid()"))
+    pids = values(score(scorer, *["a"] * 1001))
+    assert len(set(pids[:1000])) == 1 and pids[1000] != pids[0]
+
+
+def test_workers_leave_the_machine_to_the_trainer(pool, write):
+    path = write("import os\nreturn {'score': 0, 'nice': os.nice(0), 'threads': int(os.environ['OMP_NUM_THREADS'])}")
+    assert score(pool(path), "a")[0].components == {"nice": min(os.nice(0) + 10, 19), "threads": 1.0}
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, min(os.cpu_count(), 16)), (10_000, 1)])
+def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert pool(write("return 1.0"), workers=None).workers == expected
+
+
+TRAINER = """
+import sys, time
+from transformers import AutoTokenizer
+from rl.scoring.pool import Scorer
+from rl.types import Sample
+
+scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), workers=2)
+row = {"row_index": 0, "data_source": "", "reward_model": {"ground_truth": ""}, "extra_info": {}}
+ticket = scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
+if sys.argv[2].endswith("raise.py"):
+    scorer.collect([ticket])
+    raise ValueError("the trainer fails")
+time.sleep(60)
+"""
+
+
+def test_workers_and_their_children_die_with_the_trainer(tiny_model, write, tmp_path):
+    path = write(f"spawn({str(tmp_path)!r})\n9**9**9", SPAWN + SIGNATURE)
+    trainer = launch.start("-c", TRAINER, tiny_model, path)
+    until(lambda: (tmp_path / "pids").exists() and len(spawned(tmp_path)) == 3, 30, "no task began")
+    everything = [*descendants(trainer.pid), *spawned(tmp_path)]
+    assert len(set(everything)) >= 2 + 2 + 3 and all(map(alive, spawned(tmp_path)))
+    trainer.kill()
+    trainer.wait()
+    until(lambda: not any(map(alive, everything)), 2, "a process outlived the trainer")
+
+
+def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, write):
+    path = write("return 1.0", name="raise.py")
+    trainer = subprocess.run(
+        [sys.executable, "-c", TRAINER, tiny_model, path],
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert trainer.returncode == 1 and trainer.stdout == "" and "ValueError: the trainer fails" in trainer.stderr
+
+
+def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
+    scorer = pool(write("return 1.0"))
+    incomplete = {name: value for name, value in row(7).items() if name != "extra_info"}
+    ticket = scorer.submit(incomplete, [sample(tokenizer, 7, "a")])
+    with pytest.raises(RuntimeError, match="the pool of reward processes failed") as error:
+        scorer.collect([ticket])
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check before training
+
+
+def test_check_scores_the_reference_and_an_empty_response_of_every_source(pool, write, capfd):
+    path = write("return None if data_source == 'open' else 0.5 * (ground_truth in solution_str) - 0.25")
+    scorer = pool(path)
+    rows = [
+        row(0, source="math", truth="7", answer="3+4=7"),
+        row(1, source="math", truth="never looked at"),
+        row(2, source="open", truth="x"),
+        row(3, source="short", truth="12"),
+        row(4, source="swapped", truth="12", answer="no such thing"),
+    ]
+    assert scorer.check([]) == "rewards: nothing to score"
+    assert scorer.check(rows) == (
+        "rewards: math: the reference answer scores 0.25, an empty one -0.25; "
+        "open: the ground truth, in every form tried, scores nothing, an empty one nothing; "
+        "short: the ground truth scores 0.25, an empty one -0.25; "
+        "swapped: the reference answer scores -0.25, an empty one -0.25"
+    )
+    assert capfd.readouterr().err == "" and scorer.collect([]) == []
+
+
+def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(pool, write, capfd):
+    """Functions that need none are left alone; rewards/math_reward.py raises."""
+    rows = [row(0, truth="5"), row(1, truth="5"), row(2, truth=""), row(3, truth=" ")]
+    said = "rewards: set: the ground truth, in every form tried, scores 1, an empty one 1"
+    assert pool(write("return 1.0")).check(rows) == said
+    with pytest.raises(ValueError, match="row 2 of data source 'set' has an empty ground_truth, and the reward"):
+        pool("rewards/math_reward.py").check(rows)
+    assert "ground truth ''" in capfd.readouterr().err
+    assert (
+        pool(write("return 1.0")).check(rows[2:]) == "rewards: set: without a ground truth, an empty response scores 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [("return int(solution_str)", "error"), ("import time; time.sleep(9)", "timeout")]
+)
+def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
+    scorer = pool(write(f"if data_source == 'good':\n    return 1.0\n{body}"), timeout_s=0.2)
+    with pytest.raises(
+        ValueError, match="--custom-reward-function fails on the first row of data source 'bad'"
+    ) as error:
+        scorer.check([row(0, source="good"), row(1, source="bad", truth="12")])
+    assert f"({status}; the traceback is above)" in str(error.value)
+    assert "row 1: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failed", "none", "limit", "stops"),
+    [(1, 0, 0.05, False), (2, 0, 0.05, True), (0, 20, 0.05, False), (1, 0, 0.0, True), (20, 0, 1.0, False)],
+)
+def test_too_many_failures_stop_a_run(failed, none, limit, stops):
+    states = ["error", "timeout"] * 10
+    states = states[:failed] + ["none"] * none + ["ok"] * (20 - failed - none)
+    scores = [Score("", 1.0 if state == "ok" else None, {}, state, 0.0) for state in states]
+    responses = [Response(i, score, 1, 1, 0, "stop", (0, 0), 1, 0, i) for i, score in enumerate(scores)]
+    if not stops:
+        return stop_if_failing(responses, limit)
+    with pytest.raises(RuntimeError, match=f"{failed} of 20 responses .* more than --reward-max-error-frac {limit};"):
+        stop_if_failing(responses, limit)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding the functions
+
+SOURCE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neighbour import VALUE
+
+
+@dataclass
+class Answer:  # with such annotations, it looks its module up by name
+    value: float
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return Answer(VALUE).value
+
+
+def other(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.75
+
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "neighbour.py").write_text("VALUE = 0.5\n")
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"), [("", 0.5), (":", 0.5), ("::2", 1.0), (":compute_score:-1", -0.5), (":other:1e1", 7.5)]
+)
+def test_a_verl_style_file_with_or_without_name_and_weight(pool, file, suffix, expected):
+    (result,) = score(pool(f"{file}{suffix}"), "a")
+    assert result.value == expected and result.components == {}
+
+
+def test_a_path_is_relative_to_where_the_user_is_then_to_the_repository(pool, file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    assert values(score(pool("mine.py:other"), "a")) == [0.75]
+    assert not os.path.exists("rewards/gsm8k.py")
+    assert values(score(pool("rewards/gsm8k.py"), "so #### 72", "so #### 71", truth="72")) == [1.0, 0.0]
+    (file.parent / "rewards").mkdir()
+    (file.parent / "rewards" / "gsm8k.py").write_text("def compute_score(*arguments):\n    return 9.0\n")
+    assert values(score(pool("rewards/gsm8k.py"), "so #### 71", truth="72")) == [9.0]
+
+
+@pytest.fixture
+def every_character():
+    """A tokenizer of bytes, <|im_end|> included."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=EOS + 1)}
+    bytewise = Tokenizer(models.BPE(letters | {"<a>": 0, "<b>": 1, "<|im_end|>": EOS}, []))
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|im_end|>")
+
+
+def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(every_character, no_processes_left):
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=2)
+    tests = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+    rows = {
+        "openai/gsm8k": ("72", "so #### 72", "so #### 71", "nothing"),
+        "DigitalLearningGmbH/MATH-lighteval": ("x+1", "$\\boxed{1 + x}$", "$\\boxed{1 - x}$", "\\boxed{9^{9^{9}}}"),
+        "google-research-datasets/mbpp": (
+            json.dumps(tests),
+            "```python\ndef add(a, b):\n    return a + b\n```",
+            "```python\ndef add(a, b):\n    return 4\n```",
+            "```python\nwhile True: pass\n```",
+        ),
+    }
+    tickets = []
+    for i, (source, (truth, *texts)) in enumerate(rows.items()):
+        group = [sample(scorer.tokenizer, i, text) for text in texts]
+        tickets.append(scorer.submit(row(i, source=source, truth=truth), group))
+    scores = scorer.collect(tickets)
+    scorer.close()
+    assert [s.text for s in scores] == [text for _, *texts in rows.values() for text in texts]
+    assert values(scores) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.5, 0.0]
+
+
+def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character, no_processes_left):
+    """The reward process died of it before: the response had no score, which costs a policy nothing."""
+    scorer = Scorer(["rewards/mbpp.py"], every_character, workers=2)
+    scorer.total = 1  # the first task would be scored twice
+    truth = json.dumps({"test_list": ["assert f(1) == 1", "assert sum(f(2)) == 3"]})
+    answers = ["range(10**12)", "__import__('os')._exit(0)", "x"]
+    group = [sample(scorer.tokenizer, 0, f"```python\ndef f(x): return x if x == 1 else {a}\n```") for a in answers]
+    scores = scorer.collect([scorer.submit(row(0, truth=truth), group)])
+    scorer.close()
+    assert values(scores) == [0.0, 0.5, 0.5] and statuses(scores) == ["ok"] * 3
+
+
+def test_check_finds_the_form_of_data_without_reference_answers(every_character, no_processes_left):
+    """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is no right response."""
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=1)
+    programs = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
+    rows = [
+        row(0, source="DigitalLearningGmbH/MATH-lighteval", truth=r"\frac{1}{2}"),
+        row(1, source="math_dapo", truth="34"),
+        row(2, source="openai/gsm8k", truth="72"),
+        row(3, source="searchR1_nq", truth={"target": ["Paris", "City of Paris"]}),
+        row(4, source="apps", truth=programs),
+    ]
+    said = scorer.check(rows)
+    scorer.close()
+    assert said.removeprefix("rewards: ").split("; ", 4) == [
+        r"DigitalLearningGmbH/MATH-lighteval: the ground truth as \boxed{...} scores 1, an empty one 0",
+        r"math_dapo: the ground truth as \boxed{...} scores 1, an empty one -1",
+        "openai/gsm8k: the ground truth as #### ... scores 1, an empty one 0",
+        "searchR1_nq: the ground truth as <answer>...</answer> scores 1, an empty one 0",
+        "apps: the ground truth, in every form tried, scores 0, an empty one 0",
+    ]
+
+
+def test_two_files_of_the_same_name_do_not_mix(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "reward.py").write_text("")
+    specs = [f"{tmp_path}/a/reward.py:one", f"{tmp_path}/b/reward.py:two:3"]
+    assert parse_functions(specs) == [
+        ("reward.one", 1.0, f"{tmp_path}/a/reward.py", "one"),
+        ("reward.two", 3.0, f"{tmp_path}/b/reward.py", "two"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        (["no/such/file.py:compute_score"], ["'no/such/file.py:compute_score'", "path/to/file.py:function"]),
+        (["rewards:compute_score"], ["no file 'rewards'"]),  # a folder
+        ([""], ["no file ''"]),
+        (["MINE:missing"], ["MINE", "no function 'missing'"]),
+        (["MINE:constant"], ["no function 'constant'"]),
+        (["MINE:other:heavy"], ["'MINE:other:heavy'", "weight 'heavy' is no number"]),
+        (["MINE:other:nan"], ["weight 'nan' is no number"]),
+        (["MINE:other:1:2"], ["weight '1:2' is no number"]),
+        (["MINE:other", "MINE:other:2"], ["named twice", "add up its weights"]),
+        (["MINE", "FOLDER/syntax.py"], ["syntax.py", "SyntaxError"]),
+        (["FOLDER/missing_package.py"], ["ModuleNotFoundError", "no_such_package"]),
+        (["FOLDER/exits.py"], ["SystemExit"]),
+        (["FOLDER/dies.py"], ["died (exit code 5)"]),
+    ],
+)
+def test_mistakes_name_the_flag_and_the_file(tokenizer, no_processes_left, file, specs, words):
+    for name, source in {
+        "syntax": "def compute_score(:",
+        "missing_package": "import no_such_package",
+        "exits": "import sys\nsys.exit(0)",
+        "dies": "import os\nos._exit(5)",
+    }.items():
+        (file.parent / f"{name}.py").write_text(source)
+
+    def fill(text):
+        return text.replace("MINE", str(file)).replace("FOLDER", str(file.parent))
+
+    with pytest.raises(ValueError, match="--custom-reward-function") as error:
+        Scorer([fill(spec) for spec in specs], tokenizer, workers=2)
+    for word in words:
+        assert fill(word) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"workers": 0}, "--reward-workers 0 must be at least 1"),
+        ({"workers": -1}, "--reward-workers -1"),
+        ({"timeout_s": 0.0}, "--reward-timeout 0.0 a positive number"),
+        ({"timeout_s": math.inf}, "--reward-timeout inf"),
+        ({"timeout_s": math.nan}, "--reward-timeout nan"),
+        ({"memory_mb": -1}, "--reward-memory-mb -1 at least 0"),
+    ],
+)
+def test_impossible_limits_are_refused(tokenizer, file, options, word):
+    with pytest.raises(ValueError, match=word):
+        Scorer([str(file)], tokenizer, **options)
