@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
-WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl.models
+WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl/model/load.py
+SHORT = dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))  # on the page
+ENGINES = ("yes", "by transformers", "no", "not tried", "")
 BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -334,26 +337,37 @@ def main(args: Args) -> None:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """Markdown of the results: a line a family, then why some run padded, and why vLLM does not serve some."""
-    lines = ["| family | runs | log-probs | export | in vLLM | gap |", "|---|---|---|---|---|---|"]
-    padded, errors, ways = {}, {}, dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))
+    """Markdown of the results: families by how they run, then why some run padded, and why vLLM does not serve some.
+
+    A difference above 1e-5 stands behind its family; a line has the largest of all others.
+    """
+    groups, padded, errors = {}, {}, {}
+    largest = {"logprob_gap": 0.0, "export_loss_gap": 0.0, "engine_gap": 0.0}
     for x in (found[name] for name in FAMILIES if name in found):
-        name = x["family"].replace("granite_logits", "granite, scaled logits")
+        name = x["family"].replace("granite_logits", "granite with scaled logits")
         if "refused" in x:
-            lines.append(f"| {name} | refused | | | | |")
+            groups.setdefault(("refused", ""), []).append(name)
             continue
-        if "reason" in x:
+        if "reason" in x and "log-probs would differ" not in x["reason"]:
             padded.setdefault(x["reason"], []).append(name)
         if "engine_error" in x:
-            errors.setdefault(x["engine_error"], []).append(name)
+            errors.setdefault(textwrap.shorten(x["engine_error"], 170, placeholder=" ..."), []).append(name)
+        for key, title in (("export_loss_gap", "export"), ("engine_gap", "gap"), ("logprob_gap", "log-probs")):
+            if x.get(key, 0.0) > 1e-5:
+                name += f" ({title} {x[key]:.0e})"
+            else:
+                largest[key] = max(largest[key], x.get(key, 0.0))
         by = "by transformers" if x.get("engine", "").startswith("Transformers") else "yes"
-        engine = "no | " if "engine_error" in x else "not tried | "
-        if "engine_gap" in x:
-            engine = f"{by} | {x['engine_gap']:.0e}"
-        lines.append(f"| {name} | {ways[x['way']]} | {x['logprob_gap']:.0e} | {x['export_loss_gap']:.0e} | {engine} |")
-    lines += ["", "Why some run padded:", ""]
+        engine = "no" if "engine_error" in x else by if "engine_gap" in x else "not tried"
+        groups.setdefault((SHORT[x["way"]], engine), []).append(name)
+    order = [(way, engine) for way in (*SHORT.values(), "refused") for engine in ENGINES if (way, engine) in groups]
+    lines = ["| runs | in vLLM | families |", "|---|---|---|"]
+    lines += [f"| {way} | {engine} | {', '.join(groups[way, engine])} |" for way, engine in order]
+    logprobs, export, gap = (f"{x:.0e}" for x in largest.values())
+    lines += ["", f"The largest other differences: log-probs {logprobs}, export {export}, gap {gap}."]
+    lines += ["", "Why some run padded (all others, since packed log-probs would differ):", ""]
     lines += [f"- {', '.join(names)}: {reason}" for reason, names in padded.items()]
-    lines += ["", "What vLLM says of those that it does not serve:", ""]
+    lines += ["", "Why vLLM does not serve some:", ""]
     lines += [f"- {', '.join(names)}: `{error}`" for error, names in errors.items()]
     return "\n".join(lines) + "\n"
 
