@@ -187,7 +187,7 @@ class Args:
 
 
 def tables(args: Args) -> str:
-    """Two tables in Markdown: the first choice that fits each card, and GiB by phase of every choice.
+    """Two tables in Markdown: the first choice that fits each card, and GiB by phase of the choices in the first table.
 
     Raises ValueError if a number is not positive.
     """
@@ -202,13 +202,13 @@ def tables(args: Args) -> str:
         size = size_of(shape)
         for trained, choices in CHOICES.items():
             plans = {flags: plan(size, flags, **work) for flags in choices}
-            cells = []
-            for card in CARDS:
-                good = (flags for flags, x in plans.items() if x.most <= USABLE * card * GIB)
-                cells.append(f"`{flags}`" if (flags := next(good, None)) else "no")
-            fits.append(f"| {shape} | {trained} | {' | '.join(cells).replace('`defaults`', 'defaults')} |")
-            for flags, x in plans.items():
-                name = "defaults" if flags == Flags() else f"`{flags}`"
+            fastest = [
+                next((flags for flags, x in plans.items() if x.most <= USABLE * card * GIB), None) for card in CARDS
+            ]
+            cells = ["no" if flags is None else "defaults" if flags == Flags() else f"`{flags}`" for flags in fastest]
+            fits.append(f"| {shape} | {trained} | {' | '.join(cells)} |")
+            for flags in (flags for flags in choices if flags in fastest):
+                x, name = plans[flags], "defaults" if flags == Flags() else f"`{flags}`"
                 numbers = (x.sampling, x.engine, x.update, x.step, x.host)
                 phases.append(f"| {shape} | {name} | {' | '.join(f'{n / GIB:.1f}' for n in numbers)} |")
     return "\n".join([*fits, "", *phases])
