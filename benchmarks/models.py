@@ -28,6 +28,8 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from rl.flags import build
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -186,7 +188,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
         return found | {"refused": str(error).split(": ", 1)[1]}
     settings = dict(max_length=128, train_batch_size=16, total_training_steps=2, lr=1e-3, test_freq=2)
     files = dict(train_files=(str(folder / "sft.parquet"),), val_files=(str(folder / "sft.parquet"),))
-    args = sft.Args(model=str(folder / "model"), default_local_dir=str(folder / "run"), **settings, **files)
+    args = build(sft.Args, model=str(folder / "model"), default_local_dir=str(folder / "run"), **settings, **files)
     with torch.enable_grad():
         metrics = sft.main(args)
     export = str(folder / "run" / "global_step_2" / "huggingface")

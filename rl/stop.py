@@ -1,14 +1,14 @@
 """Leave a run in good order when it is asked to: by SIGTERM, by SIGINT (Ctrl-C), or because --max-hours are over.
 
-    stop.start(args.max_hours)
+    stop.start(max_hours)
     for step in ...:
-        stop.arm(save_and_close)       # what leaving takes, as of the last completed step
-        ...  stop.check(ranks)  ...    # wherever all ranks pass: leave, if any of them was asked to
-        stop.hold()                    # weights change: not before the next `arm`
+        stop.arm(save_and_close)             # what leaving takes, as of the last completed step
+        ...  stop.exit_if_asked(ranks)  ...  # wherever all ranks pass: leave, if any of them was asked to
+        stop.hold()                          # weights change: not before the next `arm`
 
 A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
-worth nothing, and a `check` must follow. A second signal ends the process at once, whatever it is doing. So does one
-before the first `arm`: a start-up loads and compiles for minutes, and has nothing to save.
+worth nothing, and an `exit_if_asked` must follow. A second signal ends the process at once, whatever it is doing. So
+does one before the first `arm`: a start-up loads and compiles for minutes, and has nothing to save.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from rl.console import let_go_of_output
 from rl.ranks import Ranks
-from rl.run import last_words
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
@@ -87,8 +86,6 @@ def _listen(reading: int) -> None:
             if not _leave:
                 _write(b"asked to stop before the first step: there is nothing to save\n")
                 os._exit(128 + number[0])  # what a shell calls death by this signal
-            if _asked_at is None and last_words.say_who_ended():
-                os._exit(1)  # torchrun has sent it, and nothing can be agreed with a rank that is gone
             if _asked_at is None:
                 _asked_at = time.monotonic()
                 _write(b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
@@ -104,7 +101,7 @@ def _write(text: bytes) -> None:
 def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was; with a group (on the CPU), whether one of
     its ranks says so, and all its ranks must enter. What the group says this rank then knows. False after `hold`: no
-    `check` would follow, and what is waited for is needed.
+    `exit_if_asked` would follow, and what is waited for is needed.
     """
     global _known
     if _held:
@@ -130,24 +127,23 @@ def _asked() -> bool:
 
 
 def arm(*leave: Callable[[], object]) -> None:
-    """What a `check` calls, in this order, before it ends the process. All ranks will call it together."""
+    """What `exit_if_asked` calls, in this order, before it ends the process. All ranks will call it together."""
     global _leave, _held
     _leave, _held = leave, False
 
 
 def hold() -> None:
-    """Let no `check` end the process until the next `arm`: what that would save is about to change."""
+    """Let no `exit_if_asked` end the process until the next `arm`: what that would save is about to change."""
     global _held
     _held = True
 
 
-def check(ranks: Ranks) -> None:
+def exit_if_asked(ranks: Ranks) -> None:
     """End this process, with exit code 0, if any rank was asked to stop. All ranks must enter. See `hold`."""
     if _held or not _any_rank(_asked(), ranks.group):
         return
     for call in _leave:
         call()
-    last_words.stop()
     dist.barrier(group=ranks.group)
     let_go_of_output()
     os._exit(0)  # workers and engines end with it; taking them down one by one could hang

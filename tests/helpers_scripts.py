@@ -31,6 +31,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from rl.data.order import derive_seed
+from rl.flags import build
 from rl.model import load as models
 from rl.model import reward_model
 from rl.sampling.engines import hf
@@ -199,7 +200,7 @@ class Runs:
 
     def __call__(self, **changes: Any) -> dict[str, float]:
         self.count += 1
-        return self.script.main(self.script.Args(**self.settings(self.dir(self.count), **changes)))
+        return self.script.main(build(self.script.Args, **self.settings(self.dir(self.count), **changes)))
 
     def dir(self, i: int) -> Path:
         return self.root / f"run{i}"
@@ -439,7 +440,9 @@ def run_entries(entries: Iterable[dict]) -> None:
         if entry["port"] is not None:  # None: the process group is the one that torchrun has prepared
             os.environ |= {"MASTER_PORT": str(entry["port"]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         script = importlib.import_module(entry["script"])
-        script.main(script.Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()}))
+        script.main(
+            build(script.Args, **{k: tuple(v) if isinstance(v, list) else v for k, v in entry["settings"].items()})
+        )
 
 
 if __name__ == "__main__":

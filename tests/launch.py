@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl.flags import build
+
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 PATHS = f"{ROOT}:{TESTS}"  # a PYTHONPATH for processes that import what tests share
@@ -225,7 +227,7 @@ def _main(script: str, settings: dict, fault: Callable | None) -> None:
     module = importlib.import_module(script)
     if fault is not None:
         fault()
-    module.main(module.Args(**settings))
+    module.main(build(module.Args, **settings))
 
 
 def _run_file(file: str, arguments: list[str]) -> None:

@@ -29,7 +29,7 @@ class Update(NamedTuple):
 
 
 def collate(
-    samples: Sequence[Sample], *, pad_id: int, rows: Sequence[int] | None = None, width: int | None = None
+    samples: Sequence[Sample], *, pad_id: int = 0, rows: Sequence[int] | None = None, width: int | None = None
 ) -> Batch:
     """Samples -> right-padded Batch on the host: (B, T) with T the longest prompt + response, or `width`.
 
@@ -170,9 +170,8 @@ def plan_updates(
 
 def make_batch(
     responses: Sequence[Response],
-    learn: torch.Tensor,
+    trainable: torch.Tensor,
     *,
-    pad_id: int,
     mini_batch_size: int,
     max_tokens: int,
     ranks: Ranks,
@@ -181,10 +180,10 @@ def make_batch(
     """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
 
     Args:
-        responses: of the step, the same list on all ranks (see `rollout.share`). The order is that of the updates;
+        responses: of the step, the same list on all ranks (see `gather_responses`). The order is that of the updates;
             neighbours that share a prompt cost less.
-        learn: (B,) bool, whether a response is learned from. One that is not keeps its place, with a mask of zeros.
-        pad_id, mini_batch_size, max_tokens, rows_per_unit: as for `collate` and `plan_updates`.
+        trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
+        mini_batch_size, max_tokens, rows_per_unit: as for `collate` and `plan_updates`.
 
     Returns: the batch of this rank's rows, as wide as the longest response of any rank, and the updates: none without
     responses. All data ranks must enter.
@@ -195,14 +194,14 @@ def make_batch(
         max_tokens=max_tokens,
         ranks=ranks,
         shared=_shared(responses),
-        learned=[r.num_sampled * int(x) for r, x in zip(responses, learn.tolist(), strict=True)],
+        learned=[r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)],
         rows_per_unit=rows_per_unit,
     )
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     rows = rows_of_rank[ranks.data_rank]
     samples = _deliver(responses, rows_of_rank, ranks)
-    batch = collate(samples, pad_id=pad_id, rows=rows, width=max((r.num_tokens for r in responses), default=1))
-    mask = batch.response_mask * learn[batch.rows].view(-1, 1)
+    batch = collate(samples, rows=rows, width=max((r.num_tokens for r in responses), default=1))
+    mask = batch.response_mask * trainable[batch.rows].view(-1, 1)
     return replace(batch, response_mask=mask), updates
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rl.data.rows import Row, _show
+from rl.data.rows import Row, shown
 
 
 def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -77,7 +77,7 @@ def encode_prompts(
                 ids[i] = prompt_ids
     for row, prompt_ids in zip(rows, ids, strict=True):
         if not prompt_ids:
-            raise ValueError(f"{_name(row)}: the prompt {_show(row['prompt'])} has no tokens in this vocabulary")
+            raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
     encoded = [{**row, "prompt_ids": prompt_ids} for row, prompt_ids in zip(rows, ids, strict=True)]
     if max_prompt_length is None:
         return encoded
@@ -86,7 +86,7 @@ def encode_prompts(
         longest = max(len(row["prompt_ids"]) for row in overlong)
         fix = "" if len(overlong) == len(encoded) else ", or pass --filter-overlong-prompts in training"
         raise ValueError(
-            f"{_name(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
+            f"{named(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
             f"{max_prompt_length} (so have {len(overlong)} of {len(encoded)} rows, up to {longest}); raise it{fix}"
         )
     return [row for row in encoded if len(row["prompt_ids"]) <= max_prompt_length]
@@ -98,16 +98,16 @@ def _chat_text(
     """The chat template's text for `messages`, which belong to `row`."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{_name(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
+            f"{named(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except jinja2.TemplateError as error:
-        raise ValueError(f"{_name(row)}: the chat template rejects the messages {_show(messages)}: {error}") from error
+        raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
 
 
-def _name(row: Row) -> str:
+def named(row: Row) -> str:
     return f"row {row.get('row_index', '?')}"
 
 
@@ -139,17 +139,17 @@ def encode_sft(
     ids, mask = encode(tokenizer, row)
     if max_length is not None and len(ids) > max_length:
         raise ValueError(
-            f"{_name(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or add --filter-overlong"
+            f"{named(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or add --filter-overlong"
         )
     return ids, mask
 
 
 def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
-    response_ids, prompt_ids = _response_ids(tokenizer, row, row["response"]), render_prompt(tokenizer, row)
-    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+    prompt, response = render_prompt(tokenizer, row), response_ids(tokenizer, row, row["response"])
+    return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
-def _response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
     """Token ids of a response behind a row's prompt, the end-of-sequence token at the end."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -172,7 +172,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         turn = _chat_text(tokenizer, row, messages[: i + 1], add_generation_prompt=False)
         if not header.startswith(done) or not turn.startswith(header):
             raise ValueError(
-                f"{_name(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
+                f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
                 "text with it; split the conversation into one row an answer (prompt and response)"
             )
         header_ids = _encode_behind(tokenizer, done, header[len(done) :])
@@ -181,7 +181,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         learned = len(_encode_behind(tokenizer, header, answer.rstrip()))
         if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
             raise ValueError(
-                f"{_name(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
+                f"{named(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
                 "the model could not learn to stop; put the eos_token after the assistant's content in the template"
             )
         ids += header_ids + turn_ids
@@ -189,7 +189,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         done = turn
     full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
     if not full.startswith(done):
-        raise ValueError(f"{_name(row)}: the chat template rewrites history after the last answer; end the row there")
+        raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = _encode_behind(tokenizer, done, full[len(done) :])
     return ids + rest, mask + [0] * len(rest)
 

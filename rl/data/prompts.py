@@ -2,79 +2,112 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.data.encode import _name, _response_ids, encode_prompts, load_tokenizer, stop_token_ids
-from rl.data.order import prompts_for_step
-from rl.data.rows import Paths, Row, _show, no_ground_truth, read_preference_rows, read_rows
-from rl.data.types import Sampling
-from rl.model.checks import check_heads, check_trainable
-
-BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
+from rl.data.encode import encode_prompts, named, response_ids
+from rl.data.rows import Paths, Row, no_ground_truth, read_preference_rows, read_rows, shown
+from rl.flags import AtLeast1, Free
 
 
-def load_prompts(args: Any, *, pairs: bool = False) -> tuple[PreTrainedTokenizerBase, list[Row], list[Row]]:
-    """What an RL script trains on: the tokenizer of --model, the prompts of --train-files, and the held-out ones.
+@dataclass(frozen=True)
+class Files:
+    """data and length of the run"""
 
-    Args: pairs, whether --train-files hold comparisons, see `read_preference_rows`, and not rows in verl's schema.
-    Raises ValueError for every mistake in the data, and if a step or a sequence asks for more than there is.
+    # parquet or jsonl; docs/rewards.md has verl's schema for RL, and the pages of sft.py and train_reward.py theirs
+    train_files: Free[tuple[str, ...]] = ("data/gsm8k/train.parquet",)
+    val_files: Free[tuple[str, ...]] = ("data/gsm8k/test.parquet",)  # held-out files, same schema
+    total_epochs: Free[AtLeast1] = 1  # passes over the training files
+    total_training_steps: Free[AtLeast1 | None] = None  # overrides --total-epochs
+
+
+@dataclass(frozen=True)
+class Data(Files):
+    """data and length of the run"""
+
+    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
+
+
+def load_prompts(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int,
+    *,
+    needs_truth: bool = True,
+    evaluates: bool = True,
+    pairs: bool = False,
+) -> tuple[list[Row], list[Row]]:
+    """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
+
+    Args: max_prompt_length, in tokens; needs_truth, whether rows with an empty ground truth are left out; pairs,
+    whether --train-files hold comparisons, see `read_preference_rows`, and not rows in verl's schema.
+    Raises ValueError for every mistake in the data.
     """
-    tokenizer = load_tokenizer(args.model)
-    limits = dict(max_prompt_length=args.max_prompt_length, filter_overlong_prompts=args.filter_overlong_prompts)
-    found = read_preference_rows(args.train_files) if pairs else read_prompts(args, args.train_files)
+    limits = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts)
+    found = read_preference_rows(data.train_files) if pairs else read_prompts(data.train_files, needs_truth=needs_truth)
     train_rows = encode_prompts(tokenizer, found, **limits)
-    evaluates = args.val_before_train or args.test_freq > 0
-    val_rows = encode_prompts(tokenizer, read_prompts(args, args.val_files), **limits) if evaluates else []
-    prompts_for_step(train_rows, 0, args.train_batch_size, args.seed)  # refuses a batch larger than the data
-    check_trainable(args.model, args.max_prompt_length + args.max_response_length)
-    check_heads(args.model, args.tensor_model_parallel_size)
-    return tokenizer, train_rows, val_rows
+    found = read_prompts(data.val_files, needs_truth=needs_truth) if evaluates else []
+    return train_rows, encode_prompts(tokenizer, found, **limits)
 
 
-def add_given(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Row]:
+def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
+    """Training steps of a run: --total-training-steps, or the whole batches of --total-epochs passes over the rows.
+
+    Raises ValueError naming `flag` if a batch is larger than the data.
+    """
+    if not 1 <= batch_size <= num_rows:
+        raise ValueError(f"{flag} {batch_size} must be between 1 and the {num_rows} rows of the training data")
+    return files.total_training_steps or files.total_epochs * (num_rows // batch_size)
+
+
+def add_given(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    max_response_length: int,
+    *,
+    pairs: bool,
+    solution_key: str | None = None,
+    filter_overlong: bool = False,
+) -> list[Row]:
     """Rows of `load_prompts` with `given` added: token ids of the responses that the data has and train_dpo.py pairs.
 
-    These are both sides of a comparison, the better one first, with --offline; the text in extra_info that
-    --solution-key names, with --pairs solution; and else none. They end with the end-of-sequence token. Raises
-    ValueError, naming the row, for a solution that is missing, or a response of more than --max-response-length tokens
-    unless --filter-overlong-prompts drops its row.
+    With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text in extra_info
+    of that name; else none. They end with the end-of-sequence token. Raises ValueError, naming the row, for a solution
+    that is missing, or a response of more than --max-response-length tokens unless `filter_overlong` drops its row.
     """
     kept = []
     for row in rows:
-        texts = [row["chosen"], row["rejected"]] if args.offline else []
-        if args.pairs == "solution":
-            texts = [row["extra_info"].get(args.solution_key)]
+        texts = [row["chosen"], row["rejected"]] if pairs else []
+        if solution_key is not None:
+            texts = [row["extra_info"].get(solution_key)]
             if not isinstance(texts[0], str) or not texts[0].strip():
                 raise ValueError(
-                    f"{_name(row)}: extra_info has {_show(texts[0])} as {args.solution_key!r}, and --pairs solution "
+                    f"{named(row)}: extra_info has {shown(texts[0])} as {solution_key!r}, and --pairs solution "
                     "needs a text there; name the column that has the solution by --solution-key"
                 )
-        given = [_response_ids(tokenizer, row, text) for text in texts]
+        given = [response_ids(tokenizer, row, text) for text in texts]
         longest = max(map(len, given), default=0)
-        if longest <= args.max_response_length:
+        if longest <= max_response_length:
             kept.append(row | {"given": given})
-        elif not args.filter_overlong_prompts:
+        elif not filter_overlong:
             raise ValueError(
-                f"{_name(row)}: the data has a response of {longest} tokens, over --max-response-length "
-                f"{args.max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
+                f"{named(row)}: the data has a response of {longest} tokens, over --max-response-length "
+                f"{max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
             )
-    prompts_for_step(kept, 0, args.train_batch_size, args.seed)  # refuses a batch larger than what is left
     return kept
 
 
-def read_prompts(args: Any, files: Paths) -> list[Row]:
-    """`read_rows`; if the data source decides the reward, without the rows whose ground truth is empty, which it says.
+def read_prompts(files: Paths, *, needs_truth: bool = True) -> list[Row]:
+    """`read_rows`; with `needs_truth` without the rows whose ground truth is empty, and how many these are is printed.
 
     verl's file of MATH has two such rows. A function of the user's own may do without a ground truth, and so may a
-    reward model: then all rows stay. Raises ValueError if no row has a ground truth.
+    reward model. Raises ValueError if no row has a ground truth.
     """
     rows = read_rows(files)
-    functions = args.custom_reward_function or (() if vars(args).get("reward_model") else (BY_DATA_SOURCE,))
     empty = [row["row_index"] for row in rows if no_ground_truth(row)]
-    if not empty or not any(function.startswith(BY_DATA_SOURCE) for function in functions):
+    if not empty or not needs_truth:
         return rows
     names = files if isinstance(files, (str, os.PathLike)) else ", ".join(map(str, files))
     if len(empty) == len(rows):
@@ -86,11 +119,3 @@ def read_prompts(args: Any, files: Paths) -> list[Row]:
         numbers = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
         say(f"{names}: {len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: rows {numbers}")
     return [row for row in rows if not no_ground_truth(row)]
-
-
-def sampling_of(args: Any, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How a script samples: --rollout-n responses to a prompt at --temperature, up to --max-response-length tokens."""
-    stops = stop_token_ids(args.model, tokenizer)
-    return Sampling(
-        args.rollout_n, args.temperature, args.top_p, args.top_k, args.min_p, args.max_response_length, stops
-    )

@@ -137,7 +137,7 @@ def _read_jsonl(file: Path) -> list[Row]:
                 f"{file}: row {len(rows)} (line {number}) is not JSON ({error}); write one object a line"
             ) from error
         if type(row) is not dict:
-            raise ValueError(f"{file}: row {len(rows)} (line {number}) is {_show(row)}; write one JSON object a line")
+            raise ValueError(f"{file}: row {len(rows)} (line {number}) is {shown(row)}; write one JSON object a line")
         rows.append(row)
     return rows
 
@@ -160,16 +160,16 @@ def _check_rl_row(row: Row, where: str) -> Row:
     if missing:
         raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
     if not isinstance(row["data_source"], str) or not row["data_source"]:
-        raise ValueError(f"{where}: data_source is {_show(row['data_source'])}; it must name the data set")
+        raise ValueError(f"{where}: data_source is {shown(row['data_source'])}; it must name the data set")
     reward_model = row["reward_model"]
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0
         raise ValueError(
-            f"{where}: reward_model is {_show(reward_model)}; it must hold a ground_truth, neither null nor bytes"
+            f"{where}: reward_model is {shown(reward_model)}; it must hold a ground_truth, neither null nor bytes"
         )
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise ValueError(f"{where}: extra_info is {_show(extra_info)}; it must be a struct, null or absent")
+        raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
     return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
 
 
@@ -198,7 +198,7 @@ def _check_preference_row(row: Row, where: str) -> Row:
         raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
     chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:
-        raise ValueError(f"{where}: chosen and rejected are both {_show(chosen)}; drop the row, it prefers nothing")
+        raise ValueError(f"{where}: chosen and rejected are both {shown(chosen)}; drop the row, it prefers nothing")
     return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
 
 
@@ -208,7 +208,7 @@ def _check_prompt(prompt: Any, where: str) -> str | list[dict]:
 
 def _check_text(text: Any, where: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{where} is {_show(text)}; it must be a string that is not empty")
+        raise ValueError(f"{where} is {shown(text)}; it must be a string that is not empty")
     _check_encodable(text, where)
     return text
 
@@ -216,14 +216,14 @@ def _check_text(text: Any, where: str) -> str:
 def _check_messages(messages: Any, where: str) -> list[dict]:
     """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"{where} is {_show(messages)}; it must be a string or a list of {{role, content}}")
+        raise ValueError(f"{where} is {shown(messages)}; it must be a string or a list of {{role, content}}")
     for i, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str) or not role:
-            raise ValueError(f"{where}[{i}] is {_show(message)}; it must hold a role and a content, both strings")
+            raise ValueError(f"{where}[{i}] is {shown(message)}; it must hold a role and a content, both strings")
         _check_encodable(role + content, f"{where}[{i}]")
     if not any(m["content"].strip() for m in messages):
-        raise ValueError(f"{where} is {_show(messages)}; it must hold some text")
+        raise ValueError(f"{where} is {shown(messages)}; it must hold some text")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
@@ -234,6 +234,6 @@ def _check_encodable(text: str, where: str) -> None:
         raise ValueError(f"{where} holds a lone surrogate, which is not valid UTF-8 ({error})") from error
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= 200 else f"{text[:150]}... ({type(value).__name__})"

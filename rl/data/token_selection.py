@@ -26,8 +26,8 @@ from rl.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Choice:
-    """choice of tokens: which to learn from, and which the loss treats differently"""
+class TokenSelection:
+    """token selection: which tokens to learn from, and which the loss treats differently"""
 
     top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
     clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
@@ -47,26 +47,28 @@ def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advan
     return (logp - mean_logp) * (advantages - mean_advantage)
 
 
-def random_within(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) -> tuple[Tensor, Tensor, float]:
+def random_within(cov: Tensor, mask: Tensor, chance: Tensor, flags: TokenSelection) -> tuple[Tensor, Tensor, float]:
     """The rule of clip_cov: any of the tokens with clip_cov_lb < cov < clip_cov_ub.
 
     Args: cov, mask, chance (B, T), the last one random.
     Returns: (B, T), of which the largest values are chosen; (B, T) bool, among which tokens; the share of all tokens of
     the mini-batch that is chosen at most.
     """
-    return chance, mask.bool() & (cov > args.clip_cov_lb) & (cov < args.clip_cov_ub), args.clip_cov_ratio
+    return chance, mask.bool() & (cov > flags.clip_cov_lb) & (cov < flags.clip_cov_ub), flags.clip_cov_ratio
 
 
-def largest_covariance(cov: Tensor, mask: Tensor, chance: Tensor, args: Choice) -> tuple[Tensor, Tensor, float]:
+def largest_covariance(
+    cov: Tensor, mask: Tensor, chance: Tensor, flags: TokenSelection
+) -> tuple[Tensor, Tensor, float]:
     """The rule of kl_cov: the tokens with the largest covariance. Arguments and results of `random_within`."""
-    return cov, mask.bool(), args.kl_cov_ratio
+    return cov, mask.bool(), flags.kl_cov_ratio
 
 
 RULES = {"clip_cov": random_within, "kl_cov": largest_covariance}  # of the losses that treat chosen tokens differently
 
 
 def choose(
-    args: Choice,
+    flags: TokenSelection,
     loss_mode: str,
     batch: Batch,
     updates: Sequence[Update],
@@ -85,10 +87,10 @@ def choose(
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
     """
     mask, rows = batch.response_mask, batch.rows
-    if args.top_entropy_quantile < 1 or loss_mode in RULES:
+    if flags.top_entropy_quantile < 1 or loss_mode in RULES:
         chance = uniform(rows.tolist(), mask.shape[1], seed=seed)
-    if args.top_entropy_quantile < 1:
-        num_kept = int(args.top_entropy_quantile * sum(update.num_tokens for update in updates))
+    if flags.top_entropy_quantile < 1:
+        num_kept = int(flags.top_entropy_quantile * sum(update.num_tokens for update in updates))
         kept = largest(entropies(batch, updates), mask.bool(), num_kept, ranks, ties=chance)
         batch = replace(batch, advantages=batch.advantages * kept)
     if loss_mode in RULES:
@@ -97,7 +99,7 @@ def choose(
             own = mask * ((rows >= update.rows.start) & (rows < update.rows.stop))[:, None]  # of this mini-batch
             means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
             cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
-            decides, among, share = RULES[loss_mode](cov, own, chance, args)
+            decides, among, share = RULES[loss_mode](cov, own, chance, flags)
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, chosen=chosen)
     return batch

@@ -144,7 +144,9 @@ class Batch:
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
-    chosen: torch.Tensor | None = None  # (B, T) bool, tokens that the loss treats differently, see `choice.choose`
+    chosen: torch.Tensor | None = (
+        None  # (B, T) bool, tokens that the loss treats differently, see `token_selection.choose`
+    )
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
 
 

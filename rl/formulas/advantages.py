@@ -50,6 +50,26 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
     return deviation * (variance + eps).rsqrt()
 
 
+def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation (ddof=1) of the scored rewards of each group.
+
+    A group with fewer than two scored rewards has mean 0 and std 1: there is nothing to compare. The mean of equal
+    rewards is exactly that reward, so that reward - mean is exactly 0: a plain mean of three times 0.1 would leave
+    1e-9, which a division by std + 1e-6 turns into an advantage. Example: [1, 0, 0] -> 1/3, 0.5774.
+
+    Args: rewards (P, G) float, NaN = not scored. Returns: two tensors (P, 1).
+    """
+    assert rewards.dim() == 2, _shapes(rewards)
+    scored = ~rewards.isnan()
+    num_scored = scored.sum(-1, keepdim=True)
+    lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
+    above = torch.where(scored, rewards - lowest, 0.0)
+    mean_above = above.sum(-1, keepdim=True) / num_scored.clamp(min=1)
+    deviation = torch.where(scored, above - mean_above, 0.0)
+    std = (deviation.square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
+    return torch.where(num_scored > 1, lowest + mean_above, 0.0), torch.where(num_scored > 1, std, 1.0)
+
+
 def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:
     """Group-relative advantage: reward against the mean and standard deviation of its group.
 
@@ -61,12 +81,8 @@ def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: flo
     Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300; Understanding R1-Zero-Like Training, 2503.20783 (Dr. GRPO).
     """
     assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
-    centred = _centred(rewards, torch.ones_like(rewards))
-    if not norm_by_std:
-        return centred
-    num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
-    std = (centred.square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
-    return centred / (torch.where(num_scored > 1, std, 1.0) + eps)
+    mean, std = of_groups(rewards)
+    return ((rewards - mean) / (std + eps if norm_by_std else 1.0)).nan_to_num()
 
 
 def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:

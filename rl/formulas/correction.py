@@ -14,32 +14,10 @@ Every function is pure, keeps the floating dtype it is given, and asserts the sh
 that the policy sampled; what stands where it is 0, NaN included, never reaches a result.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from rl.flags import NotNegative, Positive
-
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, finite in every dtype used for losses
-
-
-@dataclass(frozen=True)
-class Correction:
-    """rollout correction: the policy that sampled is not quite the one that learns"""
-
-    rollout_is: Literal["none", "token", "sequence"] = "none"  # weigh tokens by trainer / engine, truncated (TIS)
-    rollout_is_threshold: Positive = 2.0  # largest weight
-    rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight
-    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS)
-    rollout_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
-    rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
-    # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
-    off_policy_mask_threshold: Positive | None = None
-    # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
-    probability_mask_threshold: Positive | None = None
 
 
 def _shapes(*tensors: Tensor) -> str:
@@ -120,27 +98,3 @@ def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, thresh
     assert logp.shape == rollout_logp.shape == mask.shape, _shapes(logp, rollout_logp, mask)
     moved = torch.where(mask.bool(), logp.exp() - rollout_logp.exp(), 0.0).detach()
     return (moved.abs() <= threshold).to(logp.dtype)
-
-
-def weights(
-    args: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
-) -> Tensor:
-    """What the policy loss of every token is multiplied with: the product of all corrections that the flags ask for.
-
-    Args: args, the flags; logp of the policy that learns, old_logp of the one that starts the step, rollout_logp by the
-    engine, advantages, mask (B, T). Returns: (B, T), 1 where no flag is set, without gradient.
-    """
-    result = torch.ones_like(old_logp)
-    if args.rollout_is != "none":
-        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=args.rollout_is)
-        result = result * truncated(ratio, low=args.rollout_is_threshold_lower, high=args.rollout_is_threshold)
-    if args.rollout_mask != "none":
-        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=args.rollout_mask)
-        result = result * within(ratio, low=args.rollout_mask_threshold_lower, high=args.rollout_mask_threshold)
-    if args.off_policy_mask_threshold is not None:
-        threshold = args.off_policy_mask_threshold
-        result = result * off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
-    if args.probability_mask_threshold is not None:
-        threshold = args.probability_mask_threshold
-        result = result * probability_mask(logp, rollout_logp, mask, threshold=threshold)
-    return result

@@ -8,8 +8,8 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: logp, old_logp, advantages, mask, all (B, T). Numbers, and the tokens that rl/data/token_selection.py has chosen, come by
-name: a loss names those that it needs, and `**_` takes the rest.
+Args: logp, old_logp, advantages, mask, all (B, T). Numbers, and the tokens that were chosen, come by name: a loss
+names those that it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
 
@@ -63,9 +63,10 @@ def aggregate(
     Source: DAPO, eq. 12, arXiv 2503.14476; Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783.
     """
     assert x.dim() == 2 and x.shape == mask.shape, _shapes(x, mask)
-    row_sums = _keep(x, mask).sum(-1)
+    x = _keep(x, mask)
+    row_sums = x.sum(-1)
     if mode == "token-mean":
-        return row_sums.sum() / max(num_tokens, 1)
+        return x.sum() / max(num_tokens, 1)
     if mode == "seq-mean-token-sum":
         return row_sums.sum() / max(num_seqs, 1)
     if mode == "seq-mean-token-mean":
@@ -242,7 +243,8 @@ def clip_cov(
     """Clipped surrogate of PPO, and a loss of 0 on chosen tokens, so that they do not push the policy.
 
     0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
-    `choice.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where chosen.
+    `token_selection.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where
+    chosen.
 
     Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
@@ -261,7 +263,8 @@ def kl_cov(
     """Surrogate without a clip; chosen tokens pay for moving away from the policy that starts the step.
 
     -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
-    `choice.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where chosen.
+    `token_selection.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where
+    chosen.
 
     Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.

@@ -6,7 +6,6 @@ Every model is tested when it is loaded: do packed sequences give what its own f
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +17,14 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from rl.console import say
 from rl.data.types import Batch, take_rows
-from rl.model import lora
+from rl.model import lora as adapters
 from rl.model.attention import choose_attention, use_attention
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
-from rl.model.sharding import full_tensors, shard
+from rl.model.lora import Base, LoRA
+from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
-VALUE_HEAD = "value_head"  # of a policy that is its own critic
+FULL_TRAINING, DEFAULT_MEMORY = LoRA(), Memory()
 WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
     "packed": dict(is_padded=False, own_head=False),
     "packed, with the logits of its own forward": dict(is_padded=False, own_head=True),
@@ -33,53 +33,68 @@ WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
 LONGEST_TEST = 2**13  # tokens of a sequence that `choose_forward` tries out
 
 
-def load_policy(args: Any, ranks: Ranks, *, frozen: bool = False, value_head: bool = False) -> nn.Module:
-    """The model of --model, sharded over the ranks as the memory flags say: the one that is trained, or a reference.
+def load_policy(
+    path: str,
+    ranks: Ranks,
+    lora: LoRA = FULL_TRAINING,
+    memory: Memory = DEFAULT_MEMORY,
+    *,
+    longest: int | None = None,
+    seed: int = 0,
+    frozen: bool = False,
+    flag: str = "--model",
+) -> nn.Module:
+    """A causal LM by Hugging Face id or folder, sharded over the ranks: one that is trained, or a frozen one.
 
     A policy that is trained has master weights in float32. A frozen one has them in the compute precision, and never
-    gets gradients. With --lora-rank the policy has frozen weights and adapters in float32: see rl/model/lora.py. value_head:
-    give it a second head for values, see `add_value_head`. All ranks must enter. Raises ValueError if the files of the
-    model lack weights, or as `lora.layers_of` before they are read, or as `choose_forward`.
+    gets gradients. With --lora-rank the policy has frozen weights and adapters in float32: see rl/model/lora.py.
+
+    Args: longest, tokens of the longest sequence, see `choose_forward`; seed, of new adapters; flag, that has named the
+    model. All ranks must enter. Raises ValueError if the files of the model lack weights, or as `lora.layers_of` before
+    they are read, or as `choose_forward`.
     """
-    adapt = not frozen and check_lora(args, args.model)
-    model = load_causal_lm(args.model, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32)
+    adapt = not frozen and check_lora(lora, path, flag=flag)
+    model = load_causal_lm(path, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32, flag=flag)
     if adapt:
-        add_lora(model, args, ranks, path=args.model)
-    if value_head:
-        add_value_head(model)
+        add_lora(model, lora, ranks, path=path, seed=seed)
     if frozen:
         model.requires_grad_(False)
-    return shard_as(args, model, ranks)
+    return shard_as(memory, model, ranks, longest=longest, flag=flag)
 
 
-def load_reference(args: Any, ranks: Ranks, policy: nn.Module) -> nn.Module | lora.Base:
+def load_reference(
+    path: str, ranks: Ranks, policy: nn.Module, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
+) -> nn.Module | Base:
     """The policy before training, for KL terms: a second, frozen model, or with LoRA the policy without its adapters.
 
     All ranks must enter, before training. Raises ValueError as `load_policy`.
     """
-    return lora.Base(policy) if lora.wanted(args) else load_policy(args, ranks, frozen=True)
+    if hasattr(policy, "lora"):
+        return Base(policy)
+    return load_policy(path, ranks, memory=memory, longest=longest, frozen=True)
 
 
-def check_lora(args: Any, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
-    """Whether a script's Args ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not
-    have the layers for them: its files are not read for that.
+def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
+    """Whether the flags ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not have
+    the layers for them: its files are not read for that.
     """
-    if not lora.wanted(args):
+    if lora.lora_rank == 0:
         return False
     with torch.device("meta"):
         model = auto_class.from_config(AutoConfig.from_pretrained(path))
-    lora.layers_of(model, args.target_modules, flag=f"{flag} {path}")
+    adapters.layers_of(model, lora.target_modules, flag=f"{flag} {path}")
     return True
 
 
-def add_lora(model: nn.Module, args: Any, ranks: Ranks, *, path: str) -> None:
+def add_lora(model: nn.Module, lora: LoRA, ranks: Ranks, *, path: str, seed: int) -> None:
     """`lora.add` to a model that `load_pretrained` has just read from `path`; rank 0 takes the hash of its weights."""
-    base_sha256 = lora.hash_of(model) if ranks.is_main else ""
-    lora.add(model, args, path=path, seed=args.seed)
-    model.lora = replace(model.lora, base_sha256=base_sha256)
+    base_sha256 = adapters.hash_of(model) if ranks.is_main else ""
+    adapters.add(model, lora, path=path, seed=seed, base_sha256=base_sha256)
 
 
-def shard_as(args: Any, model: nn.Module, ranks: Ranks, *, flag: str = "--model") -> nn.Module:
+def shard_as(
+    memory: Memory, model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model"
+) -> nn.Module:
     """`sharding.shard` a model as the memory flags say, and `choose_forward` for it; `flag` has named it.
 
     Raises ValueError as that, or as `lora.watched` if adapters would have no effect.
@@ -87,26 +102,14 @@ def shard_as(args: Any, model: nn.Module, ranks: Ranks, *, flag: str = "--model"
     model = shard(
         model,
         ranks,
-        activation_checkpointing=args.activation_checkpointing,
-        compile=args.compile and ranks.device.type == "cuda",
-        fsdp_size=args.fsdp_size,
-        param_offload=args.param_offload,
+        activation_checkpointing=memory.activation_checkpointing,
+        compile=memory.compile and ranks.device.type == "cuda",
+        fsdp_size=memory.fsdp_size,
+        param_offload=memory.param_offload,
     )
-    longest = args.max_length if hasattr(args, "max_length") else args.max_prompt_length + args.max_response_length
-    with lora.watched(model, flag=flag):
+    with adapters.watched(model, flag=flag):
         choose_forward(model, ranks, longest=longest, flag=flag)
     return model
-
-
-def add_value_head(policy: nn.Module) -> None:
-    """Give a causal LM on the host, not sharded yet, a scalar head `value_head` of zeros in the master precision.
-
-    `shard` makes it part of the root unit, and `exported` leaves it out of what engines and files get.
-    """
-    lm_head = policy.get_output_embeddings()
-    dtype = torch.promote_types(lm_head.weight.dtype, torch.float32)  # frozen weights may have less
-    policy.value_head = nn.Linear(lm_head.in_features, 1, bias=False, dtype=dtype)
-    nn.init.zeros_(policy.value_head.weight)
 
 
 def exported(
@@ -115,12 +118,11 @@ def exported(
     """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
 
     The push to the engine and the files of a checkpoint both go through here, so that they cannot differ. Adapters are
-    added to the weights that they belong to, which makes them float32 for the moment, see `lora.merged`; a value head
-    is left out. Names are those of the files that the model's authors publish, where transformers has changed them.
+    added to the weights that they belong to, which makes them float32 for the moment, see `lora.merged`. Names are
+    those of the files that the model's authors publish, where transformers has changed them.
     """
-    for name, x in lora.merged(model, named_tensors):
-        if not name.startswith(f"{VALUE_HEAD}."):
-            yield from revert_weight_conversion(model, {name: x}).items()
+    for name, x in adapters.merged(model, named_tensors):
+        yield from revert_weight_conversion(model, {name: x}).items()
 
 
 def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,19 +193,21 @@ def load_pretrained(
 
 
 @torch.no_grad()
-def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int, flag: str = "--model") -> str:
+def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> str:
     """Let a sharded model run in the fastest of `WAYS` that gives what its own forward gives for one sequence alone.
 
     Random sequences are compared: log-probs of a causal LM, hidden states of any other. Short ones, two with the same
     beginning, and one longer than the attention windows that the config knows, but not than `longest` tokens, the most
-    that the run allows. In float32 the root mean square of the difference may be 1e-4 in the worst sequence. What is
+    that the run allows, by default the model's positions. In float32 the root mean square of the difference may be 1e-4
+    in the worst sequence. What is
     normal in bfloat16 depends on the model: there it may be three times what padding alone, or another way to round in
     the attention, changes in the model's own forward, but not more than 0.2.
 
     Returns: the way. Rank 0 prints it if it is not the fastest, why, and what it costs. Raises ValueError naming `flag`
     if none is right. All ranks must enter.
     """
-    batch = _random_batch(model.config, longest, ranks.device)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
+    batch = _random_batch(model.config, longest or positions, ranks.device)
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
         expected = _own_outputs(model, batch)

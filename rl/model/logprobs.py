@@ -45,7 +45,7 @@ class Packed:
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
     device: torch.device  # where it computes
     on_host: bool  # whether its weights live in host memory all the same
-    is_whole: bool  # whether every rank has all of the model on its device, see `sharding.last_micro_batch`
+    is_whole: bool  # whether every rank has all of the model on its device, see `sharding.backward`
     attention: str  # name of the attention function for packed sequences
     is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight

@@ -51,15 +51,11 @@ class Adapters:
     base_sha256: str  # of its weights; on rank 0 only
 
 
-def wanted(args: Any) -> bool:
-    """Whether the flags ask for adapters. Raises ValueError if they ask for some without a rank."""
-    if not isinstance(args, LoRA):
-        return False
-    if args.lora_rank == 0:
-        for name in ("lora_alpha", "target_modules"):
-            if (value := getattr(args, name)) != getattr(LoRA, name):
-                raise ValueError(f"--{name.replace('_', '-')} {value} needs adapters; add --lora-rank, such as 32")
-    return args.lora_rank > 0
+def check_flags(lora: LoRA) -> None:
+    """Raise ValueError for flags of adapters without a rank."""
+    for name in ("lora_alpha", "target_modules") if lora.lora_rank == 0 else ():
+        if (value := getattr(lora, name)) != getattr(LoRA, name):
+            raise ValueError(f"--{name.replace('_', '-')} {value} needs adapters; add --lora-rank, such as 32")
 
 
 class Adapted(nn.Linear):
@@ -116,20 +112,20 @@ def _is_called(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def add(model: nn.Module, args: LoRA, *, path: str, seed: int, flag: str = "--model") -> None:
+def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, flag: str = "--model", base_sha256: str = "") -> None:
     """Freeze a model on the host, not sharded yet, and give it adapters: random ones that add nothing yet.
 
-    Args: path, where its weights are from; seed, of A; flag, that has named the model. Adapters have float32, or the
-    precision of the weights if that is higher. Raises ValueError as `layers_of`.
+    Args: path, where its weights are from; seed, of A; flag, that has named the model; base_sha256, see `Adapters`.
+    Adapters have float32, or the precision of the weights if that is higher. Raises ValueError as `layers_of`.
     """
-    names, generator = layers_of(model, args.target_modules, flag=flag), torch.Generator().manual_seed(seed)
+    names, generator = layers_of(model, lora.target_modules, flag=flag), torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name in names:
-        layer = Adapted(model.get_submodule(name), args.lora_rank, args.lora_alpha / args.lora_rank, generator)
+        layer = Adapted(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
         model.set_submodule(name, layer)
     kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    targets = kinds if list(args.target_modules) == [ALL] else args.target_modules
-    model.lora = Adapters(args.lora_rank, args.lora_alpha, targets, path, "")
+    targets = kinds if list(lora.target_modules) == [ALL] else lora.target_modules
+    model.lora = Adapters(lora.lora_rank, lora.lora_alpha, targets, path, base_sha256)
 
 
 def hash_of(model: nn.Module) -> str:

@@ -9,7 +9,6 @@ id that is not the padding's, and would stop before the end of such a sequence.)
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,8 @@ from rl.data.types import Batch, Sample, Score, take_rows
 from rl.model.checks import check_context
 from rl.model.load import add_lora, check_lora, check_whole, load_pretrained, shard_as
 from rl.model.logprobs import run_packed
-from rl.model.sharding import offload, onload
+from rl.model.lora import LoRA
+from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
 
@@ -88,20 +88,28 @@ def load_reward_model(
 
 
 def load_trained(
-    args: Any, path: str, ranks: Ranks, *, flag: str, new_head: Callable[[torch.Tensor], object]
+    path: str,
+    ranks: Ranks,
+    lora: LoRA,
+    memory: Memory,
+    *,
+    new_head: Callable[[torch.Tensor], object],
+    longest: int,
+    seed: int,
+    flag: str = "--model",
 ) -> nn.Module:
     """`load_reward_model` to be trained, sharded as the memory flags say: all of it, or with --lora-rank adapters and
     the head.
 
     All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `models.choose_forward`.
     """
-    adapt = check_lora(args, path, AutoModelForSequenceClassification, flag=flag)
+    adapt = check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
     dtype = ranks.dtype if adapt else torch.float32
     model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head)
     if adapt:
-        add_lora(model, args, ranks, path=path)
+        add_lora(model, lora, ranks, path=path, seed=seed)
         model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
-    return shard_as(args, model, ranks, flag=flag)
+    return shard_as(memory, model, ranks, longest=longest, flag=flag)
 
 
 def random_head(weight: torch.Tensor, *, seed: int) -> None:

@@ -6,6 +6,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rl.flags import Free
 from rl.model.logprobs import add_packed_forward
 from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
@@ -32,6 +34,20 @@ Moments = dict[tuple[torch.Tensor, str], torch.Tensor]  # what a rank has of the
 # middle of a run. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
+    activation_checkpointing: Free[Literal["none", "selective", "full"]] = "selective"
+    fsdp_size: Free[int | None] = None  # ranks that share one copy of the model, e.g. a machine's GPUs; default: all
+    compile: Free[bool] = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
+    # keep AdamW's moments in host memory; in its step they pass through the GPU, a few hundred MB at a time
+    optimizer_offload: Free[bool] = False
+    # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
+    param_offload: Free[bool] = False
 
 
 def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
@@ -54,8 +70,8 @@ def shard(
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
 
     fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
-    the traffic between machines is then one all-reduce of gradients an update (`last_micro_batch`). It must divide the
-    number of ranks.
+    the traffic between machines is then one all-reduce of gradients an update (`backward`). It must divide the number
+    of ranks.
 
     Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
@@ -190,10 +206,7 @@ def with_part(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike.
-
-    A second head that only the source has, such as that of `models.add_value_head`, stays behind.
-    """
+    """Give `target` the parameters of `source`, in its own precision: two models of one kind, sharded alike."""
     own = dict(source.named_parameters())
     for name, y in target.named_parameters():
         own_part(y).copy_(own_part(own[name]))
@@ -353,14 +366,16 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-def last_micro_batch(model: nn.Module, is_last: bool) -> None:
-    """Say before a backward pass whether it is the last one of an update. Copies of the model, if `shard` made several,
-    add up their gradients then, once an update instead of once a micro-batch.
+def backward(model: nn.Module, loss: torch.Tensor, *, is_last: bool) -> None:
+    """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks.
+
+    Copies of the model (--fsdp-size) are summed in the backward pass that `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
     else:
         model.set_requires_all_reduce(is_last)  # shards of a copy are summed every time, or they would not fit
+    loss.backward()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
 from rl.data.types import Batch, Sampling, places, take_rows
+from rl.flags import Free, PositiveFinite
 from rl.formulas.distillation import with_rest
 from rl.model.checks import check_same_tokenizer, check_trainable
-from rl.model.load import load_causal_lm, shard_as
+from rl.model.load import load_policy
 from rl.model.logprobs import FULL, HEAD_CHUNK, logits_of, run_on_responses, sampled_positions, token_logprobs
-from rl.model.sharding import offload, onload
+from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
@@ -36,51 +37,70 @@ ATTEMPTS = 3  # of a request that fails
 REQUESTS = 32  # that a rank has open at a time
 
 
-def check_teacher(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+@dataclass(frozen=True)
+class Teacher:
+    """the teacher: a model on these GPUs, or one behind a server"""
+
+    teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"  # id or folder of the teacher, or its name at --teacher-url
+    # vLLM's OpenAI-compatible server of the teacher; default: it is loaded and sharded over these ranks
+    teacher_url: Free[str | None] = None
+    teacher_timeout: Free[PositiveFinite] = 600.0  # seconds for one request to that server
+    teacher_offload: Free[bool] = False  # keep a loaded teacher's weights in host memory while it is not asked
+
+
+def check_teacher(
+    flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
+) -> None:
     """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
-    the student samples: it has another tokenizer, too few positions, or a server that refuses log-probs of a prompt.
-    RuntimeError if a server does not answer.
+    the `student` (id or folder) samples: it has another tokenizer, too few positions for `longest` tokens, or a server
+    that refuses log-probs of the `top_k` likeliest tokens of a prompt. RuntimeError if a server does not answer.
     """
-    tokens = args.max_prompt_length + args.max_response_length
-    if args.teacher_url is None:
-        check_same_tokenizer(tokenizer, args.teacher_model, flag="--teacher-model", model=args.model)
+    if flags.teacher_url is None:
+        check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
         instead = "let vllm serve it, and give --teacher-url"
-        check_trainable(args.teacher_model, tokens, flag="--teacher-model", instead=instead)
+        check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
         return
     ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    found = _ask(args, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
+    found = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
     if found.get("tokens") != ids:
         raise ValueError(
-            f"--teacher-url {args.teacher_url}: its tokenizer is not that of --model {args.model}, so it would misread "
+            f"--teacher-url {flags.teacher_url}: its tokenizer is not that of --model {student}, so it would misread "
             "every token; choose a teacher of the same family"
         )
-    if (limit := found.get("max_model_len", math.inf)) <= tokens:  # it insists on sampling a token behind them
+    if (limit := found.get("max_model_len", math.inf)) <= longest:  # it insists on sampling a token behind them
         raise ValueError(
-            f"--teacher-url {args.teacher_url}: it takes {limit} tokens, one more than --max-prompt-length + "
-            f"--max-response-length = {tokens} are needed; lower these, or start it with a larger --max-model-len"
+            f"--teacher-url {flags.teacher_url}: it takes {limit} tokens, one more than --max-prompt-length + "
+            f"--max-response-length = {longest} are needed; lower these, or start it with a larger --max-model-len"
         )
-    _score_prompt(args, 0 if args.loss_mode == "sampled" else args.distill_top_k, ids)
+    _score_prompt(flags, top_k, ids)
 
 
-def load_teacher(args: Any, ranks: Ranks) -> nn.Module | None:
+def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module | None:
     """The model of --teacher-model, frozen and sharded as the memory flags say, with --teacher-offload on the host.
 
     Its `vocabulary` is how many tokens it and the student both know. None if it is behind --teacher-url. All ranks must
     enter.
     """
-    if args.teacher_url:
+    if flags.teacher_url:
         return None
-    model = load_causal_lm(args.teacher_model, ranks, dtype=ranks.dtype, flag="--teacher-model")
-    model = shard_as(args, model.requires_grad_(False), ranks, flag="--teacher-model")
-    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (args.model, args.teacher_model))
+    kept = dict(longest=longest, frozen=True, flag="--teacher-model")
+    model = load_policy(flags.teacher_model, ranks, memory=memory, **kept)
+    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (student, flags.teacher_model))
     model.vocabulary = min(config.vocab_size for config in configs)
-    if args.teacher_offload:
+    if flags.teacher_offload:
         offload(model)
     return model
 
 
 def add_teacher(
-    args: Any, teacher: nn.Module | None, batch: Batch, updates: Sequence[Update], *, top_k: int, ranks: Ranks
+    flags: Teacher,
+    teacher: nn.Module | None,
+    batch: Batch,
+    updates: Sequence[Update],
+    *,
+    top_k: int,
+    temperature: float,
+    ranks: Ranks,
 ) -> Batch:
     """The batch with what the teacher says of its sampled tokens: `ref_logp` (B, T), and if top_k is not 0, `top_ids`
     and `top_logp` (B, T, K), all 0 where the mask is 0.
@@ -90,17 +110,17 @@ def add_teacher(
     the student has sampled a token that a loaded teacher does not have.
     """
     if teacher is None:
-        return _ask_server(args, batch, top_k)
+        return _ask_server(flags, batch, top_k)
     if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= teacher.vocabulary:
         raise RuntimeError(
-            f"--teacher-model {args.teacher_model}: it has no token {unknown}, which the student has sampled from the "
+            f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from the "
             "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
         )
-    if args.teacher_offload:
+    if flags.teacher_offload:
         onload(teacher, ranks.device)
-    sampling = Sampling(temperature=args.temperature)
+    sampling = Sampling(temperature=temperature)
     batch = teacher_logprobs(teacher, batch, updates, sampling=sampling, top_k=top_k, vocabulary=teacher.vocabulary)
-    if args.teacher_offload:
+    if flags.teacher_offload:
         offload(teacher)
     return batch
 
@@ -157,7 +177,7 @@ def token_distances(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """`token_logprobs` of a policy, and its distance to the teacher at every sampled token, from one pass.
 
-    Args: batch (b, T), from `add_teacher`; distance, of rl/formulas/distillation.py: (student, teacher, beta) -> (R,). None: the
+    Args: batch (b, T), from `add_teacher`; distance, a formula (student, teacher, beta) -> (R,). None: the
     estimate log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance.
     Returns: logp, entropy (without gradient) and distance, all (b, T); and of the tokens that were looked at, which
     share of its probability student and teacher give them, as metrics.
@@ -200,12 +220,12 @@ def _student_chunk(model, hidden, targets, ids, teacher, temperature, distance):
 # A server
 
 
-def _ask_server(args: Any, batch: Batch, top_k: int) -> Batch:
+def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> Batch:
     """`add_teacher` by a server that speaks vLLM's dialect of the OpenAI protocol: completions with prompt_logprobs."""
     logp = torch.zeros_like(batch.rollout_logp)
     ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
     wanted = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
-    ask = functools.partial(_score_prompt, args, top_k)
+    ask = functools.partial(_score_prompt, flags, top_k)
     with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
         for i, (prompt, found) in enumerate(zip(wanted, pool.map(ask, wanted), strict=True)):
             for t in batch.response_mask[i].nonzero()[:, 0].tolist():
@@ -217,28 +237,28 @@ def _ask_server(args: Any, batch: Batch, top_k: int) -> Batch:
     return _with(batch, logp, ids, logps)
 
 
-def _score_prompt(args: Any, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
+def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
     """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the likeliest there."""
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
-    found = _ask(args, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    found = _ask(flags, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     if len(found) != len(ids) or any(
         str(token) not in x or len(x) < top_k for token, x in zip(ids[1:], found[1:], strict=True)
     ):
-        raise RuntimeError(f"--teacher-url {args.teacher_url}: its answer does not have the log-probs of all tokens")
+        raise RuntimeError(f"--teacher-url {flags.teacher_url}: its answer does not have the log-probs of all tokens")
     return found
 
 
-def _ask(args: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The server's answer to a request. Raises ValueError for one that it refuses, RuntimeError if it cannot be reached
     in ATTEMPTS.
     """
-    where = f"--teacher-url {args.teacher_url}"
-    url = f"{args.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
-    data = json.dumps({"model": args.teacher_model} | body).encode()
+    where = f"--teacher-url {flags.teacher_url}"
+    url = f"{flags.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
+    data = json.dumps({"model": flags.teacher_model} | body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with urllib.request.urlopen(request, timeout=args.teacher_timeout) as response:
+            with urllib.request.urlopen(request, timeout=flags.teacher_timeout) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             if error.code < 500:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from threading import Event
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -39,9 +39,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase
 
-from rl import flags
 from rl.console import say
 from rl.data.types import Batch
+from rl.flags import AtLeast1, Free, Positive, PositiveFinite, flat, free
 from rl.model import load as models
 from rl.model import lora
 from rl.model.sharding import full_tensors
@@ -62,6 +62,22 @@ MAX_FAILURES = 3  # saves in a row that may fail before the run stops
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
 EXPORT_FILE = 5 * 10**9  # bytes of a file in huggingface/, at most
 FREE_SPACE = 1.2  # times the size of a checkpoint that must be free before one is written
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """checkpoints, stopping and resuming"""
+
+    # checkpoints and metrics.jsonl go here
+    default_local_dir: Free[str] = "runs/{project_name}/{experiment_name}"
+    save_freq: Free[int] = -1  # save every this many steps and at the end; -1 only at the end; 0 never
+    max_ckpt_to_keep: Free[AtLeast1 | None] = None  # delete older checkpoints beyond this many
+    # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    resume_mode: Free[str] = "auto"
+    force_resume: Free[bool] = False  # resume although settings or data that decide what is learned have changed
+    max_hours: Free[Positive | None] = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
+    # seconds without the end of a phase after which the run ends, with all its stacks
+    stall_timeout: Free[PositiveFinite] = 3600.0
 
 
 class Export(NamedTuple):
@@ -111,11 +127,13 @@ def open_folder(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int,
     running process, if ranks have other data than rank 0, if `find` refuses, or if the arguments or the data are not
     those of the checkpoint.
     """
-    root = pathlib.Path(files.run_dir(args))
-    if args.resume_mode not in ("auto", "disable") and not (pathlib.Path(args.resume_mode) / "MANIFEST.json").is_file():
-        raise _no_checkpoint(args.resume_mode, "no MANIFEST.json")
+    flags, mode = args.checkpoints, args.checkpoints.resume_mode
+    names = {name: getattr(args.logging, name) for name in ("project_name", "experiment_name")}
+    root = pathlib.Path(files.run_dir(flags.default_local_dir, names))
+    if mode not in ("auto", "disable") and not (pathlib.Path(mode) / "MANIFEST.json").is_file():
+        raise _no_checkpoint(mode, "no MANIFEST.json")
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    run = Folder(root, ranks, args.max_ckpt_to_keep, total_steps, group)
+    run = Folder(root, ranks, flags.max_ckpt_to_keep, total_steps, group)
 
     def claim() -> None:
         if ranks.is_main:
@@ -132,9 +150,9 @@ def open_folder(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int,
                 f"{flag}: rank {odd[0]} has other contents than rank 0 (sha256 {records[odd[0]][what]} and "
                 f"{run.record[what]}); copy the same files to every machine"
             )
-    run.resume_from = find(args.resume_mode, root, ranks)
+    run.resume_from = find(mode, root, ranks)
     if run.resume_from:
-        ours = (run.record, _defaults(args), flags.free(type(args)), args.force_resume)
+        ours = (run.record, _defaults(args), free(args), flags.force_resume)
         _together(lambda: _compare(run.resume_from, *ours) if ranks.is_main else None)
         step = _step_of(run.resume_from)
         if run.resume_from.resolve().parent == root.resolve():
@@ -583,9 +601,9 @@ def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -
     probe = tokenizer(PROBE)["input_ids"]  # merges, normalizer and post-processor show in it
     return {
         "script": pathlib.Path(inspect.getfile(type(args))).stem,
-        "args": redact(json.loads(json.dumps(vars(args), default=str)), secrets()),
+        "args": redact(json.loads(json.dumps(flat(args), default=str)), secrets()),
         "total_steps": total_steps,
-        "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in args.train_files],
+        "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in flat(args)["train_files"]],
         "tokenizer_sha256": files.hash_of(
             [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map, probe]
         ),
@@ -593,8 +611,7 @@ def _describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -
 
 
 def _defaults(args: Any) -> dict[str, Any]:
-    known = {x.name: x.default for x in fields(args) if x.default is not MISSING}
-    return json.loads(json.dumps(known, default=str))
+    return json.loads(json.dumps(flat(type(args)()), default=str))
 
 
 def _compare(path: pathlib.Path, now: dict[str, Any], defaults: dict[str, Any], free: set[str], force: bool) -> None:

@@ -20,12 +20,11 @@ from typing import IO, Any
 from rl.console import say
 
 
-def run_dir(args: Any) -> str:
-    """--default-local-dir with its placeholders filled in.
+def run_dir(template: str, names: dict[str, str]) -> str:
+    """--default-local-dir, which is `template`, with its placeholders filled in by project_name and experiment_name.
 
     Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
     """
-    names = {name: vars(args)[name] for name in ("project_name", "experiment_name")}
     for name, value in names.items():
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
             raise ValueError(
@@ -33,10 +32,10 @@ def run_dir(args: Any) -> str:
                 "start with '.': it names a folder"
             )
     try:
-        folder = args.default_local_dir.format(**names)
+        folder = template.format(**names)
     except (KeyError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"--default-local-dir {args.default_local_dir!r}: the placeholders are {{project_name}} and "
+            f"--default-local-dir {template!r}: the placeholders are {{project_name}} and "
             f"{{experiment_name}}, not {error}"
         ) from error
     if not folder or not folder.isprintable():

@@ -4,7 +4,6 @@ import time
 
 import torch
 
-from rl import stop
 from rl.ranks import Ranks
 from rl.run import watchdog
 
@@ -22,7 +21,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}
         self.start = self.last = self._now()
-        watchdog.beat("report")
+        watchdog.beat()
 
     def _now(self) -> float:
         if self.ranks.device.type == "cuda":
@@ -30,17 +29,14 @@ class Clock:
         return time.perf_counter()
 
     def __call__(self, phase: str) -> None:
-        """Close a phase. It is a sign of life, and a run that was asked to stop leaves here, unless the step has begun
-        to change weights. All ranks must enter.
-        """
+        """Close a phase; for the watchdog (--stall-timeout) this is a sign of life."""
         now = self._now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         if self.ranks.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.ranks.device)
             self.memory[phase] = (total - free) / 2**30
         self.last = now
-        watchdog.beat(phase)
-        stop.check(self.ranks)
+        watchdog.beat()
 
     def metrics(self, *, num_tokens: int, num_generated: int | None = None) -> dict[str, float]:
         """timing_s/<phase> and timing_s/step in seconds, memory_gb/<phase> in GiB, and tokens per second.

@@ -11,6 +11,7 @@ import prometheus_client
 from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
 
 from rl.ranks import Ranks
+from rl.run.tracking import Logging
 
 
 def name_of(metric: str) -> str:
@@ -27,11 +28,11 @@ class Exporter:
     Raises ValueError, on every rank, if the port is in use. All ranks must enter.
     """
 
-    def __init__(self, args: Any, ranks: Ranks):
-        self.labels = {"project": args.project_name, "experiment": args.experiment_name}
+    def __init__(self, flags: Logging, ranks: Ranks):
+        self.labels = {"project": flags.project_name, "experiment": flags.experiment_name}
         self.newest: dict[str, tuple[str, float]] = {}  # name for Prometheus -> our name, value
         self.server: Any = None
-        if args.prometheus_port is None:
+        if flags.prometheus_port is None:
             return
         problem = ""
         if ranks.is_main:
@@ -39,12 +40,12 @@ class Exporter:
             registry.register(self)
             registry.register(prometheus_client.REGISTRY)
             try:
-                self.server, _ = prometheus_client.start_http_server(args.prometheus_port, registry=registry)
+                self.server, _ = prometheus_client.start_http_server(flags.prometheus_port, registry=registry)
             except OSError as error:
                 problem = str(error)
         if problem := "".join(ranks.all_gather([problem])):
             raise ValueError(
-                f"--prometheus-port {args.prometheus_port} cannot be served from this machine ({problem}); another "
+                f"--prometheus-port {flags.prometheus_port} cannot be served from this machine ({problem}); another "
                 "run may have it: choose another port"
             )
 

@@ -1,41 +1,39 @@
 """One training run, from its folder to its last save: the object that the scripts hold."""
 
-import difflib
 import gc
-import math
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl import stop
-from rl.console import progress_line, say, show_sample
-from rl.data.types import Batch, Sample, Score
-from rl.flags import parse_alarm
+from rl.console import progress_line, show_sample
+from rl.data.types import Batch, Response, Sample, Score
 from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, last_words, loop_state, samples, watchdog
+from rl.run import checkpoint, loop_state, samples, watchdog
+from rl.run.alarms import Alarms
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.prometheus import Exporter
-from rl.run.tracking import Tracker, evaluation_is_due
+from rl.run.tracking import Tracker
 from rl.sampling.engines.base import Engine
+from rl.sampling.evaluation import Evaluation
 
-MAX_USELESS_UPDATES = 3  # in a row; then the run stops
+MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
 
 
 class Run:
-    """What a script holds to stay alive, be stopped and continue.
+    """What a script holds to be saved, stopped and continued.
 
         run = Run(args, tokenizer, total_steps)            takes the folder, finds the checkpoint to resume from
         run.resume({"actor": (policy, optimizer)}, ...)    loads it
         for step in range(run.start, total_steps + 1):
-            clock = run.begin(step, state={...})           saves what the steps so far have made, if that is due
-            ...                                            `clock(phase)`, `leave_if_asked`: where a run may leave
+            clock = run.save_and_begin(step, state={...})  saves the steps made so far, if --save-freq says so
+            ...  run.exit_if_asked()  ...                  after SIGTERM, the process saves and exits at these calls
             run.log_step(step + 1, {...}, ...)
         run.close(scorer, engine)
 
@@ -50,20 +48,18 @@ class Run:
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
         self.ranks = init_ranks(patient=True)
-        check_size(args.fsdp_size, self.ranks)
-        last_words.start(self.ranks)
-        watchdog.start(args.stall_timeout, self.ranks.rank)
-        stop.start(args.max_hours)
-        self.exporter = Exporter(args, self.ranks)
+        check_size(args.memory.fsdp_size, self.ranks)
+        watchdog.start(args.checkpoints.stall_timeout)
+        stop.start(args.checkpoints.max_hours)
+        self.exporter = Exporter(args.logging, self.ranks)
         self.folder = checkpoint.open_folder(args, tokenizer, total_steps, self.ranks)
         self.states = checkpoint.load_states(self.folder.resume_from)
-        self.start, self.useless_updates = 0, 0
-        self.batch: Batch | None = None  # of the step, once there was an update
-        self.unheard = [x for x in args.alarms if x not in type(args).alarms]  # whose metrics are not known to exist
+        self.start, self.skipped_updates = 0, 0
+        self.alarms = Alarms(args.logging.alarms, type(args)().logging.alarms)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What rank 0's loop gave to `begin` before the checkpoint that is resumed; {} in a new run."""
+        """What rank 0 gave to `save_and_begin` before the checkpoint that is resumed; {} in a new run."""
         return self.states[0] if self.states else {}
 
     def resume(
@@ -83,147 +79,152 @@ class Run:
         made, and raises RuntimeError with the flags to change if something will not fit: everything else that stays on
         the device has to be there by now.
         """
-        self.trained, resume_from = trained, self.folder.resume_from
-        self.offloaded = () if self.args.param_offload else offloaded  # on the host already
-        on_host = self.args.optimizer_offload and not self.args.param_offload
+        memory, resume_from = self.args.memory, self.folder.resume_from
+        self.trained = trained
+        self.offloaded = () if memory.param_offload else offloaded  # on the host already
+        on_host = memory.optimizer_offload and not memory.param_offload
         self.start = checkpoint.load(resume_from, trained, moments_on_host=on_host) if resume_from else 0
         for optimizer in filter(None, (x for _, x in trained.values())):
-            optimizer.register_step_pre_hook(lambda *_: stop.hold())  # the state of the step's beginning is gone
+            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
             if on_host:
                 keep_moments_on_host(optimizer, self.ranks.device)
-        self.tracker = Tracker(self.folder.root, self.args, self.start, self.total_steps, enabled=self.ranks.is_main)
+        evaluates_first = self.evaluation_is_due(self.start)
+        self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
         plan = ""
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
             plan = rehearse(
                 trained,
-                max_tokens=self.args.ppo_max_token_len_per_gpu,
+                max_tokens=memory.ppo_max_token_len_per_gpu,
                 max_length=self.args.max_prompt_length + self.args.max_response_length,
                 engine_memory=engine.memory,
                 ranks=self.ranks,
                 offloaded=self.offloaded,
                 visiting=visiting,
-                optimizer_offload=self.args.optimizer_offload,
-                param_offload=self.args.param_offload,
+                optimizer_offload=memory.optimizer_offload,
+                param_offload=memory.param_offload,
             )
         how = f"resumed from {resume_from}" if resume_from else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
         self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
 
-    def begin(self, step: int, state: dict[str, Any]) -> Clock:
-        """Begin the step after `step` made ones: save those if that is due, and be ready to stop here.
+    def save_and_begin(self, step: int, state: dict[str, Any] | None = None) -> Clock:
+        """Save a checkpoint of the `step` steps made so far, if --save-freq says so, and begin the next step.
 
-        Args: state, what the loop carries from step to step and does not follow from the step's number: numbers,
-        strings, lists, dicts and numpy arrays, each rank's own. `Run.states` has it after a resume.
-        Returns: the clock of the step.
+        The save goes on in the background. Args: state, what the loop carries from step to step and does not follow
+        from the step's number: numbers, strings, lists, dicts and numpy arrays, each rank's own. `Run.states` has it
+        after a resume. Returns: the clock of the step, which measures and does nothing else.
         """
-        encoded, freq = loop_state.encode(state), self.args.save_freq
+        encoded, freq = loop_state.encode(state or {}), self.args.checkpoints.save_freq
         last = step == self.total_steps
         if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
-            checkpoint.save(self.folder, step, self.trained, encoded)  # goes on in the background
-        stop.arm(checkpoint.leaving(self.folder, step, self.trained, encoded), partial(self.tracker.close, 5.0))
+            checkpoint.save(self.folder, step, self.trained, encoded)
+        stop.arm(checkpoint.leaving(self.folder, step, self.trained, encoded), self.tracker.close)
         self.step, self.clock = step, Clock(self.ranks)
         return self.clock
 
-    def evaluation_is_due(self, step: int) -> bool:
-        """Whether held-out data is evaluated when `step` steps have been made."""
-        return evaluation_is_due(self.args, step, self.total_steps)
+    def exit_if_asked(self) -> None:
+        """Save and end this process, with exit code 0, if any rank was asked to stop by SIGTERM, Ctrl-C or --max-hours.
+        Does nothing once the step has begun to change weights. All ranks must enter.
+        """
+        stop.exit_if_asked(self.ranks)
 
-    def log_evaluation(self, step: int, found: dict[str, float], shown: Sequence[dict] = ()) -> dict[str, float]:
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether held-out data is evaluated when `step` steps have been made: before the first if --val-before-train,
+        then every --test-freq and after the last; with 0 or less, never.
+        """
+        flags, files = getattr(self.args, "validation", self.args), self.args.data.val_files
+        if step == 0 and hasattr(flags, "val_before_train"):
+            return flags.val_before_train
+        return flags.test_freq > 0 and bool(files) and (step % flags.test_freq == 0 or step == self.total_steps)
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         """Record the metrics of an evaluation, and responses to show; returns the metrics."""
-        self.tracker.log_generations(step, "val", list(shown))
+        found, shown = evaluation
+        self.tracker.log_generations(step, "val", shown)
         parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
-        self.exporter.update(step, found)
-        self.tracker.log(step, found, f"step {step} | held out: {', '.join(parts)}")
-        self._raise_alarms(step, found, lambda name: name.startswith("val"))
+        self._record(step, found, f"step {step} | held out: {', '.join(parts)}", is_evaluation=True)
         return found
 
-    def leave_if_asked(self) -> None:
-        """End this process in good order if any rank was asked to stop, unless the step has begun to change weights."""
-        stop.check(self.ranks)
+    def log_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        responses: Sequence[Response] = (),
+        tokens: int | None = None,
+        generated: int | None = None,
+        shown: bool = True,
+    ) -> dict[str, float]:
+        """Record a step's metrics with its times; returns all of them.
 
-    def offload(self) -> None:
-        """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
-        for name in self.offloaded:
-            checkpoint.wait_until_copied(self.folder)
-            model, optimizer = self.trained[name]
-            offload(model, None if self.args.optimizer_offload else optimizer)
+        Args: responses, that the step learns from: tokens per second count theirs; or else tokens, of the step, and
+        generated, those of them that were sampled; shown, whether a line is printed.
+        """
+        tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
+        generated = sum(r.response_length for r in responses) if generated is None and responses else generated
+        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
+        metrics["checkpoint/failed"] = float(self.folder.failures)
+        line = progress_line(step, self.total_steps, metrics) if shown else ""
+        self._record(step, metrics, line, is_evaluation=False)
+        return metrics
+
+    def _record(self, step: int, metrics: dict[str, float], line: str, *, is_evaluation: bool) -> None:
+        """Hand metrics to Prometheus and the trackers, and print their line and alarms."""
+        self.exporter.update(step, metrics)
+        self.tracker.log(step, metrics, line)
+        if self.ranks.is_main:
+            stream = sys.stdout if "console" in self.args.logging.logger else sys.stderr
+            self.alarms.print(step, metrics, lambda name: name.startswith("val") == is_evaluation, stream)
+
+    def log_samples(
+        self, own_samples: Sequence[Sample], own_scores: Sequence[Score], batch: Batch | None = None
+    ) -> None:
+        """Print rank 0's first response every --log-samples-freq steps, and record it and others to the same prompt in
+        generations.jsonl, token by token, with what the batch of the step has of them: see `samples.describe`.
+        """
+        freq = self.args.logging.log_samples_freq
+        if freq and self.step % freq == 0 and own_samples and self.ranks.is_main:
+            shown = samples.describe(self.tokenizer, own_samples, own_scores, batch)
+            self.tracker.log_generations(self.step + 1, "train", shown)
+            self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))
+
+    def _before_optimizer_step(self) -> None:
+        stop.hold()  # the state of the step's beginning is about to be gone
+        self.skipped_updates = 0
+
+    def skip_update(self, norm: float, num_tokens: float, batch: Batch) -> None:
+        """Count an update that is left out, since its gradient norm is not finite or it has no tokens to learn from.
+
+        At the third in a row, writes the batch to the run's folder and raises RuntimeError.
+        """
+        self.skipped_updates += 1
+        if self.skipped_updates == MAX_SKIPPED_UPDATES:
+            raise RuntimeError(
+                f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norm {norm} "
+                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
+                "if there are no tokens look at the rewards and at what is filtered out; "
+                f"the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
+            )
 
     def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
         """Give a reference the policy's weights. It has to be in what `resume` got, so that checkpoints have it."""
         checkpoint.wait_until_copied(self.folder)
         copy_weights(policy, reference)
 
+    def offload(self) -> None:
+        """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
+        for name in self.offloaded:
+            checkpoint.wait_until_copied(self.folder)
+            model, optimizer = self.trained[name]
+            offload(model, None if self.args.memory.optimizer_offload else optimizer)
+
     def onload(self) -> None:
         """Move it back to the device."""
         for name in self.offloaded:
             model, optimizer = self.trained[name]
-            onload(model, self.ranks.device, None if self.args.optimizer_offload else optimizer)
-
-    def is_usable(self, norms: dict[str, float], num_tokens: float, batch: Batch) -> bool:
-        """Whether an update may be made: its gradient norms are finite, and there were tokens to learn from.
-
-        Raises RuntimeError at the third in a row that may not, and writes the batch to the run's folder.
-        """
-        self.batch = batch
-        usable = all(map(math.isfinite, norms.values())) and num_tokens > 0
-        self.useless_updates = 0 if usable else self.useless_updates + 1
-        if self.useless_updates == MAX_USELESS_UPDATES:
-            raise RuntimeError(
-                f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norms {norms} "
-                f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
-                "if there are no tokens mend the reward, or raise --max-response-length where --overlong-filtering "
-                f"leaves none; the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
-            )
-        return usable
-
-    def log_step(
-        self, step: int, metrics: dict[str, float], *, tokens: int, generated: int | None = None, shown: bool = True
-    ) -> dict[str, float]:
-        """Record a step's metrics with its times; returns all of them.
-
-        Args: tokens, of the step; generated, those of them that were sampled; shown, whether a line is printed.
-        """
-        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
-        metrics["checkpoint/failed"] = float(self.folder.failures)
-        self.exporter.update(step, metrics)
-        self.tracker.log(step, metrics, progress_line(step, self.total_steps, metrics) if shown else "")
-        self._raise_alarms(step, metrics, lambda name: not name.startswith("val"))
-        return metrics
-
-    def _raise_alarms(self, step: int, metrics: dict[str, float], belongs: Callable[[str], bool]) -> None:
-        """Print the alarms of these metrics, with every kind of logger; and once, which of --alarms name none of them.
-
-        Args: belongs, whether a metric of this name would be among them: those of evaluations come apart from others.
-        """
-        if not self.ranks.is_main:
-            return
-        stream = sys.stdout if "console" in self.args.logger else sys.stderr
-        for alarm in alarms(metrics, self.args.alarms):
-            say(f"ALARM at step {step}: {alarm}", stream)
-        for condition in set(self.unheard):
-            name = parse_alarm(condition)[0]
-            if belongs(name):
-                self.unheard.remove(condition)
-                if name not in metrics:
-                    near = difflib.get_close_matches(name, metrics, n=1)
-                    say(
-                        f"--alarms {condition}: step {step} has no metric {name!r}, so it raises no alarm"
-                        + (f"; did you mean {near[0]}?" if near else ""),
-                        stream,
-                    )
-
-    def show_sample(self, own_samples: Sequence[Sample], own_scores: Sequence[Score]) -> None:
-        """Print rank 0's first response every --log-samples-freq steps, and record it and others to the same prompt in
-        generations.jsonl, token by token: see `samples.describe`.
-        """
-        if self.args.log_samples_freq and self.step % self.args.log_samples_freq == 0 and own_samples:
-            if self.ranks.is_main:
-                shown = samples.describe(self.tokenizer, own_samples, own_scores, self.batch)
-                self.tracker.log_generations(self.step + 1, "train", shown)
-                self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))
-        self.batch = None
+            onload(model, self.ranks.device, None if self.args.memory.optimizer_offload else optimizer)
 
     def close(self, *others: Any) -> None:
         """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.
@@ -237,19 +238,5 @@ class Run:
         self.exporter.close()
         for other in others:
             other.close()
-        last_words.stop()
         shutdown_ranks()
         watchdog.stop()
-
-
-def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
-    """A sentence for every condition (see `flags.parse_alarm`) that is true of the metrics, or whose metric is NaN.
-
-    A metric that is absent raises no alarm.
-    """
-    found = []
-    for metric, sign, limit in map(parse_alarm, conditions):
-        value = metrics.get(metric, limit)
-        if math.isnan(value) or (value > limit if sign == ">" else value < limit):
-            found.append(f"{metric} is {value:.4g}, beyond the limit of --alarms {metric}{sign}{limit:g}")
-    return found

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rl.console import say
+from rl.flags import Count, Free, Port, flat
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CLOSE_S = 30.0  # what trackers may take after the run's end
@@ -30,13 +31,33 @@ SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but n
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
 
 
-def evaluation_is_due(args: Any, step: int, total_steps: int) -> bool:
-    """Whether a run evaluates when it has made `step` steps: before the first if --val-before-train, then every
-    --test-freq and after the last; with 0 or less, never.
-    """
-    if step == 0 and "val_before_train" in vars(args):
-        return args.val_before_train
-    return args.test_freq > 0 and bool(args.val_files) and (step % args.test_freq == 0 or step == total_steps)
+Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Logging:
+    """logging"""
+
+    experiment_name: Free[str] = "run"  # run in the trackers, and part of the folder
+    project_name: Free[str] = "glassrl"  # project in the trackers, and part of the folder
+    alarms: Free[tuple[str, ...]] = ()  # conditions; a step that meets one prints a line that begins with ALARM
+    logger: Free[tuple[Backend, ...]] = ("console",)  # trackers besides metrics.jsonl, which is always written
+    prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics, and vLLM's own, to Prometheus on this port
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingRL(Logging):
+    """logging"""
+
+    # print a prompt and its response, and record up to four in generations.jsonl, every this many steps; 0 never
+    log_samples_freq: Free[Count] = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingSupervised(Logging):
+    """logging"""
+
+    log_freq: Free[Count] = 10  # print a line every this many steps; 0 only at the end
 
 
 class Tracker:
@@ -44,15 +65,15 @@ class Tracker:
 
     Files under `run_dir`: config.json (without `secrets`), metrics.jsonl (one line a step), generations.jsonl (one line
     a logged response). `start` is the step a run resumes from: lines that it writes again are dropped. With 0, for a
-    new run, files that an earlier one has left get other names. `config` is the script's Args; its `logger`,
-    `project_name` and `experiment_name` say which trackers to start.
+    new run, files that an earlier one has left get other names. `evaluates`: whether the run evaluates at `start`
+    first. `config` is the script's Args; its logging flags say which trackers to start.
 
     Raises OSError if `run_dir` or config.json cannot be written, and nothing later: lines that a full disk refuses are
     kept in memory, up to PENDING_BYTES a file, and written when there is space again.
     """
 
-    def __init__(self, run_dir: str, config: Any, start: int, total_steps: int, *, enabled: bool):
-        self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), config.logger
+    def __init__(self, run_dir: str, config: Any, start: int, evaluates: bool, *, enabled: bool):
+        self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), config.logging.logger
         self.pending = {"metrics.jsonl": bytearray(), "generations.jsonl": bytearray()}
         self.lost = dict.fromkeys(self.pending, 0)  # lines
         self.failing: set[str] = set()
@@ -65,14 +86,13 @@ class Tracker:
                 raise OSError(f"{file} is no ordinary file; remove it, or choose another --experiment-name")
         if start == 0:
             _set_aside(self.run_dir)
-        evaluates = evaluation_is_due(config, start, total_steps)
         for name in self.pending:  # a resumed run repeats the steps after its checkpoint
             _drop_after(self.run_dir / name, start, evaluates=evaluates)
-        flags = redact(json.loads(json.dumps(dataclasses.asdict(config), default=str)), secrets())
+        flags = redact(json.loads(json.dumps(flat(config), default=str)), secrets())
         (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2))
         for backend in self.backends:
             if backend != "console":
-                self._start(backend, config.project_name, config.experiment_name)
+                self._start(backend, config.logging.project_name, config.logging.experiment_name)
 
     def _start(self, backend: str, project_name: str, experiment_name: str) -> None:
         """Start the process that hands every line from here on to `backend`."""

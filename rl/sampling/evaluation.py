@@ -3,40 +3,75 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Sampling, Score
+from rl.flags import AtLeast1, Count, Free, NotNegative, PositiveShare, Share, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Scorer
 
 
+@dataclass(frozen=True)
+class Validation:
+    """evaluation on held-out prompts"""
+
+    test_freq: Free[int] = 10  # evaluate every this many steps and at the end; -1 never
+    val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
+    val_n: Free[AtLeast1] = 1  # responses to each held-out prompt; more than one need --val-temperature
+    val_temperature: Free[NotNegative] = 0.0  # of these responses; 0 is greedy
+    val_top_p: Free[PositiveShare] = 1.0  # of these responses, like --top-p
+    val_top_k: Free[TopK] = -1  # of these responses, like --top-k
+    val_min_p: Free[Share] = 0.0  # of these responses, like --min-p
+    log_val_generations: Free[Count] = 8  # held-out prompts whose responses are recorded at each evaluation
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.val_before_train or self.test_freq > 0
+
+
+class Evaluation(NamedTuple):
+    """Metrics of an evaluation, and {prompt, response, score, components} of the responses to show."""
+
+    metrics: dict[str, float]
+    shown: list[dict[str, Any]]
+
+
 def evaluate(
-    args: Any, engine: Engine, scorer: Scorer, rows: Sequence[dict], sampling: Sampling, ranks: Ranks
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    engine: Engine,
+    scorer: Scorer,
+    rows: Sequence[dict],
+    sampling: Sampling,
+    validation: Validation,
+    ranks: Ranks,
+    *,
+    seed: int = 0,
+) -> Evaluation:
     """Score --val-n responses to every held-out prompt, sampled as the other --val flags say; by default one, greedily.
 
-    Args: args, of the script; rows, on all ranks; sampling, as in training, for lengths and what ends a response.
-    Returns: the means over all prompts of what `of_prompt` finds; and {prompt, response, score, components} of
-    the first --log-val-generations rows. All ranks must enter.
+    Args: rows, on all ranks; sampling, as in training, for lengths and what ends a response; seed, of the run.
+    Returns: the means over all prompts of what `of_prompt` finds, and the first --log-val-generations rows to show.
+    Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
-    own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, engine.first_rank)
-    sampling = replace(sampling, n=args.val_n, temperature=args.val_temperature)
-    sampling = replace(sampling, top_p=args.val_top_p, top_k=args.val_top_k, min_p=args.val_min_p)
-    own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
-    stop.check(ranks)
+    own_rows, n = ranks.own_slice(rows), validation.val_n
+    way = replace(sampling, n=n, temperature=validation.val_temperature)
+    way = replace(way, top_p=validation.val_top_p, top_k=validation.val_top_k, min_p=validation.val_min_p)
+    seed = derive_seed(seed, engine.first_rank)
+    own_samples, tickets = sample_groups(engine, own_rows, way, seed=seed, on_group=scorer.submit)
     own_scores = scorer.collect(tickets)
-    stop.check(ranks)
+    if stop.requested(ranks.group):
+        return Evaluation({}, [])
     own_found = []
     for i, row in enumerate(own_rows):
-        group = slice(i * args.val_n, (i + 1) * args.val_n)
+        group = slice(i * n, (i + 1) * n)
         lengths = [len(s.response_ids) for s in own_samples[group]]
         own_found.append(of_prompt(row["data_source"], own_scores[group], lengths))
-    first = {row["row_index"] for row in rows[: args.log_val_generations]}
+    first = {row["row_index"] for row in rows[: validation.log_val_generations]}
     shown = [
         {
             "prompt": scorer.tokenizer.decode(s.prompt_ids),
@@ -47,7 +82,7 @@ def evaluate(
         for s, x in zip(own_samples, own_scores, strict=True)
         if s.row_index in first
     ]
-    return mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(shown)
+    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(shown))
 
 
 def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:

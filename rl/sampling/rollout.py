@@ -4,20 +4,23 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import progress
 from rl.data.batching import collate
+from rl.data.encode import stop_token_ids
 from rl.data.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, take_rows
+from rl.flags import Positive, PositiveShare, Share, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
-from rl.sampling.engines.base import Engine
+from rl.sampling.engines import Engine, Rollout
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
@@ -40,6 +43,28 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             np.random.set_state(state)
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """decoding: how responses are sampled while training"""
+
+    temperature: Positive = 1.0  # the trainer divides its logits by it too
+    # nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on
+    # the same truncated distribution
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1  # sample among the k most likely tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
+
+
+def sampling_settings(
+    decoding: Decoding, model: str, tokenizer: PreTrainedTokenizerBase, *, n: int, max_tokens: int
+) -> Sampling:
+    """How an engine samples n responses to each prompt: of at most max_tokens, ended by any token that ends a turn of
+    the model (id or folder).
+    """
+    stops = stop_token_ids(model, tokenizer)
+    return Sampling(n, decoding.temperature, decoding.top_p, decoding.top_k, decoding.min_p, max_tokens, stops)
+
+
 def sample_groups(
     engine: Engine,
     rows: Sequence[dict],
@@ -58,8 +83,8 @@ def sample_groups(
             sampled, such as `Scorer.submit`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
-    Both end early if the run was asked to stop meanwhile. Raises RuntimeError naming the row if the engine returns
-    anything but each response once, with a finite log-prob for every token.
+    Both end early if the run was asked to stop meanwhile: call `run.exit_if_asked` then. Raises RuntimeError naming the
+    row if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
     pairs = enumerate(zip(rows, ways, strict=True))
@@ -212,7 +237,7 @@ def values_of(responses: Sequence[Response], name: str) -> torch.Tensor:
 
 
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
-    """How right each response is, (B,) float32 within 0 and 1: see `metrics.accuracy`; NaN without a score."""
+    """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
     return torch.tensor(found).clamp(0, 1)
 
@@ -273,26 +298,27 @@ def groups_of_states(
 
 
 @torch.no_grad()
-def verify_engine(
+def check_engine(
     policy: nn.Module,
     samples: Sequence[Sample],
-    *,
     sampling: Sampling,
-    limit: float | None,
+    rollout: Rollout,
     ranks: Ranks,
+    *,
     num_probe: int = 4,
 ) -> float:
     """Score a few fresh samples of every rank with the trainer and compare with the engine's own log-probs.
 
-    Args: limit, of the mean absolute difference; by default 1e-4 in float32, and 0.06 in bfloat16, where 0.004 to 0.04
-    is normal: it grows with the size of the model.
+    Args: rollout, whose --max-logprob-gap limits the mean absolute difference; by default 1e-4 in float32, 0.06 in
+    bfloat16, where 0.004 to 0.04 is normal: it grows with the size of the model, and 0.3 with a quantized engine.
     Returns the mean absolute difference over all probed tokens of all ranks. Raises RuntimeError on every rank if it
-    exceeds `limit` or is not finite: weights that did not reach the engine, a different temperature, a broken kernel.
-    Also if the tokens were likelier to the engine than to the trainer by more than a sixth of `limit` on average, and
+    exceeds the limit or is not finite: weights that did not reach the engine, a different temperature, a broken kernel.
+    Also if the tokens were likelier to the engine than to the trainer by more than a sixth of the limit on average, and
     not by chance (four standard errors): rounding goes both ways and leaves 0.001. Not so with top-k and the like: the
     engine takes tokens at the edge that rounding has moved into its set. All ranks must enter.
     """
-    limit = limit or (1e-4 if ranks.dtype == torch.float32 else 0.06)
+    usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
+    limit = rollout.max_logprob_gap or usual
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)

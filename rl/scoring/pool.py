@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import say
-from rl.data.prompts import BY_DATA_SOURCE
+from rl.data.encode import load_tokenizer
 from rl.data.rows import no_ground_truth
 from rl.data.types import Response, Sample, Score
+from rl.flags import AtLeast1, Count, Free, PositiveFinite, Share
 from rl.model import reward_model
 from rl.model.load import choose_forward
 from rl.model.sharding import offload, shard
@@ -43,12 +45,49 @@ from rl.scoring.awake import Awake
 from rl.scoring.worker import HEADER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 # How responses give their answers, for the check of data without reference answers.
 ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """processes that score"""
+
+    # processes of a rank that score; default: the machine's cores over its ranks, at most 16
+    reward_workers: Free[AtLeast1 | None] = None
+    # CPU seconds to score a response, and four times as many by the clock; then the response has no score
+    reward_timeout: Free[PositiveFinite] = 10.0
+    reward_memory_mb: Free[Count] = 4096  # MiB of private memory of such a process; 0 for no limit
+    allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """reward: what scores a response"""
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    custom_reward_function: tuple[str, ...] | None = None
+    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
+    reward_model_coef: float = 1.0  # weight of that score
+    # tokens of prompt and response in the reward model's own template; longer ones are truncated on the left
+    reward_model_max_length: AtLeast1 = 4096
+    reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The reward functions that a run calls."""
+        return self.custom_reward_function or (() if self.reward_model else (BY_DATA_SOURCE,))
+
+    @property
+    def need_truth(self) -> bool:
+        """Whether a row without a ground truth cannot be scored."""
+        return any(function.startswith(BY_DATA_SOURCE) for function in self.functions)
 
 
 class Ticket(NamedTuple):
@@ -140,8 +179,8 @@ class Scorer:
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores of these tickets: one for each of their samples, in their order.
 
-        The first failure is printed. If the run was asked to stop, no sample has a score. With a reward model, all
-        ranks must enter, and leave here if the run was asked to stop.
+        The first failure is printed. If the run was asked to stop, no sample has a score: call `run.exit_if_asked`
+        then. With a reward model all ranks must enter.
 
         Raises RuntimeError if the pool itself has failed, for instance because no process can be started.
         """
@@ -166,31 +205,36 @@ class Scorer:
         scores = [score for part, _ in finished for score in part]
         if stopped:
             scores = [Score("", None, {}, "none", 0.0) for _ in samples]
-        if self.reward_model is None:
+        if self.reward_model is None or stop.requested(self.reward_model.ranks.group):
             return scores
-        stop.check(self.reward_model.ranks)
         rows = [ticket.row for ticket in tickets]
         return reward_model.add_scores(*self.reward_model, rows, samples, scores, alone=not self.functions)
 
-    def add_reward_model(self, args: Any, ranks: Ranks) -> None:
+    def add_reward_model(self, rewards: Rewards, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
         """Load --reward-model, if there is one, onto the host: its score joins those of the functions from here on.
 
-        All ranks must enter. Raises ValueError if it is no reward model or its files lack weights.
+        Args: max_tokens, of one pass of the model on a GPU; fsdp_size, see `Memory`. All ranks must enter. Raises
+        ValueError if it is no reward model or its files lack weights.
         """
-        if args.reward_model is None:
+        if (path := rewards.reward_model) is None:
             return
-        model = reward_model.load_reward_model(args.reward_model, ranks, dtype=ranks.dtype).requires_grad_(False)
-        shard(model, ranks, fsdp_size=args.fsdp_size)
-        choose_forward(model, ranks, longest=args.reward_model_max_length, flag="--reward-model")
+        model = reward_model.load_reward_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
+        shard(model, ranks, fsdp_size=fsdp_size)
+        choose_forward(model, ranks, longest=rewards.reward_model_max_length, flag="--reward-model")
         offload(model)
-        self.reward_model = RewardModel(
-            model,
-            reward_model.load_tokenizer(args.reward_model, flag="--reward-model"),
-            args.reward_model_coef,
-            args.reward_model_max_length,
-            args.ppo_max_token_len_per_gpu,
-            ranks,
-        )
+        tokenizer = load_tokenizer(path, flag="--reward-model")
+        coef, max_length = rewards.reward_model_coef, rewards.reward_model_max_length
+        self.reward_model = RewardModel(model, tokenizer, coef, max_length, max_tokens, ranks)
+
+    def require_components(self, names: Iterable[str], *, flag: str) -> None:
+        """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""
+        if missing := sorted(set(names) - self.components):
+            self.close()
+            found = ", ".join(sorted(self.components)) or "none"
+            raise ValueError(
+                f"{flag} {' '.join(missing)}: scores of the first rows have {found}; "
+                "a reward function's dict has components, or give several functions"
+            )
 
     def check(self, rows: Iterable[dict[str, Any]]) -> str:
         """Score an empty response and the reference answer of the first row of every data source, and say the scores.
@@ -297,39 +341,34 @@ class Scorer:
         worker.kill()
 
 
-def make_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]]) -> Scorer:
-    """The scorer of a script's Args, tried on `rows`; what it says of them is its `report`.
+def make_scorer(
+    rewards: Rewards,
+    scoring: Scoring,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, Any]],
+    *,
+    max_response_length: int,
+) -> Scorer:
+    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`.
 
-    Without --custom-reward-function the data source decides, unless there is a --reward-model. Raises ValueError,
-    before anything is loaded, if a function or the reward model cannot score the first row of every data source.
+    max_response_length joins the extra_info of every row. Raises ValueError, before anything is loaded, if a function
+    or the reward model cannot score the first row of every data source.
     """
-    if args.allow_unsafe_code_execution:
+    if scoring.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
-    learned = vars(args).get("reward_model")
-    if learned:
-        reward_model.open_reward_model(learned, rows[0], args.reward_model_max_length)
+    if rewards.reward_model:
+        reward_model.open_reward_model(rewards.reward_model, rows[0], rewards.reward_model_max_length)
     scorer = Scorer(
-        args.custom_reward_function or (() if learned else (BY_DATA_SOURCE,)),
+        rewards.functions,
         tokenizer,
-        workers=args.reward_workers,
-        timeout_s=args.reward_timeout,
-        memory_mb=args.reward_memory_mb,
-        extra_info={"max_response_length": args.max_response_length},
+        workers=scoring.reward_workers,
+        timeout_s=scoring.reward_timeout,
+        memory_mb=scoring.reward_memory_mb,
+        extra_info={"max_response_length": max_response_length},
     )
     scorer.report = scorer.check(rows)
-    known = scorer.components | ({"reward_model"} if learned else set())
-    wanted = {
-        "--gdpo-reward-keys": set(vars(args).get("gdpo_reward_keys", ())),
-        "--filter-groups-metric": {vars(args).get("filter_groups_metric", "score")} - {"score"},
-    }
-    for flag, names in wanted.items():
-        if missing := sorted(names - known):
-            scorer.close()
-            found = ", ".join(sorted(known)) or "none"
-            raise ValueError(
-                f"{flag} {' '.join(missing)}: scores of the first rows have {found}; "
-                "a reward function's dict has components, or give several functions"
-            )
+    if rewards.reward_model:
+        scorer.components.add("reward_model")
     return scorer
 
 
@@ -343,7 +382,7 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
     return tokenizer.backend_tokenizer.decode_batch(responses, skip_special_tokens=True)
 
 
-def stop_if_failing(responses: Sequence[Response], limit: float) -> None:
+def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
     failed = sum(r.score.status in ("error", "timeout") for r in responses)
     if failed > limit * len(responses):

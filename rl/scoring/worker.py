@@ -1,4 +1,4 @@
-"""The process that calls reward functions: one task in, one result out, until its pipe closes. See rl/scoring.py.
+"""The process that calls reward functions: one task in, one result out, until its pipe closes. See pool.py beside it.
 
 It is started with exec, imports the standard library and the user's files only, and may be killed at any moment. Tasks
 arrive as pickles from the trainer; results go back as JSON, so that nothing a reward function returns can do more than

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 import train_grpo
+from rl.flags import build
 from rl.model import load as models
 from rl.model.sharding import shard
 from rl.ranks import init_ranks
@@ -38,7 +39,8 @@ def main(task: Path, root: Path) -> None:
     complete, found, busy = [], [], True
 
     def open_run(folder: Path) -> checkpoint.Folder:
-        args = train_grpo.Args(
+        args = build(
+            train_grpo.Args,
             model=str(task / "model"),
             train_files=(str(task / "train.parquet"),),
             default_local_dir=str(folder),

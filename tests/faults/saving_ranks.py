@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 import train_grpo
+from rl.flags import build
 from rl.model import load as models
 from rl.model.sharding import shard
 from rl.ranks import init_ranks, shutdown_ranks
@@ -26,7 +27,7 @@ def main(model: str, train_file: str, root: str) -> None:
     policy = shard(models.load_causal_lm(model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     trained = {"actor": (policy, optimizer)}
-    args = train_grpo.Args(model=model, train_files=(train_file,), default_local_dir=root, max_ckpt_to_keep=2)
+    args = build(train_grpo.Args, model=model, train_files=(train_file,), default_local_dir=root, max_ckpt_to_keep=2)
     run = checkpoint.open_folder(args, AutoTokenizer.from_pretrained(model), 33, ranks)
     checkpoint._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
     failures, busy, end = [], 0, ""

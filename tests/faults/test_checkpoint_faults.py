@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import sft
+from rl.flags import build
 from rl.ranks import init_ranks
 from rl.run import checkpoint, checkpoint_files
 
@@ -52,7 +53,7 @@ COMBINATIONS = [(script, ranks) for ranks in (2, 0) for script in KILLED]  # 0 r
 def unbroken(task, tmp_path_factory):
     """An SFT run of four steps that nothing went wrong with, with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("unbroken")
-    sft.main(sft.Args(**h.sft_settings(task, folder, save_freq=1)))
+    sft.main(build(sft.Args, **h.sft_settings(task, folder, save_freq=1)))
     h.leave_distributed()
     return folder
 
@@ -188,7 +189,7 @@ def test_the_newest_intact_checkpoint_is_taken_and_the_others_are_named(task, un
     shard = next((run_dir / "global_step_4" / "state").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
     (run_dir / "global_step_3" / "huggingface" / "config.json").write_text("")
-    sft.main(sft.Args(**h.sft_settings(task, run_dir, save_freq=1)))
+    sft.main(build(sft.Args, **h.sft_settings(task, run_dir, save_freq=1)))
     printed = capsys.readouterr().out
     assert f"passed over: {run_dir}/global_step_4: state/{shard.name} is damaged" in printed
     assert f"passed over: {run_dir}/global_step_3: huggingface/config.json has 0 bytes instead of" in printed
@@ -202,7 +203,7 @@ def test_if_all_are_damaged_the_run_does_not_start_over(task, unbroken, tmp_path
         file.unlink()
     (run_dir / "global_step_3" / "MANIFEST.json").unlink()
     with pytest.raises(ValueError, match="none of the checkpoints under .* is intact") as error:
-        sft.main(sft.Args(**h.sft_settings(task, run_dir, save_freq=1)))
+        sft.main(build(sft.Args, **h.sft_settings(task, run_dir, save_freq=1)))
     assert str(error.value).count("trainer_state.json is missing") == 3 and "no MANIFEST.json" in str(error.value)
 
 
@@ -238,7 +239,7 @@ def change_state(path, change):
 
 
 def resume_from(task, path, run_dir, **changes):
-    return sft.main(sft.Args(**h.sft_settings(task, run_dir, resume_mode=str(path), **changes)))
+    return sft.main(build(sft.Args, **h.sft_settings(task, run_dir, resume_mode=str(path), **changes)))
 
 
 def test_a_pickle_that_runs_code_is_refused(task, unbroken, tmp_path):
@@ -332,7 +333,7 @@ def full_disk_at(*steps, write=checkpoint._write, rank=0):
 
 def test_a_full_disk_costs_one_checkpoint(task, unbroken, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "_write", full_disk_at(1, 2))
-    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1)))
+    sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1)))
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_4"}
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
     failed = [x for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl") if "checkpoint/failed" in x]
@@ -354,7 +355,7 @@ import test_checkpoint_faults as faults
 from rl.run import checkpoint
 import sft
 checkpoint._write = faults.full_disk_at(2)
-sft.main(sft.Args(**{settings!r}))
+sft.main(build(sft.Args, **{settings!r}))
 import os
 os._exit(0)  # or Python complains that it cannot flush stdout
 """
@@ -368,7 +369,7 @@ def test_three_failures_in_a_row_stop_the_run_and_leave_the_old_checkpoint(task,
     monkeypatch.setattr(checkpoint, "_write", full_disk_at(*range(2, 9)))
     settings = h.sft_settings(task, tmp_path / "run", save_freq=1, max_ckpt_to_keep=1, total_training_steps=8)
     with pytest.raises(RuntimeError, match="3 checkpoints in a row could not be written to .*File too large"):
-        sft.main(sft.Args(**settings))
+        sft.main(build(sft.Args, **settings))
     assert {p.name for p in (tmp_path / "run").iterdir() if p.is_dir()} == {"global_step_1"}
     assert checkpoint.find("auto", tmp_path / "run", solo) == tmp_path / "run" / "global_step_1"
 
@@ -377,16 +378,16 @@ def test_a_run_whose_result_was_not_written_ends_with_an_error(task, unbroken, t
     monkeypatch.setattr(checkpoint, "_write", full_disk_at(4))
     settings = h.sft_settings(task, tmp_path / "run", save_freq=2)
     with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
-        sft.main(sft.Args(**settings))
+        sft.main(build(sft.Args, **settings))
     monkeypatch.undo()
-    sft.main(sft.Args(**settings))  # the same command, on a disk that has space again
+    sft.main(build(sft.Args, **settings))  # the same command, on a disk that has space again
     h.assert_same(h.weights(tmp_path / "run" / "global_step_4"), h.weights(unbroken / "global_step_4"))
 
 
 def test_without_enough_free_space_nothing_is_begun(task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)  # times 3.4 MB: more than any disk has
     with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
-        sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run")))
+        sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run")))
     assert "GB are needed in" in capsys.readouterr().out
     assert not [p for p in (tmp_path / "run").iterdir() if p.is_dir()]
 
@@ -486,14 +487,14 @@ def test_a_second_run_in_a_folder_is_refused_on_all_ranks_until_the_first_has_go
     finally:
         first.kill()
         first.wait()
-    sft.main(sft.Args(**settings))
+    sft.main(build(sft.Args, **settings))
     assert checkpoint.list_steps(tmp_path / "run") == [4]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(task, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--default-local-dir: .*/file/run cannot be written"):
-        sft.main(sft.Args(**h.sft_settings(task, tmp_path / "file" / "run")))
+        sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "file" / "run")))
 
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_its_target_left_alone(tmp_path):
@@ -526,12 +527,12 @@ def test_ranks_with_other_training_files_are_refused(task, tmp_path):
 def test_only_own_checkpoints_are_deleted_across_restarts(task, tmp_path):
     run_dir = tmp_path / "run"
     settings = h.sft_settings(task, run_dir, save_freq=1, max_ckpt_to_keep=2, lr_scheduler_type="constant")
-    sft.main(sft.Args(**settings | {"total_training_steps": 2}))
+    sft.main(build(sft.Args, **settings | {"total_training_steps": 2}))
     foreign = [run_dir / name for name in ("global_step_0", "global_step_x", "keep")]  # no manifest, or no number
     for folder in foreign:
         folder.mkdir()
         (folder / "notes").write_text("mine")
     for steps in (3, 5):
-        sft.main(sft.Args(**settings | {"total_training_steps": steps}))
+        sft.main(build(sft.Args, **settings | {"total_training_steps": steps}))
     assert checkpoint.list_steps(run_dir) == [0, 4, 5]
     assert all((folder / "notes").read_text() == "mine" for folder in foreign)

@@ -24,6 +24,7 @@ from rl.data.encode import encode_prompts
 from rl.data.order import prompts_for_step
 from rl.data.rows import read_rows
 from rl.data.types import Sampling
+from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import init_ranks
@@ -266,7 +267,7 @@ def train(task, tmp_path, monkeypatch, capsys):
         settings = make(task, tmp_path / "run", total_training_steps=1, weight_decay=0.0, **changes)
         if "ppo_mini_batch_size" not in changes:
             settings["ppo_mini_batch_size"] = settings["train_batch_size"]
-        module.main(module.Args(**settings))
+        module.main(build(module.Args, **settings))
         (line,) = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
         then, now = load_file(f"{task.model}/model.safetensors"), h.weights(tmp_path / "run" / "global_step_1")
         changed = any(not torch.equal(then[name], now[name]) for name in then)

@@ -25,6 +25,7 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 
 import sft
 from rl.data.types import Sampling
+from rl.flags import build
 from rl.model import critic, reward_model
 from rl.model import load as models
 from rl.model.checks import check_trainable
@@ -242,12 +243,12 @@ def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, 
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps(row) + "\n" for row in pq.read_table(task.sft).to_pylist()[:8]))
     settings = h.sft_settings(task, tmp_path / "run", total_training_steps=2, val_files=(str(few),), test_freq=2)
-    metrics = sft.main(sft.Args(**settings))
+    metrics = sft.main(build(sft.Args, **settings))
     export = tmp_path / "run" / "global_step_2" / "huggingface"
     model, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = sft.load_tokenizer(str(export))
-    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), sft.Args(**settings))
+    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), build(sft.Args, **settings))
     total = count = 0
     with torch.no_grad():
         for row in rows:

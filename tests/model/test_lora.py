@@ -14,6 +14,7 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import train_grpo
 from rl import flags
 from rl.data.types import Sampling
+from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
 from rl.model.logprobs import token_logprobs
@@ -395,4 +396,4 @@ def test_bad_flags_are_refused_before_weights_are_read(world, tmp_path):
         (dict(lora_alpha=0), "--lora-alpha 0 must be"),
     ):
         with pytest.raises(ValueError, match=words):
-            flags.check(train_grpo.Args(**changes))
+            flags.check(build(train_grpo.Args, **changes))

@@ -26,6 +26,7 @@ from rl.data.encode import encode_conversation
 from rl.data.order import prompts_for_step
 from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, Score, take_rows
+from rl.flags import build
 from rl.model import logprobs, reward_model, sharding
 from rl.ranks import init_ranks
 from rl.scoring.pool import RewardModel
@@ -454,7 +455,7 @@ def run(task, tmp_path):
             test_freq=-1,
             default_local_dir=str(tmp_path / name),
         )
-        return train_reward.main(train_reward.Args(**task | settings | changes))
+        return train_reward.main(build(train_reward.Args, **task | settings | changes))
 
     yield main
     h.leave_distributed()

@@ -24,6 +24,7 @@ import train_reward
 from data import arithmetic, grail, mbpp
 from rewards import gsm8k, sandbox
 from rl.data.types import Sampling
+from rl.flags import build
 from rl.ranks import Ranks
 from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
@@ -85,7 +86,7 @@ def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> 
         default_local_dir=str(folder / "sft"),
         seed=SEED,
     )
-    sft.main(sft.Args(**settings))
+    sft.main(build(sft.Args, **settings))
     return str(folder / "sft" / f"global_step_{steps}" / "huggingface")
 
 
@@ -113,7 +114,7 @@ def improve(folder: Path, model: str, rows: list[dict], steps: int, **changes) -
         save_freq=0,
         seed=SEED,
     )
-    train_grpo.main(train_grpo.Args(**settings | changes))
+    train_grpo.main(build(train_grpo.Args, **settings | changes))
     return h.read_jsonl(folder / "grpo" / "metrics.jsonl")
 
 
@@ -295,7 +296,7 @@ def learned(tmp_path_factory):
         default_local_dir=str(folder / "reward"),
         seed=SEED,
     )
-    metrics = train_reward.main(train_reward.Args(**settings))
+    metrics = train_reward.main(build(train_reward.Args, **settings))
     rows = [arithmetic.rl_row(c, "train", i) for i, c in enumerate(chains[150:214])]
     return policy, str(folder / "reward" / "global_step_20" / "huggingface"), rows, metrics
 

@@ -32,6 +32,7 @@ import train_reinforce
 import train_reward
 from rl import flags
 from rl.data.types import Batch
+from rl.flags import build
 from rl.model import load as models
 from rl.model import reward_model
 from rl.model.sharding import full_tensors, shard
@@ -63,7 +64,7 @@ def unbroken(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **BUSY)))
+    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, folder, **BUSY)))
     torch.set_num_threads(threads)
     return folder
 
@@ -82,7 +83,7 @@ def policy_of():
 
 def open_run(task, root, ranks, tokenizer=None, **changes):
     """The run folder `root`, as train_grpo.py opens it for ten steps on the task's prompts."""
-    args = train_grpo.Args(model=task.model, train_files=(task.train,), default_local_dir=str(root), **changes)
+    args = build(train_grpo.Args, model=task.model, train_files=(task.train,), default_local_dir=str(root), **changes)
     return checkpoint.open_folder(args, tokenizer or AutoTokenizer.from_pretrained(task.model), 10, ranks)
 
 
@@ -124,7 +125,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
     assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
     assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
 
-    metrics = train_grpo.main(train_grpo.Args(**settings))
+    metrics = train_grpo.main(build(train_grpo.Args, **settings))
 
     assert_same_run(tmp_path, unbroken, STEPS)
     steps = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
@@ -141,7 +142,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
 
 def test_a_run_continues_from_a_folder_that_is_named(task, unbroken, tmp_path):
     settings = h.grpo_settings(task, tmp_path, **BUSY, resume_mode=str(unbroken / "global_step_2"))
-    train_grpo.main(train_grpo.Args(**settings))
+    train_grpo.main(build(train_grpo.Args, **settings))
     h.assert_same(h.weights(tmp_path / "global_step_5"), h.weights(unbroken / "global_step_5"))
     lines = [line for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
     whole = [line for line in h.read_jsonl(unbroken / "metrics.jsonl") if "actor/loss" in line]
@@ -152,18 +153,18 @@ def test_resume_mode_disable_starts_over_but_never_mixes_two_runs(task, unbroken
     for name in ("metrics.jsonl", "generations.jsonl"):  # of a run that ended before its first checkpoint
         shutil.copy(unbroken / name, tmp_path / name)
     settings = h.grpo_settings(task, tmp_path, **BUSY, resume_mode="disable")
-    train_grpo.main(train_grpo.Args(**settings))
+    train_grpo.main(build(train_grpo.Args, **settings))
     assert_same_run(tmp_path, unbroken, STEPS)
     assert (tmp_path / "generations.jsonl").read_text() == (unbroken / "generations.jsonl").read_text()
     with pytest.raises(ValueError, match=f"--resume-mode disable, but {tmp_path} holds checkpoints up to step 5"):
-        train_grpo.main(train_grpo.Args(**settings))
+        train_grpo.main(build(train_grpo.Args, **settings))
 
 
 def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(unbroken, run_dir)
     before = (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns
-    metrics = train_grpo.main(train_grpo.Args(**h.grpo_settings(task, run_dir, **BUSY)))
+    metrics = train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, run_dir, **BUSY)))
     assert metrics.keys() == {"val-core/arithmetic/reward/mean@1", "val/accuracy", "val/response_length"}
     assert metrics.items() <= h.read_jsonl(unbroken / "metrics.jsonl")[-1].items()
     assert checkpoint.list_steps(run_dir) == [1, 2, 3, 4, 5]
@@ -190,7 +191,7 @@ sft.main(flags.parse(sft.Args, None))
 def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(task, tmp_path):
     changes = dict(save_freq=1, total_training_steps=5, val_files=(task.sft,), test_freq=2, train_batch_size=12)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    sft.main(sft.Args(**h.sft_settings(task, whole, **changes)))
+    sft.main(build(sft.Args, **h.sft_settings(task, whole, **changes)))
     settings = h.sft_settings(task, broken, **changes)
     (tmp_path / "killed.py").write_text(KILLED_WHILE_SAVING)
     killed = launch.fork_file(tmp_path / "killed.py", *h.flags(settings), log=tmp_path / "log")
@@ -200,7 +201,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     assert checkpoint.list_steps(broken) == [1, 2]
     assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")][:5] == [0, 1, 2, 2, 3]
 
-    sft.main(sft.Args(**settings))
+    sft.main(build(sft.Args, **settings))
 
     assert_same_run(broken, whole, 5)
     assert not list(broken.glob(".tmp*"))
@@ -247,7 +248,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     h.assert_same(h.weights(again), h.weights(broken / "global_step_3"))
     state = h.saved_state(again)
     assert state["actor/optimizer/model.norm.weight/step"] == 9  # three updates a step
-    train_grpo.main(train_grpo.Args(**entries[1]["settings"] | {"total_training_steps": 4}))
+    train_grpo.main(build(train_grpo.Args, **entries[1]["settings"] | {"total_training_steps": 4}))
     assert checkpoint.list_steps(broken) == [1, 2, 3, 4]
 
 
@@ -345,7 +346,7 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
 )
 def test_save_freq_and_max_ckpt_to_keep(task, tmp_path, save_freq, keep, expected):
     changes = dict(total_training_steps=5, save_freq=save_freq, max_ckpt_to_keep=keep)
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **changes)))
+    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path, **changes)))
     assert checkpoint.list_steps(tmp_path) == expected
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {f"global_step_{step}" for step in expected}
 
@@ -396,7 +397,7 @@ def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
         shutil.copytree(unbroken / "global_step_4", tmp_path / name)
     (tmp_path / "global_step_4" / "trainer_state.json").unlink()
     (tmp_path / ".tmp-global_step_5-0a" / "litter").write_text("of a run that was killed")
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path, **BUSY)))
+    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path, **BUSY)))
     lines = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
     assert lines == [4, 5]
     assert checkpoint.list_steps(tmp_path) == [3, 4, 5]
@@ -410,7 +411,7 @@ def test_an_incomplete_checkpoint_is_refused_by_path(task, unbroken, tmp_path, n
     (tmp_path / "global_step_2" / "MANIFEST.json").unlink()
     path = tmp_path / name
     with pytest.raises(ValueError, match="not a complete checkpoint") as error:
-        train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "run", resume_mode=str(path))))
+        train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "run", resume_mode=str(path))))
     assert f"--resume-mode {path}" in str(error.value) and "no MANIFEST.json" in str(error.value)
 
 
@@ -906,7 +907,7 @@ def test_a_batch_is_kept_for_another_look(task, policy_of, tmp_path):
 def finished(task, tmp_path_factory):
     """An SFT run of two steps at a constant learning rate."""
     folder = tmp_path_factory.mktemp("finished")
-    sft.main(sft.Args(**h.sft_settings(task, folder, total_training_steps=2, lr_scheduler_type="constant")))
+    sft.main(build(sft.Args, **h.sft_settings(task, folder, total_training_steps=2, lr_scheduler_type="constant")))
     h.leave_distributed()
     return folder
 
@@ -915,7 +916,7 @@ def go_on(task, finished, tmp_path, **changes):
     """The run again, for two more steps and with changed arguments, in a copy of its folder."""
     run_dir = shutil.copytree(finished, tmp_path / "run")
     settings = h.sft_settings(task, run_dir, total_training_steps=4, lr_scheduler_type="constant")
-    sft.main(sft.Args(**settings | changes))
+    sft.main(build(sft.Args, **settings | changes))
     return run_dir
 
 
@@ -962,7 +963,7 @@ def test_other_settings_may_change(task, finished, tmp_path):
 
 def test_another_script_and_flags_that_one_side_lacks_are_refused(task, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    args = train_grpo.Args(model=task.model, train_files=(task.train,))
+    args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
     then = checkpoint._describe(args, tokenizer, 10)
     assert then["script"] == "train_grpo"
     (tmp_path / "trainer_state.json").write_text(json.dumps({"step": 1, **then}))
@@ -983,7 +984,7 @@ def test_another_script_and_flags_that_one_side_lacks_are_refused(task, tmp_path
 
 def test_a_tokenizer_that_gives_other_ids_is_another_one(task):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    args = train_grpo.Args(model=task.model, train_files=(task.train,))
+    args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
     before = checkpoint._describe(args, tokenizer, 10)["tokenizer_sha256"]
     template = TemplateProcessing(single="$0 <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
@@ -1040,12 +1041,12 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
 def test_names_that_are_no_folder_are_refused(settings, words):
     for module in SCRIPTS:
         with pytest.raises(ValueError, match=words):
-            checkpoint_files.run_dir(module.Args(**settings))
+            checkpoint_files.run_dir(build(module.Args, **settings))
 
 
 def test_names_fill_the_placeholders():
-    args = sft.Args(
-        project_name="p-1", experiment_name="e_2.b", default_local_dir="/a b/{experiment_name}/{project_name}"
+    args = build(
+        sft.Args, project_name="p-1", experiment_name="e_2.b", default_local_dir="/a b/{experiment_name}/{project_name}"
     )
     assert checkpoint_files.run_dir(args) == "/a b/e_2.b/p-1"
     assert checkpoint_files.run_dir(sft.Args()) == "runs/glassrl/sft"

@@ -10,6 +10,7 @@ import launch
 import pytest
 
 import train_grpo
+from rl.flags import build
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -25,7 +26,7 @@ def test_a_copy_of_a_script_with_a_flag_of_its_own_runs_in_a_folder_of_its_own(t
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_idea.py").write_text(text)
     settings = h.grpo_settings(task, tmp_path / "original", total_training_steps=1)
-    train_grpo.main(train_grpo.Args(**settings))
+    train_grpo.main(build(train_grpo.Args, **settings))
     changes = dict(default_local_dir="runs/{experiment_name}", advantage_scale=4.0)
     launch.run_elsewhere("my_idea.py", *h.flags(settings | changes), cwd=tmp_path / "mine")
 

@@ -23,7 +23,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl import flags
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share, build
 from rl.run import checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -143,14 +143,14 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
 
 def test_a_lower_bound_is_not_above_its_upper_one():
     bounds = dict(rollout_mask_threshold=1.5, rollout_mask_threshold_lower=1.5)
-    flags.check(train_grpo.Args(**bounds))
+    flags.check(build(train_grpo.Args, **bounds))
     words = "--rollout-mask-threshold-lower 1.5 is above --rollout-mask-threshold 1.4; lower it"
     with pytest.raises(ValueError, match=words):
-        flags.check(train_grpo.Args(**bounds | dict(rollout_mask_threshold=1.4)))
+        flags.check(build(train_grpo.Args, **bounds | dict(rollout_mask_threshold=1.4)))
     with pytest.raises(ValueError, match="--clip-cov-lb 6 is above --clip-cov-ub 5.0; lower it"):
-        flags.check(train_grpo.Args(clip_cov_lb=6))
+        flags.check(build(train_grpo.Args, clip_cov_lb=6))
     with pytest.raises(ValueError, match="--accuracy-lower-bound 0.9 is above --accuracy-upper-bound 0.8; lower it"):
-        flags.check(train_prime.Args(accuracy_lower_bound=0.9))
+        flags.check(build(train_prime.Args, accuracy_lower_bound=0.9))
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
@@ -262,7 +262,7 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
     with pytest.raises(
         ValueError, match="--ref-update-steps 5: with --lora-rank 8 the reference is the policy without"
     ):
-        flags.check(train_grpo.Args(ref_update_steps=5, lora_rank=8))
+        flags.check(build(train_grpo.Args, ref_update_steps=5, lora_rank=8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script,
 def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, words):
     assert not torch.cuda.is_available()
     with pytest.raises(ValueError, match=f"--rollout-quantization fp8 {words}"):
-        flags.check(train_grpo.Args(engine=engine, rollout_quantization="fp8"))
+        flags.check(build(train_grpo.Args, engine=engine, rollout_quantization="fp8"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import train_dapo
 import train_grpo
 import train_ppo
 import train_reward
+from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
 from rl.run import checkpoint
@@ -32,7 +33,7 @@ def unbroken(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    train_ppo.main(train_ppo.Args(**h.ppo_settings(task, folder, **PPO)))
+    train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, folder, **PPO)))
     h.leave_distributed()
     torch.set_num_threads(threads)
     return folder
@@ -57,7 +58,7 @@ def test_a_killed_run_with_adapters_ends_as_if_nothing_had_happened(task, unbrok
     entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 3]}
     assert launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)[0] == -signal.SIGKILL
     assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])
-    train_ppo.main(train_ppo.Args(**settings))
+    train_ppo.main(build(train_ppo.Args, **settings))
     one, two = tmp_path / "global_step_3", unbroken / "global_step_3"
     h.assert_same(h.saved_state(one), h.saved_state(two))
     for folder in ("huggingface", "huggingface_critic"):
@@ -96,7 +97,7 @@ def test_a_checkpoint_holds_adapters_and_the_export_their_sum(task, unbroken):
 def test_adapters_are_not_continued_beside_other_weights_or_with_other_flags(task, unbroken, tmp_path):
     def resume(**changes):
         settings = PPO | dict(total_training_steps=4, resume_mode=str(unbroken / "global_step_3")) | changes
-        return train_ppo.main(train_ppo.Args(**h.ppo_settings(task, tmp_path / "other", **settings)))
+        return train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, tmp_path / "other", **settings)))
 
     for changes, words in (
         (dict(lora_rank=8), "--lora-rank: was 4, is 8"),
@@ -129,7 +130,7 @@ def test_two_ranks_save_what_one_rank_exports(task, tmp_path):
     own = {name: x for name, x in h.original(task).items() if name != "lm_head.weight"}
     assert h.distance(h.weights(folder), sum_by_hand(own, adapter, 32 / 4)) < 2e-6
     assert {path.name for path in (folder / "state").iterdir()} == {"rank_0.safetensors", "rank_1.safetensors"}
-    assert sft.main(sft.Args(**settings | dict(total_training_steps=3, force_resume=True)))["train/loss"] > 0
+    assert sft.main(build(sft.Args, **settings | dict(total_training_steps=3, force_resume=True)))["train/loss"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,27 +141,27 @@ def test_two_ranks_save_what_one_rank_exports(task, tmp_path):
 def test_sft_learns_with_adapters(task, tmp_path, rank):
     """An untrained model, whose embeddings stay as they are: it learns which tokens there are."""
     settings = h.sft_settings(task, tmp_path, lora_rank=rank, lr=4e-2, total_training_steps=20, save_freq=0)
-    metrics = sft.main(sft.Args(**settings))
+    metrics = sft.main(build(sft.Args, **settings))
     first, *_, last = (x["train/loss"] for x in h.read_jsonl(tmp_path / "metrics.jsonl"))
     assert last < first - 0.2 and metrics["train/loss"] == last
 
 
 def test_a_reward_model_learns_with_adapters_and_can_score(task, tmp_path):
     settings = h.reward_settings(task, tmp_path / "judge", lora_rank=4, lr=1e-2, total_training_steps=12)
-    train_reward.main(train_reward.Args(**settings))
+    train_reward.main(build(train_reward.Args, **settings))
     first, *_, last = (x["train/loss"] for x in h.read_jsonl(tmp_path / "judge" / "metrics.jsonl"))
     assert last < 0.8 * first
     h.leave_distributed()
     judge = str(tmp_path / "judge" / "global_step_12" / "huggingface")
     settings = h.dapo_settings(task, tmp_path / "run", lora_rank=2, reward_model=judge, total_training_steps=1)
     settings |= dict(reward_model_max_length=64)
-    metrics = train_dapo.main(train_dapo.Args(**settings))
+    metrics = train_dapo.main(build(train_dapo.Args, **settings))
     assert metrics["actor/grad_norm"] > 0
 
 
 def test_a_critic_on_the_policys_backbone_learns_beside_adapters(task, tmp_path):
     settings = h.ppo_settings(task, tmp_path, lora_rank=4, share_backbone=True, lr=1e-2, total_training_steps=1)
-    train_ppo.main(train_ppo.Args(**settings))
+    train_ppo.main(build(train_ppo.Args, **settings))
     state = h.saved_state(tmp_path / "global_step_1")
     assert state["actor/model/value_head.weight"].any() and "actor/optimizer/value_head.weight/exp_avg" in state
     assert "value_head.weight" not in h.weights(tmp_path / "global_step_1")
@@ -182,6 +183,6 @@ def test_a_push_that_forgets_adapters_ends_the_run(task, tmp_path, monkeypatch, 
     monkeypatch.setattr(models, "weights_for_engine", push)
     settings = h.grpo_settings(task, tmp_path, lora_rank=4, lr=1e-2, total_training_steps=4)
     with pytest.raises(RuntimeError, match="does not hold the policy's weights") as error:
-        train_grpo.main(train_grpo.Args(**settings))
+        train_grpo.main(build(train_grpo.Args, **settings))
     assert len(h.read_jsonl(tmp_path / "metrics.jsonl")) == 1  # until the first update both are the base
     assert float(re.search(r"\d\.?\d*e-\d+", str(error.value))[0]) > 1e-4

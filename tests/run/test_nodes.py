@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
+from rl.flags import build
 from rl.model import load as models
 from rl.sampling.engines import hf
 from rl.scoring.pool import Scorer
@@ -141,7 +142,7 @@ def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have
     monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())  # else Adam makes rounding errors large
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
     try:
-        train_grpo.main(train_grpo.Args(**h.grpo_settings(task, folder, **RUNS["crashed"])))
+        train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, folder, **RUNS["crashed"])))
     finally:
         h.leave_distributed()
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import sft
 import train_ppo
+from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import init_ranks
@@ -44,7 +45,7 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypa
     )
 
     def train(name, **changes):
-        train_ppo.main(train_ppo.Args(**h.ppo_settings(task, tmp_path / name, **settings | changes)))
+        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, tmp_path / name, **settings | changes)))
         h.leave_distributed()
         return tmp_path / name
 
@@ -66,7 +67,9 @@ def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
     h.assert_same(found["moments"], found["plain"])
     h.assert_same(found["everything"], found["plain"])
     settings = h.sft_settings(task, tmp_path / "everything", max_token_len_per_gpu=256, total_training_steps=3)
-    assert sft.main(sft.Args(**settings, force_resume=True))["train/loss"] > 0  # with nothing on the host any more
+    assert (
+        sft.main(build(sft.Args, **settings, force_resume=True))["train/loss"] > 0
+    )  # with nothing on the host any more
 
 
 def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task):

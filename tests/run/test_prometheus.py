@@ -11,6 +11,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import train_grpo
+from rl.flags import build
 from rl.ranks import Ranks
 from rl.run.prometheus import Exporter, name_of
 
@@ -97,7 +98,7 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(tmp_path):
         port = taken.getsockname()[1]
         settings = h.grpo_settings(task, tmp_path / "run", prometheus_port=port)
         with pytest.raises(ValueError, match=f"--prometheus-port {port} cannot be served .*choose another port"):
-            train_grpo.main(train_grpo.Args(**settings))
+            train_grpo.main(build(train_grpo.Args, **settings))
     h.leave_distributed()
     assert not (tmp_path / "run").exists()
 
@@ -110,7 +111,7 @@ def test_other_ranks_serve_nothing_and_hear_of_a_refusal():
     other = OtherRank(1, 2, torch.device("cpu"), torch.float32, data_rank=1, data_size=2, group=None, data_group=None)
     (port,) = launch.free_ports(1)
     with pytest.raises(ValueError, match="Address already in use"):
-        Exporter(train_grpo.Args(prometheus_port=port), other)
+        Exporter(build(train_grpo.Args, prometheus_port=port), other)
     socket.create_server(("127.0.0.1", port)).close()
 
 

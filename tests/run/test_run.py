@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import sft
 from rl import stop
+from rl.flags import build
 from rl.model import load as models
 from rl.run import checkpoint, last_words, watchdog
 from rl.run.run import Run
@@ -34,7 +35,7 @@ def start(task, tmp_path, monkeypatch):
 
     def make(**changes):
         monkeypatch.setattr(stop.os, "_exit", exit)
-        args = sft.Args(**h.sft_settings(task, tmp_path / "run", total_training_steps=5, **changes))
+        args = build(sft.Args, **h.sft_settings(task, tmp_path / "run", total_training_steps=5, **changes))
         run = Run(args, AutoTokenizer.from_pretrained(task.model), 5)
         runs.append(run)
         policy = models.load_policy(args, run.ranks)

@@ -9,6 +9,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
 from rl.data.prompts import load_prompts
+from rl.flags import build
 from rl.model import load as models
 from rl.ranks import Ranks
 from rl.run import checkpoint, loop_state
@@ -87,7 +88,7 @@ def test_every_step_may_have_its_own_number_of_ranks(train, unbroken, ranks):
 
 
 def rows_of(task):
-    _, rows, _ = load_prompts(train_dapo.Args(**h.dapo_settings(task, "nowhere")))
+    _, rows, _ = load_prompts(build(train_dapo.Args, **h.dapo_settings(task, "nowhere")))
     return {row["row_index"]: row for row in rows}
 
 

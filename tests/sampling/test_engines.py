@@ -30,6 +30,7 @@ from rl.data.batching import collate
 from rl.data.encode import stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.types import Completion, Sampling
+from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import check_context
 from rl.model.logprobs import token_logprobs
@@ -484,7 +485,7 @@ def test_processed_logprobs_by_hand(sampling, expected):
 
 def test_hf_engine_refuses_tensor_parallelism():
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 needs --engine vllm"):
-        train_grpo.validate(train_grpo.Args(engine="hf", tensor_model_parallel_size=2))
+        train_grpo.validate(build(train_grpo.Args, engine="hf", tensor_model_parallel_size=2))
 
 
 def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):

@@ -18,6 +18,7 @@ import train_grpo
 from rl.data.batching import make_batch
 from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
+from rl.flags import build
 from rl.run import checkpoint
 from rl.sampling.engines import hf
 
@@ -177,7 +178,7 @@ def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled,
 
     dapo(**settings)
 
-    args = train_dapo.Args(**h.dapo_settings(task, dapo.dir(1), **settings))
+    args = build(train_dapo.Args, **h.dapo_settings(task, dapo.dir(1), **settings))
     rounds = scored_groups(task, sampled, score)
     steps = batches_by_hand(rounds, args)
     actor, reports = plain_dapo(task, args, steps)
@@ -221,7 +222,7 @@ def test_without_its_four_parts_dapo_is_grpo(dapo, task, tmp_path):
         rollout_is="none",
         weight_decay=0.01,
     )
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "grpo", **shared)))
+    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "grpo", **shared)))
     h.assert_same(dapo.weights(1, 3), h.weights(tmp_path / "grpo" / "global_step_3"))
     of_grpo = h.timeless(h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl"))
     for line, expected in zip(h.timeless(dapo.lines(1)), of_grpo, strict=True):
@@ -339,7 +340,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     state = carried(run_dir / f"global_step_{saved[-1]}")
     assert state["surplus"] and state["drawn"] == sum(rounds[: saved[-1]])
 
-    train_dapo.main(train_dapo.Args(**settings))
+    train_dapo.main(build(train_dapo.Args, **settings))
 
     assert_same_end(run_dir, dapo.dir(1), 4)
 
@@ -354,9 +355,9 @@ def test_a_step_that_cannot_be_filled_ends_the_run_and_a_higher_bound_continues_
     settings = h.dapo_settings(task, run_dir, **changes)
     words = rf"step {rounds.index(needed) + 1}: {3 * (needed - 1)} groups were sampled in --max-num-gen-batches "
     with pytest.raises(RuntimeError, match=rf"{words}{needed - 1} rounds, and [0-3] have a spread, fewer than .* 4"):
-        train_dapo.main(train_dapo.Args(**settings, max_num_gen_batches=needed - 1))
+        train_dapo.main(build(train_dapo.Args, **settings, max_num_gen_batches=needed - 1))
     h.leave_distributed()
-    train_dapo.main(train_dapo.Args(**settings, max_num_gen_batches=needed))
+    train_dapo.main(build(train_dapo.Args, **settings, max_num_gen_batches=needed))
     h.assert_same(h.weights(run_dir / "global_step_4"), dapo.weights(1, 4))
     assert h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) == h.timeless(dapo.lines(1))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 import train_distill
 from data import arithmetic
+from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding, teacher
 from rl.sampling.engines import hf
@@ -160,7 +161,7 @@ def test_steps_are_what_plain_transformers_computes(
     changes = dict(ppo_mini_batch_size=changes.get("train_batch_size", 4)) | changes
     changes |= dict(max_logprob_gap=1.0, custom_reward_function=sometimes)
     distill(**changes)
-    args = train_distill.Args(**h.distill_settings(task, tmp_path, teacher_model=tiny_model, **changes))
+    args = build(train_distill.Args, **h.distill_settings(task, tmp_path, teacher_model=tiny_model, **changes))
     weights, reports = plain_distill(task, args, rounds, h.parity_sometimes)
     for line, report in zip(distill.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=1e-5)  # float32 log-probs

@@ -17,6 +17,7 @@ from launch import ROOT
 from torch.distributed.run import get_args_parser
 
 from rl.console import SHOWN
+from rl.flags import build
 from rl.formulas import losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -239,12 +240,12 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     for script, change in changes.items():
         settings = h.grpo_settings(task, folder / script, ppo_mini_batch_size=2, save_freq=0, **common, **change)
         module = module_of(script)
-        module.main(module.Args(**settings))
+        module.main(build(module.Args, **settings))
         h.leave_distributed()
         names[script] = set().union(*h.read_jsonl(folder / script / "metrics.jsonl"))
     sft = module_of("sft")
     settings = h.sft_settings(task, folder / "sft", val_files=(task.sft,), total_training_steps=1, save_freq=0)
-    sft.main(sft.Args(**settings))
+    sft.main(build(sft.Args, **settings))
     h.leave_distributed()
     names["sft"] = set().union(*h.read_jsonl(folder / "sft" / "metrics.jsonl"))
     torch.set_num_threads(threads)

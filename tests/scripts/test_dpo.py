@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from rl.data.order import prompts_for_step
+from rl.flags import build
 from rl.model import load as models
 from rl.sampling.engines import hf
 
@@ -157,7 +158,7 @@ def test_steps_are_what_plain_transformers_computes(case, task, tmp_path, someti
     h.record_rounds(rounds, monkeypatch.setattr)
     common = dict(ppo_mini_batch_size=2, ppo_epochs=2, total_training_steps=3, temperature=0.7, lr=2e-3, grad_clip=0.3)
     changes = common | dict(custom_reward_function=sometimes, weight_decay=0.1) | CASES[case]
-    args = train_dpo.Args(**h.dpo_settings(task, tmp_path / "run", **changes))
+    args = build(train_dpo.Args, **h.dpo_settings(task, tmp_path / "run", **changes))
     train_dpo.main(args)
     steps = pairs_of(task, args.pairs, rounds, args)
     assert all(steps) and any(len(updates) == 2 for updates in steps)
@@ -180,7 +181,9 @@ def preferences(task, tmp_path):
 def test_offline_steps_are_those_of_dpo_as_published(task, tmp_path, in_double):
     file, lines = preferences(task, tmp_path)
     changes = dict(offline=True, train_files=(file,), max_response_length=40, total_training_steps=3, test_freq=3)
-    args = train_dpo.Args(**h.dpo_settings(task, tmp_path / "run", **changes, ppo_mini_batch_size=4, temperature=1.0))
+    args = build(
+        train_dpo.Args, **h.dpo_settings(task, tmp_path / "run", **changes, ppo_mini_batch_size=4, temperature=1.0)
+    )
     assert "val/accuracy" in train_dpo.main(args)  # held-out prompts are sampled all the same
     tokenizer, steps = AutoTokenizer.from_pretrained(task.model), []
     for step in range(3):
@@ -226,7 +229,7 @@ def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(dpo, task, tmp_path):
     dpo(total_training_steps=5, **changes)
     for steps in (3, 5):
         settings = h.dpo_settings(task, tmp_path / "broken", total_training_steps=steps, **changes)
-        train_dpo.main(train_dpo.Args(**settings))
+        train_dpo.main(build(train_dpo.Args, **settings))
     h.assert_same(*(h.saved_state(folder / "global_step_5") for folder in (tmp_path / "broken", dpo.dir(1))))
     lines = h.timeless(h.read_jsonl(tmp_path / "broken" / "metrics.jsonl"))
     assert lines == h.timeless(dpo.lines(1)) and len(lines) == 5

@@ -20,6 +20,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl.data.order import derive_seed
+from rl.flags import build
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -163,7 +164,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         lr=2e-3,
         ppo_max_token_len_per_gpu=budget,
     )
-    args = train_grpo.Args(**h.grpo_settings(task, tmp_path / "run", **settings))
+    args = build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "run", **settings))
     train_grpo.main(args)
     weights, reports = plain_grpo(task, args, rounds, h.parity_sometimes)
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -189,7 +190,7 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
         monkeypatch.setattr(hf.Engine, "first_rank", property(lambda engine, rank=rank: rank, lambda *_: None), False)
         settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)
         settings = {k: x for k, x in settings.items() if k in module.Args.__dataclass_fields__}
-        module.main(module.Args(**settings))
+        module.main(build(module.Args, **settings))
     assert seeds == [derive_seed(5, step, rank) for rank in (0, 1) for step in (0, 1)] and len(set(seeds)) == 4
 
 
@@ -224,7 +225,7 @@ def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypa
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     for script, (module, *_) in list(RETURNING.items())[: len(settings)]:
         alone = tmp_path / f"{script}_alone"
-        module.main(module.Args(**settings[script] | {"default_local_dir": str(alone)}))
+        module.main(build(module.Args, **settings[script] | {"default_local_dir": str(alone)}))
         found, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (tmp_path / script, alone))
         assert [line["step"] for line in found] == [0, 1, 1, 2, 2]
         for line, other in zip(found, expected, strict=True):
@@ -257,7 +258,7 @@ def test_a_main_returns_the_metrics_of_the_last_step_and_of_the_last_evaluation(
     settings |= dict(
         test_freq=2, val_files=settings["train_files"] if "sft" in script or "reward" in script else (task.test,)
     )
-    returned = module.main(module.Args(**settings))
+    returned = module.main(build(module.Args, **settings))
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     evaluations = [line for line in lines if of_evaluation <= line.keys()]
     steps = [line for line in lines if line not in evaluations]

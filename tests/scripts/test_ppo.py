@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train_grpo
 import train_ppo
 import train_reward
+from rl.flags import build
 from rl.model import sharding
 from rl.run import checkpoint
 from rl.sampling.engines import hf
@@ -200,7 +201,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes,
 
     ppo(**settings)
 
-    args = train_ppo.Args(**h.ppo_settings(task, ppo.dir(1), **settings))
+    args = build(train_ppo.Args, **h.ppo_settings(task, ppo.dir(1), **settings))
     actor, judge, reports = plain_ppo(task, args, steps, score)
     for line, report in zip(ppo.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=1e-5, abs=1e-6)
@@ -302,21 +303,21 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, 
     assert status == -signal.SIGKILL, output
     assert checkpoint.list_steps(run_dir) in ([1], [1, 2])  # it may have died while step 2 was written
 
-    train_ppo.main(train_ppo.Args(**settings))
+    train_ppo.main(build(train_ppo.Args, **settings))
 
     assert_same_end(run_dir, ppo.dir(1), 4)
     coefficients = [x["actor/reward_kl_penalty_coeff"] for x in ppo.lines(1)]
     assert len(set(coefficients)) == 4  # it was carried over
     # A checkpoint that has lost its critic is none.
     (run_dir / "global_step_4" / "huggingface_critic" / "model.safetensors").unlink()
-    train_ppo.main(train_ppo.Args(**settings))
+    train_ppo.main(build(train_ppo.Args, **settings))
     assert "global_step_4: huggingface_critic/model.safetensors is missing" in capsys.readouterr().out
     assert_same_end(run_dir, ppo.dir(1), 4)
 
 
 def test_a_checkpoint_without_this_critic_is_refused(ppo, task, tmp_path):
     settings = h.grpo_settings(task, tmp_path / "grpo", total_training_steps=1)
-    train_grpo.main(train_grpo.Args(**settings))
+    train_grpo.main(build(train_grpo.Args, **settings))
     h.leave_distributed()
     of_grpo = str(tmp_path / "grpo" / "global_step_1")
     with pytest.raises(ValueError, match=r"--train-batch-size: was 4, is 8"):
@@ -463,7 +464,7 @@ def reward_model_of(task, folder):
     pq.write_table(pa.Table.from_pylist(rows), folder / "pairs.parquet")
     settings = dict(train_batch_size=16, max_length=64, lr=1e-2, total_training_steps=2, test_freq=-1)
     paths = dict(model=task.model, train_files=(str(folder / "pairs.parquet"),), default_local_dir=str(folder / "rm"))
-    train_reward.main(train_reward.Args(**settings, **paths))
+    train_reward.main(build(train_reward.Args, **settings, **paths))
     h.leave_distributed()
     return folder / "rm" / "global_step_2" / "huggingface"
 

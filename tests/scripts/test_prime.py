@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
+from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.run import run
@@ -185,7 +186,7 @@ def test_steps_are_what_plain_transformers_computes(
     changes |= dict(total_training_steps=2, lr=1e-3, prm_lr=2e-3, ppo_max_token_len_per_gpu=120, max_logprob_gap=1.0)
     changes |= CASES[case] | dict(custom_reward_function=rewards[case])
     prime(**changes)
-    args = train_prime.Args(**h.prime_settings(task, tmp_path, **changes))
+    args = build(train_prime.Args, **h.prime_settings(task, tmp_path, **changes))
     weights, of_prm, reports = plain_prime(task, args, rounds, partial(judge_by_hand, case), FACTORS[case])
     for line, report in zip(prime.lines(1), reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=2e-4, abs=2e-5)  # float32 log-probs
@@ -226,7 +227,7 @@ def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(prime, task, tmp_path):
     prime(total_training_steps=5, **changes)
     for steps in (3, 5):
         settings = h.prime_settings(task, tmp_path / "broken", total_training_steps=steps, **changes)
-        train_prime.main(train_prime.Args(**settings))
+        train_prime.main(build(train_prime.Args, **settings))
     h.assert_same(*(h.saved_state(folder / "global_step_5") for folder in (tmp_path / "broken", prime.dir(1))))
     lines = h.timeless(h.read_jsonl(tmp_path / "broken" / "metrics.jsonl"))
     assert lines == h.timeless(prime.lines(1)) and len(lines) == 5

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_reinforce
 from rl.data.types import Completion, Sampling
+from rl.flags import build
 from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
 
@@ -181,7 +182,7 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         weight_decay=0.1,
         lr=2e-3,
     )
-    args = train_reinforce.Args(**h.grpo_settings(task, tmp_path / "run", **settings))
+    args = build(train_reinforce.Args, **h.grpo_settings(task, tmp_path / "run", **settings))
     train_reinforce.main(args)
     weights, reports = plain_reinforce(task, args, rounds, score_by_hand)
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -208,7 +209,9 @@ def test_the_baselines_of_two_ranks_are_those_of_one(task, tmp_path, monkeypatch
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     for name in names:
-        train_reinforce.main(train_reinforce.Args(**settings[name] | {"default_local_dir": str(tmp_path / name)}))
+        train_reinforce.main(
+            build(train_reinforce.Args, **settings[name] | {"default_local_dir": str(tmp_path / name)})
+        )
         h.leave_distributed()
         (found,), (expected,) = (
             h.timeless(h.read_jsonl(x / "metrics.jsonl")) for x in (tmp_path / "two" / name, tmp_path / name)
@@ -219,7 +222,7 @@ def test_the_baselines_of_two_ranks_are_those_of_one(task, tmp_path, monkeypatch
 
 def test_the_optimal_token_baseline_needs_two_responses():
     with pytest.raises(ValueError, match="--rollout-n must be at least 2"):
-        train_reinforce.validate(train_reinforce.Args(adv_estimator="optimal_token_baseline"))
+        train_reinforce.validate(build(train_reinforce.Args, adv_estimator="optimal_token_baseline"))
 
 
 class Echo:

@@ -36,6 +36,7 @@ from rl import flags
 from rl.data.encode import encode_sft
 from rl.data.order import derive_seed
 from rl.data.rows import read_sft_rows
+from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import Ranks
@@ -117,7 +118,7 @@ def test_sft_from_the_command_line(trained, task):
 
 @pytest.mark.parametrize(("script", "settings"), [(sft, h.sft_settings), (train_reward, h.reward_settings)])
 def test_without_log_freq_only_the_last_step_is_printed(script, settings, task, tmp_path, capsys):
-    script.main(script.Args(**settings(task, tmp_path, total_training_steps=3, log_freq=0)))
+    script.main(build(script.Args, **settings(task, tmp_path, total_training_steps=3, log_freq=0)))
     assert re.findall(r"^step (\d)/3 ", capsys.readouterr().out, re.MULTILINE) == ["3"]
     assert [x["step"] for x in h.read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
@@ -298,7 +299,7 @@ def test_gdpo_compares_the_parts_of_a_score(grpo, tmp_path):
 )
 def test_what_estimators_and_losses_need_is_asked_for(settings, words):
     with pytest.raises(ValueError, match=words):
-        train_grpo.validate(train_grpo.Args(**settings))
+        train_grpo.validate(build(train_grpo.Args, **settings))
 
 
 def test_only_the_most_uncertain_tokens_teach(grpo, monkeypatch):
@@ -678,7 +679,7 @@ def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, mo
     status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    train_grpo.main(train_grpo.Args(**h.grpo_settings(task, tmp_path / "one", **changes)))
+    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "one", **changes)))
     lines = {name: h.timeless(h.read_jsonl(tmp_path / name / "metrics.jsonl")) for name in ("one", "two")}
     assert [x["step"] for x in lines["two"]] == [1, 2]
     for one, two in zip(lines["one"], lines["two"], strict=True):
@@ -842,7 +843,7 @@ def test_sft_loss_is_the_mean_over_response_tokens(task, tmp_path, form):
     settings = h.sft_settings(
         task, tmp_path / "run", train_files=files, val_files=files, train_batch_size=5, total_training_steps=8, lr=1e-2
     )
-    metrics = sft.main(sft.Args(**settings))
+    metrics = sft.main(build(sft.Args, **settings))
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [x["step"] for x in lines if "val/loss" in x] == [0, 8]
     before, after = nll(task.model, conversations), nll(tmp_path / "run/global_step_8/huggingface", conversations)
@@ -860,7 +861,7 @@ def test_sft_is_what_plain_transformers_computes(task, tmp_path, in_double):
     pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
     settings = dict(train_batch_size=5, total_training_steps=4, lr=1e-3, beta2=0.9, grad_clip=0.5, weight_decay=0.1)
     files = (str(tmp_path / "rows.parquet"),)
-    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", train_files=files, **settings)))
+    sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run", train_files=files, **settings)))
 
     tokenizer, model = AutoTokenizer.from_pretrained(task.model), AutoModelForCausalLM.from_pretrained(task.model)
     model = model.double()
@@ -892,7 +893,7 @@ def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_doub
         "small": dict(max_token_len_per_gpu=90, max_length=90),
         "plain": dict(activation_checkpointing="none"),
     }.items():
-        metrics = sft.main(sft.Args(**h.sft_settings(task, tmp_path / name, **changes)))
+        metrics = sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / name, **changes)))
         if name == "base":
             expected = metrics
         assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
@@ -904,7 +905,7 @@ def test_sft_takes_other_rows_in_every_step_and_those_of_the_full_length(task, t
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     longest = max(len(encode_sft(tokenizer, row)[0]) for row in read_sft_rows((task.sft,)))
     settings = dict(max_length=longest, filter_overlong=True, lr=0.0, total_training_steps=3, train_batch_size=64)
-    sft.main(sft.Args(**h.sft_settings(task, tmp_path / "run", **settings)))
+    sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run", **settings)))
     assert len({x["train/loss"] for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl")}) == 3
     assert "dropped" not in capsys.readouterr().out
 
@@ -916,8 +917,8 @@ def test_sft_drops_overlong_rows_when_told_to(task, tmp_path, capsys):
     path = str(tmp_path / "rows.parquet")
     settings = h.sft_settings(task, tmp_path / "run", train_files=(path,), train_batch_size=19)
     with pytest.raises(ValueError, match=r"row 3: .* over --max-length 128; raise it or add --filter-overlong"):
-        sft.main(sft.Args(**settings))
-    metrics = sft.main(sft.Args(**settings, filter_overlong=True))
+        sft.main(build(sft.Args, **settings))
+    metrics = sft.main(build(sft.Args, **settings, filter_overlong=True))
     assert "dropped 1 of 20 rows longer than --max-length 128" in capsys.readouterr().out
     assert math.isfinite(metrics["train/loss"])
 
@@ -1035,7 +1036,7 @@ def test_grpo_refuses(case, task, weightless, tmp_path):
     changes, words = GRPO_MISTAKES[case]
     settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
-        train_grpo.main(train_grpo.Args(**settings))
+        train_grpo.main(build(train_grpo.Args, **settings))
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
     assert not (tmp_path / "run").exists()
@@ -1066,7 +1067,7 @@ def test_sft_refuses(case, task, weightless, tmp_path):
     changes, words = SFT_MISTAKES[case]
     settings = h.sft_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
-        sft.main(sft.Args(**settings))
+        sft.main(build(sft.Args, **settings))
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
 
@@ -1135,7 +1136,7 @@ def test_unknown_values_name_the_flag(name, words, capsys):
 )
 def test_impossible_values_are_refused(task, module, settings, words):
     with pytest.raises(ValueError, match=words):
-        module.main(module.Args(**dict(model=str(task.model), train_files=(str(task.train),)) | settings))
+        module.main(build(module.Args, **dict(model=str(task.model), train_files=(str(task.train),)) | settings))
 
 
 def test_every_number_of_a_script_has_a_limit_or_may_be_any():

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import train_ppo
 from benchmarks import view
+from rl.flags import build
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -41,7 +42,7 @@ def runs(tmp_path_factory):
             log_samples_freq=1,
             log_val_generations=3,
         )
-        train_ppo.main(train_ppo.Args(**h.ppo_settings(task, folder / f"seed{seed}" / "run", **changes)))
+        train_ppo.main(build(train_ppo.Args, **h.ppo_settings(task, folder / f"seed{seed}" / "run", **changes)))
         h.leave_distributed()
     with open(folder / "seed1" / "run" / "generations.jsonl", "a") as f:  # what a model may write
         f.write(json.dumps({"step": 2, "kind": "train", "prompt": HOSTILE, "response": HOSTILE, "score": None}) + "\n")

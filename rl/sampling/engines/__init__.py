@@ -1,33 +1,76 @@
-"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers. base.py says what they have alike."""
+"""Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
+from rl.flags import AtLeast1, Free, Positive, PositiveShare
 from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines import hf, vllm
 from rl.sampling.engines.base import Engine
 
 
-def make_engine(args: Any, ranks: Ranks, *, load_weights: bool = False) -> Engine:
-    """The engine that --engine names, asleep, for the model and the lengths of a script's Args.
+@dataclass(frozen=True)
+class EngineFlags:
+    """rollout engine"""
+
+    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
+    # GPUs that share one vLLM engine: for a large model, or a few long responses
+    tensor_model_parallel_size: Free[AtLeast1] = 1
+    gpu_memory_utilization: Free[PositiveShare] = 0.5  # share of GPU memory that vLLM may take while it generates
+    max_num_seqs: Free[AtLeast1] = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
+
+
+@dataclass(frozen=True)
+class Rollout(EngineFlags):
+    """rollout engine"""
+
+    free_cache_engine: Free[bool] = True  # give vLLM's memory back while training (sleep level 2)
+    # stop if engine and trainer log-probs differ by more than this on average after a push of weights; default 1e-4 in
+    # float32, 0.06 in bfloat16, 0.3 with --rollout-quantization
+    max_logprob_gap: Free[Positive | None] = None
+    # vLLM's weights in eight bits, on a GPU that computes with them, such as an H100; needs --rollout-is
+    rollout_quantization: Literal["none", "fp8"] = "none"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine rounds its weights to fewer bits than the trainer."""
+        return self.rollout_quantization != "none"
+
+
+DEFAULT = Rollout()
+
+
+def make_engine(
+    model: str,
+    ranks: Ranks,
+    flags: EngineFlags = DEFAULT,
+    *,
+    longest: int,
+    seed: int = 0,
+    load_weights: bool = False,
+    log_stats: bool = False,
+) -> Engine:
+    """The engine that --engine names, asleep, for a model and sequences of at most `longest` tokens.
 
     Its weights are dummies until the first `update_weights`. With load_weights it has those of the model's files, and
-    stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
+    stays awake. log_stats: vLLM's own metrics, for Prometheus. Raises ValueError if the parallelism does not fit the
+    ranks, or the files lack weights.
     """
-    limits = dict(max_model_len=args.max_prompt_length + args.max_response_length, max_num_seqs=args.max_num_seqs)
-    if args.engine == "hf":
-        return hf.Engine(args.model, ranks, ranks.dtype, **limits)  # which never sleeps
+    limits = dict(max_model_len=longest, max_num_seqs=flags.max_num_seqs)
+    if flags.engine == "hf":
+        return hf.Engine(model, ranks, ranks.dtype, **limits)  # this engine never sleeps
     engine = vllm.Engine(
-        args.model,
+        model,
         ranks,
         ranks.dtype,
         **limits,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-        free_cache_engine=not load_weights and args.free_cache_engine,
-        seed=args.seed,
+        gpu_memory_utilization=flags.gpu_memory_utilization,
+        tensor_parallel_size=flags.tensor_model_parallel_size,
+        free_cache_engine=not load_weights and flags.free_cache_engine,
+        seed=seed,
         load_weights=load_weights,
-        quantization=getattr(args, "rollout_quantization", "none"),  # which eval.py does not have
-        log_stats=ranks.is_main and getattr(args, "prometheus_port", None) is not None,
+        quantization=flags.rollout_quantization if isinstance(flags, Rollout) else "none",
+        log_stats=ranks.is_main and log_stats,
     )
     if not load_weights:
         awake = memory_in_use(ranks)

@@ -1,6 +1,6 @@
 """What every engine that samples responses can do.
 
-    engine = engines.make(args, ranks)
+    engine = make_engine(model, ranks, longest=1024)
     engine.wake(); engine.update_weights(...)         the policy's weights, after every update of them
     engine.add(requests)                              at any time, also while others are sampled
     while engine.has_requests():
@@ -32,7 +32,7 @@ class Engine(Protocol):
     device: torch.device
     first_rank: int  # of those that share this engine: they sample with one seed
     group: dist.ProcessGroup | None  # of those ranks, for objects on the host; None for one rank alone
-    memory: int  # bytes on the device that `sleep` gives back, as `engines.make` has seen it; 0 before
+    memory: int  # bytes on the device that `sleep` gives back, as `make_engine` has seen it; 0 before
     policy_version: int  # how often weights were pushed
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -1,0 +1,138 @@
+"""The groups of flags that scripts share, and the check of a script's Args before anything is loaded.
+
+@dataclass(frozen=True)
+class Args(RL):
+    lr: NotNegative = 1e-6
+    logging: LoggingRL = LoggingRL(experiment_name="my_run")  # another default of a flag in a group
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl.data.encode import load_tokenizer
+from rl.data.prompts import Data
+from rl.flags import AtLeast1, Free, check_limits, flat
+from rl.model import lora
+from rl.model.checks import check_heads, check_trainable
+from rl.model.lora import LoRA
+from rl.model.sharding import Memory
+from rl.run.alarms import parse_alarm
+from rl.run.checkpoint import Checkpoints
+from rl.run.tracking import LoggingRL, LoggingSupervised
+from rl.sampling.correction import Correction
+from rl.sampling.engines import Rollout
+from rl.sampling.evaluation import Validation
+from rl.sampling.rollout import Decoding
+from rl.scoring.pool import Rewards, Scoring
+
+
+@dataclass(frozen=True)
+class MemoryRL(Memory):
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    # tokens of a micro-batch, where a prompt that responses share counts once; lower it on out-of-memory
+    ppo_max_token_len_per_gpu: Free[AtLeast1] = 16384
+
+
+@dataclass(frozen=True)
+class MemorySupervised(Memory):
+    """memory and speed: the numbers stay the same, up to rounding"""
+
+    max_token_len_per_gpu: Free[AtLeast1] = 16384  # tokens in one micro-batch; lower it on out-of-memory
+
+
+@dataclass(frozen=True)
+class RL:
+    """The groups of every script that samples responses and learns from them."""
+
+    data: Data = Data()
+    decoding: Decoding = Decoding()
+    rewards: Rewards = Rewards()
+    scoring: Scoring = Scoring()
+    rollout: Rollout = Rollout()
+    correction: Correction = Correction()
+    lora: LoRA = LoRA()
+    memory: MemoryRL = MemoryRL()
+    validation: Validation = Validation()
+    checkpoints: Checkpoints = Checkpoints()
+    logging: LoggingRL = LoggingRL()
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The groups of every script that learns from given responses."""
+
+    lora: LoRA = LoRA()
+    memory: MemorySupervised = MemorySupervised()
+    checkpoints: Checkpoints = Checkpoints()
+    logging: LoggingSupervised = LoggingSupervised()
+
+
+def check(args: Any) -> None:
+    """Raise ValueError, naming the flag, its value and the fix, for what can be known before data and models are
+    loaded: numbers beyond the limits of their flags, flags that contradict each other, and a model that cannot be
+    trained on sequences of the given length.
+    """
+    check_limits(args)
+    lora.check_flags(args.lora)
+    for alarm in args.logging.alarms:
+        parse_alarm(alarm)
+    load_tokenizer(args.model)  # raises if --model names no model
+    if isinstance(args, RL):
+        _check_rl(args)
+        check_trainable(args.model, args.max_prompt_length + args.max_response_length)
+        check_heads(args.model, args.rollout.tensor_model_parallel_size)
+        return
+    if args.memory.max_token_len_per_gpu < args.max_length:
+        raise ValueError(
+            f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
+            f"--max-length {args.max_length} tokens; raise it to at least that"
+        )
+    check_trainable(args.model, args.max_length, "--max-length")
+
+
+def _check_rl(args: Any) -> None:
+    values, rollout, validation = flat(args), args.rollout, args.validation
+    longest = args.max_prompt_length + args.max_response_length
+    if rollout.engine == "hf" and rollout.tensor_model_parallel_size != 1:
+        size = rollout.tensor_model_parallel_size
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
+    if rollout.is_quantized:
+        flag = f"--rollout-quantization {rollout.rollout_quantization}"
+        if rollout.engine != "vllm":
+            raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+            raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
+        if args.correction.rollout_is is None:
+            raise ValueError(
+                f"{flag}: the policy that samples is not quite the one that learns; add --rollout-is token, which "
+                "corrects for that, or --rollout-is none to do without"
+            )
+    if (values.get("ppo_mini_batch_size") or 0) > args.train_batch_size:
+        raise ValueError(
+            f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
+            f"{args.train_batch_size}; both count prompts, lower it"
+        )
+    if values.get("ref_update_steps") and args.lora.lora_rank:
+        raise ValueError(
+            f"--ref-update-steps {args.ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
+            "policy without its adapters, which stays as it is; leave one of them out"
+        )
+    kl_terms = [values[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in values]
+    if values.get("ref_update_steps") and kl_terms and not any(kl_terms):
+        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
+    if validation.val_n > 1 and validation.val_temperature == 0:
+        raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")
+    max_tokens, rewards = args.memory.ppo_max_token_len_per_gpu, args.rewards
+    if max_tokens < longest:
+        raise ValueError(
+            f"--ppo-max-token-len-per-gpu {max_tokens} cannot hold one sequence of "
+            f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
+        )
+    if rewards.reward_model and max_tokens < rewards.reward_model_max_length:
+        raise ValueError(
+            f"--ppo-max-token-len-per-gpu {max_tokens} cannot hold one conversation of "
+            f"--reward-model-max-length {rewards.reward_model_max_length} tokens; change one of them"
+        )

@@ -1,0 +1,45 @@
+"""What an RL script works on: prompts, the processes that score responses, and how responses are sampled."""
+
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.data.encode import load_tokenizer
+from rl.data.prompts import count_steps, load_prompts
+from rl.data.rows import Row
+from rl.data.types import Sampling
+from rl.run.arguments import check
+from rl.sampling.rollout import sampling_settings
+from rl.scoring.pool import Scorer, make_scorer
+
+
+class Task(NamedTuple):
+    """See `load_task`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_rows: list[Row]
+    val_rows: list[Row]
+    scorer: Scorer
+    sampling: Sampling
+    total_steps: int
+
+
+def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = False) -> Task:
+    """Check a script's Args; then the tokenizer of --model, the prompts of --train-files and --val-files, the processes
+    that score responses, how responses are sampled, and how many steps the run has.
+
+    Args: prompts_per_step, that are sampled, by default --train-batch-size; pairs, whether --train-files hold
+    comparisons, whose rows no function scores. Raises ValueError for everything a user can get wrong, before a model is
+    loaded.
+    """
+    check(args)
+    tokenizer, rewards = load_tokenizer(args.model), args.rewards
+    kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs)
+    train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
+    flag = "--train-batch-size" if prompts_per_step is None else "--gen-batch-size"
+    total_steps = count_steps(args.data, len(train_rows), prompts_per_step or args.train_batch_size, flag=flag)
+    judged = val_rows if pairs else train_rows + val_rows
+    scorer = make_scorer(rewards, args.scoring, tokenizer, judged, max_response_length=args.max_response_length)
+    lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
+    sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
+    return Task(tokenizer, train_rows, val_rows, scorer, sampling, total_steps)

@@ -1,0 +1,52 @@
+"""The flags of rollout correction, and the weights they ask for. rl/formulas/correction.py has the formulas."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl.flags import NotNegative, Positive
+from rl.formulas import correction as formulas
+
+
+@dataclass(frozen=True)
+class Correction:
+    """rollout correction: the policy that sampled is not quite the one that learns"""
+
+    # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization asks for one
+    rollout_is: Literal["none", "token", "sequence"] | None = None
+    rollout_is_threshold: Positive = 2.0  # largest weight
+    rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight
+    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS)
+    rollout_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
+    rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
+    # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
+    off_policy_mask_threshold: Positive | None = None
+    # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
+    probability_mask_threshold: Positive | None = None
+
+
+def weights(
+    flags: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """What the policy loss of every token is multiplied with: the product of all corrections that the flags ask for.
+
+    Args: logp of the policy that learns, old_logp of the one that starts the step, rollout_logp by the engine,
+    advantages, mask (B, T). Returns: (B, T), 1 where no flag is set, without gradient.
+    """
+    result = torch.ones_like(old_logp)
+    if flags.rollout_is not in (None, "none"):
+        ratio = formulas.rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_is)
+        low, high = flags.rollout_is_threshold_lower, flags.rollout_is_threshold
+        result = result * formulas.truncated(ratio, low=low, high=high)
+    if flags.rollout_mask != "none":
+        ratio = formulas.rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_mask)
+        low, high = flags.rollout_mask_threshold_lower, flags.rollout_mask_threshold
+        result = result * formulas.within(ratio, low=low, high=high)
+    if (threshold := flags.off_policy_mask_threshold) is not None:
+        result = result * formulas.off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
+    if (threshold := flags.probability_mask_threshold) is not None:
+        result = result * formulas.probability_mask(logp, rollout_logp, mask, threshold=threshold)
+    return result
