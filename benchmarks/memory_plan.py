@@ -195,8 +195,8 @@ def tables(args: Args) -> str:
     work = dict(gpus=args.gpus, tokens=args.tokens, sequences=args.sequences, length=args.length)
     fits = [f"| model | trained | {' | '.join(f'{card} GB' for card in CARDS)} |", f"|---|---|{'---|' * len(CARDS)}"]
     phases = [
-        "| model | flags | sampling | of that vLLM | forward and backward | optimizer step | host |",
-        "|---|---|---|---|---|---|---|",
+        "| model | flags | sampling | of that vLLM | updating | host |",
+        "|---|---|---|---|---|---|",
     ]
     for shape in SHOWN:
         size = size_of(shape)
@@ -209,7 +209,7 @@ def tables(args: Args) -> str:
             fits.append(f"| {shape} | {trained} | {' | '.join(cells)} |")
             for flags in (flags for flags in choices if flags in fastest):
                 x, name = plans[flags], "defaults" if flags == Flags() else f"`{flags}`"
-                numbers = (x.sampling, x.engine, x.update, x.step, x.host)
+                numbers = (x.sampling, x.engine, max(x.update, x.step), x.host)
                 phases.append(f"| {shape} | {name} | {' | '.join(f'{n / GIB:.1f}' for n in numbers)} |")
     return "\n".join([*fits, "", *phases])
 
