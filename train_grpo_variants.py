@@ -1,0 +1,317 @@
+"""The family of GRPO by flags: other advantages, losses, means, KL terms, and choices of tokens to learn from.
+
+    torchrun train_grpo_variants.py --adv-estimator rloo                                                        # RLOO
+    torchrun train_grpo_variants.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm          # Dr. GRPO
+    torchrun train_grpo_variants.py --loss-mode gspo --loss-agg-mode seq-mean-token-mean \\
+        --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --ppo-mini-batch-size 32                                    # GSPO
+
+Read train_grpo.py first: the phases and words here are the same, and without flags this script computes the same
+numbers. It is for comparing the members of the family. They differ in a few functions, which flags choose:
+
+    advantage of a response     --adv-estimator          rl/formulas/advantages.py
+    loss of a token             --loss-mode              rl/formulas/losses.py
+    mean of the losses          --loss-agg-mode          rl/formulas/losses.py, aggregate
+    KL term in the loss         --use-kl-loss, --kl-loss-type, --ref-update-steps               losses.py, kl
+    KL term in the reward       --use-kl-in-reward, --kl-penalty, --kl-ctrl-type                losses.py, kl
+    tokens to learn from        --top-entropy-quantile   rl/data/token_selection.py
+    entropy bonus               --entropy-coeff          one line of phase 7
+
+Each function there has its formula and its paper. To build on one member, copy train_grpo.py and write its lines there.
+Shapes: P prompts a step, G responses to each, B = P * G, b of them on this rank; tensors of tokens are (b, T), and
+position t describes token t given the tokens before it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from rl.data import token_selection
+from rl.data.batching import make_batch
+from rl.data.order import derive_seed, prompts_for_step
+from rl.data.token_selection import TokenSelection
+from rl.data.types import take_rows
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, parse
+from rl.formulas import advantages, losses, schedule
+from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
+from rl.model.sharding import backward, clip_grad_norm
+from rl.run import metrics
+from rl.run.arguments import RL, LoggingRL
+from rl.run.run import Run
+from rl.run.task import load_task
+from rl.sampling import correction
+from rl.sampling.engines import make_engine
+from rl.sampling.evaluation import evaluate
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
+from rl.scoring.pool import raise_if_failing
+
+# --adv-estimator -> function: rewards (P, G), lengths (P, G), parts of the rewards by name -> advantages (P, G)
+ADVANTAGES = {
+    "grpo": advantages.grpo,
+    "dr_grpo": lambda rewards, lengths, **_: advantages.grpo(rewards, lengths, norm_by_std=False),
+    "grpo_batch": advantages.grpo_batch,
+    "grpo_passk": advantages.grpo_passk,
+    "max_rl": advantages.max_rl,
+    "rloo": advantages.rloo,
+    "opo": advantages.opo,
+    "gpg": advantages.gpg,
+    "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
+    "gdpo": advantages.gdpo,
+}
+# --loss-mode -> function: logp, old_logp, advantages, mask (b, t), numbers by name -> loss (b, t), is_clipped (b, t)
+LOSSES = {
+    "ppo_clip": losses.ppo_clip,
+    "dppo_tv": losses.dppo_tv,
+    "dppo_kl": losses.dppo_kl,
+    "gspo": losses.gspo,
+    "luspo": losses.gspo,  # with another mean
+    "cispo": losses.cispo,
+    "sapo": losses.sapo,
+    "gmpo": losses.gmpo,
+    "clip_cov": losses.clip_cov,
+    "kl_cov": losses.kl_cov,
+    "policy_gradient": losses.policy_gradient,
+}
+# --loss-mode -> the only --loss-agg-mode that its paper allows; the other losses take any
+AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "gmpo": "seq-mean-token-mean"}
+
+
+@dataclass(frozen=True)
+class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    # --- the flags of the family
+    adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
+    gdpo_reward_keys: tuple[str, ...] = ()  # of gdpo: components of the score that are compared, each by itself
+    gdpo_reward_weights: tuple[float, ...] = ()  # of gdpo: their weights; default: 1 each
+    loss_mode: Literal[*LOSSES] = "ppo_clip"  # loss of a token
+    tau_pos: Positive = 1.0  # of sapo: how fast the gradient fades where the advantage is positive
+    tau_neg: Positive = 1.05  # of sapo: the same where the advantage is negative
+    # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
+    entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
+    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response, from the score
+    kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
+    kl_target: Positive = 0.1  # KL per token that the adaptive controller aims at
+    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef changes
+
+    # --- the flags of train_grpo.py
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
+    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    rollout_n: AtLeast1 = 8  # responses to each prompt (G); with one response nothing is compared
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
+    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
+    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up; DAPO's clip-higher is 0.28
+    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
+    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
+    kl_loss_coef: float = 0.001  # weight of that KL term
+    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
+    lr_warmup_steps: Count = 0  # steps of linear warm-up
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
+    grad_clip: Positive = 1.0  # largest global gradient norm
+    seed: int = 0  # decides data order and sampling, together with the step
+    logging: LoggingRL = LoggingRL(
+        experiment_name="grpo",
+        alarms=(
+            "rollout/logprob_gap_mean>0.05",
+            "reward/zero_std_frac>0.95",
+            "response_length/clip_ratio>0.5",
+            "actor/entropy<0.01",
+        ),
+    )
+    selection: TokenSelection = TokenSelection()
+
+
+def check_variant(args: Args) -> None:
+    """Raise ValueError for flags of the family that contradict each other, naming the flag, its value and the fix."""
+    if args.loss_agg_mode != (mean := AGGREGATIONS.get(args.loss_mode, args.loss_agg_mode)):
+        raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode {mean}, its paper's mean")
+    keys, weights = args.gdpo_reward_keys, args.gdpo_reward_weights
+    if (args.adv_estimator == "gdpo") != bool(keys) or len(weights) not in (0, len(keys)):
+        raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo, with a weight for each or for none")
+    if keys and args.use_kl_in_reward:
+        raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train with a member of GRPO's family; returns the metrics of the last step and of the last evaluation."""
+    # Everything a user can get wrong is refused here, before a model is loaded.
+    check_variant(args)
+    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    scorer.require_components(args.gdpo_reward_keys, flag="--gdpo-reward-keys")
+    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
+    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
+
+    run = Run(args, tokenizer, total_steps)
+    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    needs_reference = args.use_kl_loss or args.use_kl_in_reward
+    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if needs_reference else None
+    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
+    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # a checkpoint has it if it changes
+    run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=f"{about}\n{scorer.report}")
+    kl_coef = run.state.get("kl_coef", args.kl_coef)  # of a resumed run, as the controller has left it
+    step_metrics, val_metrics = {}, {}
+
+    for step in range(run.start, total_steps + 1):  # the last round only evaluates
+        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
+        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
+
+        # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+
+        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
+        # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.
+        engine.wake()
+        engine.update_weights(weights_for_engine(policy, ranks))
+        clock("update_weights")
+        if run.evaluation_is_due(step):
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            run.exit_if_asked()
+            val_metrics = run.log_evaluation(step, evaluation)
+            clock("testing")
+        if step == total_steps:
+            break
+        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
+        own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+        run.exit_if_asked()
+        clock("gen")
+        engine.sleep()
+        check_engine(policy, own_samples, sampling, args.rollout, ranks)
+        clock("verify")
+
+        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
+        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
+        own_scores = scorer.collect(tickets)
+        run.exit_if_asked()
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
+        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
+        lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
+        clock("reward")
+
+        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        batch, updates = make_batch(
+            responses,
+            trainable=scores_PG.isfinite().flatten(),
+            mini_batch_size=mini_batch_size * args.rollout_n,
+            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            ranks=ranks,
+        )  # (b, T)
+        clock("batch")
+
+        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
+        # reference. With one update a step the loss does not need the first: then the policy has not changed yet.
+        if num_updates > 1 or args.use_kl_in_reward or args.loss_mode in token_selection.RULES:
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
+            clock("old_log_prob")
+        if reference is not None:
+            if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
+                run.refresh(reference, policy)
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
+            clock("ref")
+
+        # === algorithm ================================================================================================
+        # 6. Advantages: how much better than its group was each response? All its tokens get this number.
+        rewards_PG, kl_metrics = scores_PG, {}
+        if args.use_kl_in_reward:  # the reward is the score less kl_coef * KL(policy, reference) of the response
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # (b, T)
+            kl_PG = ranks.all_rows(token_kl.sum(1), batch.rows, len(responses)).view(-1, args.rollout_n)
+            rewards_PG = scores_PG - kl_coef * kl_PG
+            mean_kl = (kl_PG / lengths_PG.clamp(min=1))[rewards_PG.isfinite()].mean().nan_to_num().item()  # of a token
+            kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+            if args.kl_ctrl_type == "adaptive":  # larger if mean_kl is above --kl-target, else smaller
+                aim = dict(target=args.kl_target, horizon=args.kl_horizon)
+                num_responses = int(rewards_PG.isfinite().sum())
+                kl_coef = schedule.adaptive_kl_coef(kl_coef, mean_kl, num_responses=num_responses, **aim)
+        parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G)
+        of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
+        advantages_PG = ADVANTAGES[args.adv_estimator](rewards_PG, lengths_PG, **of_gdpo)  # (P, G)
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. For clip_cov and kl_cov, some
+        # tokens are marked in batch.chosen: their losses treat these differently. Without such flags nothing happens.
+        entropies = partial(fixed_entropies, policy, sampling=sampling)
+        by_step = dict(seed=derive_seed(args.seed, step), ranks=ranks)
+        batch = token_selection.choose(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
+        clock("adv")
+
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        numbers = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
+        numbers |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
+        numbers |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # each loss reads those that it needs
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+            # These count the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+            scale = args.loss_scale_factor or args.max_response_length
+            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
+            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+            for micro_rows in update.micro_batches:
+                run.exit_if_asked()
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
+                logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
+                old_logp = logp.detach() if num_updates == 1 else micro.old_logp
+
+                pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=micro.chosen, **numbers)
+                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                pg_loss = pg_loss * weights
+                loss = pg_loss - args.entropy_coeff * entropy
+                if args.use_kl_loss:
+                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type, old_logp=old_logp)
+                    loss = loss + args.kl_loss_coef * kl
+                    means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
+                loss = aggregate(loss, mask)
+                backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+            norm = clip_grad_norm(policy, args.grad_clip)
+            if math.isfinite(norm) and update.num_tokens > 0:
+                optimizer.step()
+            else:
+                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+            optimizer.zero_grad(set_to_none=True)
+            norms.append({"actor": norm})
+        clock("update_actor")
+        # === end ======================================================================================================
+
+        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        found = {
+            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.describe("critic/rewards", rewards_PG),
+            **metrics.describe("critic/advantages", advantages_PG),
+            **metrics.of_norms(norms),
+            **kl_metrics,
+            **means.reduce(),
+            "actor/lr": lr,
+        }
+        step_metrics = run.log_step(step + 1, found, responses=responses)
+        run.log_samples(own_samples, own_scores, batch)
+        # 9. Checkpoint: save_and_begin of the next round saves.
+
+    run.close(scorer, engine)
+    return step_metrics | val_metrics
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))
