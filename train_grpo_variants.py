@@ -134,7 +134,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     selection: TokenSelection = TokenSelection()
 
 
-def check_variant(args: Args) -> None:
+def validate(args: Args) -> None:
     """Raise ValueError for flags of the family that contradict each other, naming the flag, its value and the fix."""
     if args.loss_agg_mode != (mean := AGGREGATIONS.get(args.loss_mode, args.loss_agg_mode)):
         raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode {mean}, its paper's mean")
@@ -148,7 +148,7 @@ def check_variant(args: Args) -> None:
 def main(args: Args) -> dict[str, float]:
     """Train with a member of GRPO's family; returns the metrics of the last step and of the last evaluation."""
     # Everything a user can get wrong is refused here, before a model is loaded.
-    check_variant(args)
+    validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     scorer.require_components(args.gdpo_reward_keys, flag="--gdpo-reward-keys")
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
