@@ -15,14 +15,14 @@ from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Free, check_limits, flat
 from rl.model import lora
-from rl.model.checks import check_heads, check_trainable
+from rl.model.checks import check_trainable
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.alarms import parse_alarm
 from rl.run.checkpoint import Checkpoints
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
-from rl.sampling.engines import Rollout
+from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
 from rl.scoring.pool import Rewards, Scoring
@@ -44,20 +44,26 @@ class MemorySupervised(Memory):
 
 
 @dataclass(frozen=True)
-class RL:
-    """The groups of every script that samples responses and learns from them."""
+class RLBase:
+    """The groups of every script that samples responses."""
 
     data: Data = Data()
     decoding: Decoding = Decoding()
     rewards: Rewards = Rewards()
     scoring: Scoring = Scoring()
     rollout: Rollout = Rollout()
-    correction: Correction = Correction()
     lora: LoRA = LoRA()
     memory: MemoryRL = MemoryRL()
     validation: Validation = Validation()
     checkpoints: Checkpoints = Checkpoints()
     logging: LoggingRL = LoggingRL()
+
+
+@dataclass(frozen=True)
+class RL(RLBase):
+    """The groups of every script with a policy loss: those above, and the correction of that loss."""
+
+    correction: Correction = Correction()
 
 
 @dataclass(frozen=True)
@@ -79,33 +85,31 @@ def check(args: Any) -> None:
     lora.check_flags(args.lora)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
-    load_tokenizer(args.model)  # raises if --model names no model
-    if isinstance(args, RL):
+    if isinstance(args, RLBase):
         _check_rl(args)
+        load_tokenizer(args.model)  # raises if --model names no model
+        check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
-        check_heads(args.model, args.rollout.tensor_model_parallel_size)
         return
     if args.memory.max_token_len_per_gpu < args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
+    load_tokenizer(args.model)
     check_trainable(args.model, args.max_length, "--max-length")
 
 
 def _check_rl(args: Any) -> None:
     values, rollout, validation = flat(args), args.rollout, args.validation
     longest = args.max_prompt_length + args.max_response_length
-    if rollout.engine == "hf" and rollout.tensor_model_parallel_size != 1:
-        size = rollout.tensor_model_parallel_size
-        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     if rollout.is_quantized:
         flag = f"--rollout-quantization {rollout.rollout_quantization}"
         if rollout.engine != "vllm":
             raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
             raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
-        if args.correction.rollout_is is None:
+        if isinstance(args, RL) and args.correction.rollout_is is None:
             raise ValueError(
                 f"{flag}: the policy that samples is not quite the one that learns; add --rollout-is token, which "
                 "corrects for that, or --rollout-is none to do without"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl.flags import AtLeast1, Free, Positive, PositiveShare
+from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines import hf, vllm
 from rl.sampling.engines.base import Engine
@@ -38,6 +39,13 @@ class Rollout(EngineFlags):
 
 
 DEFAULT = Rollout()
+
+
+def check_engine_flags(flags: EngineFlags, model: str) -> None:
+    """Raise ValueError, from the config alone, if --tensor-model-parallel-size does not fit the engine or the model."""
+    if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
+        raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
+    check_heads(model, flags.tensor_model_parallel_size)
 
 
 def make_engine(
