@@ -44,8 +44,8 @@ test: install
 ifndef VLLM
 	$(PYTEST)
 else
-	$(PYTEST) tests/engines tests/models/test_distributed.py
-	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -k "vllm or sampling_overhead or behind_generation"
+	$(PYTEST) tests/sampling tests/model/test_distributed.py
+	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -k "vllm or behind_generation"
 endif
 
 faults: install

@@ -42,7 +42,7 @@ from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
-from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.sampling.engines import vllm  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -165,7 +165,8 @@ def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> trai
     ).split()
     words += ["--model", str(model), "--train-files", str(prompts)]
     words += ["--custom-reward-function", str(ROOT / "benchmarks" / "noise_reward.py")]
-    return tyro.cli(train_grpo.Args, args=[*words, *flags, "--default-local-dir", str(args.out)])
+    words = [*words, *flags, "--default-local-dir", str(args.out)]
+    return tyro.cli(train_grpo.Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
 
 
 # --- what it is compared with
@@ -225,26 +226,24 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         ranks,
         ranks.dtype,
         max_model_len=args.max_prompt_length + args.max_response_length,
-        max_num_seqs=args.max_num_seqs,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_model_parallel_size,
-        free_cache_engine=args.free_cache_engine,
+        max_num_seqs=args.rollout.max_num_seqs,
+        gpu_memory_utilization=args.rollout.gpu_memory_utilization,
+        tensor_parallel_size=args.rollout.tensor_model_parallel_size,
+        free_cache_engine=args.rollout.free_cache_engine,
         seed=args.seed,
         load_weights=True,
-        quantization=args.rollout_quantization,
+        quantization=args.rollout.rollout_quantization,
     )
-    if isinstance(engine.core, vllm_scheduler.Shortcuts):
-        vllm_scheduler.drop_shortcuts(engine.core.scheduler)
     from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
     sampling = SamplingParams(
         n=args.rollout_n,
-        temperature=args.temperature,
+        temperature=args.decoding.temperature,
         max_tokens=args.max_response_length,
         stop_token_ids=list(stop_token_ids(args.model, tokenizer)),
         detokenize=False,
     )
-    tp = args.tensor_model_parallel_size
+    tp = args.rollout.tensor_model_parallel_size
     engines = replace(ranks, data_rank=ranks.rank // tp, data_size=ranks.size // tp)
     own_rows = engines.own_slice(rows[: args.train_batch_size])
     prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in own_rows]
@@ -278,8 +277,8 @@ def free_port() -> int:
 
 
 def record_updates() -> list[dict[str, float]]:
-    """Let rl/data/batching.py note, each step, what metrics.jsonl does not say: sum of s^2 over all sequences, and the share
-    of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
+    """Let rl/data/batching.py note what metrics.jsonl does not say of a step: the sum of s^2 over all sequences, and the
+    share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
     """
     plan, notes = batching.plan_updates, []
 
@@ -315,7 +314,7 @@ def summarize(
     for before, line, note in zip([None, *lines[:-1]], lines, notes, strict=True):
         response_tokens = line["response_length/mean"] * responses
         counts = dict(tokens=line["perf/total_num_tokens"], response_tokens=response_tokens)
-        counted = train_flops(config, **counts, sum_squares=note["sum_squares"], frozen=train.lora_rank > 0)
+        counted = train_flops(config, **counts, sum_squares=note["sum_squares"], frozen=train.lora.lora_rank > 0)
         steps.append(
             {name: value for name, value in line.items() if name.startswith(("timing_s/", "memory_gb/"))}
             | {

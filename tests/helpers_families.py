@@ -1,8 +1,7 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.model import load as models
 from rl.model import lora
+from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
 SIZES = dict(
@@ -56,25 +56,17 @@ def save(name: str, folder: Path) -> str:
     return str(folder)
 
 
-def load(path: str, ranks: Ranks, **changes: object) -> nn.Module:
+def load(path: str, ranks: Ranks, **memory: object) -> nn.Module:
     """As scripts load a policy."""
-    args = dict(model=path, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
-    args |= dict(param_offload=False)
-    return models.load_policy(SimpleNamespace(**args | changes), ranks)
+    return load_with_adapters(path, ranks, lora_rank=0, **memory)
 
 
-@dataclass(frozen=True)
-class WithAdapters(lora.LoRA):
-    """What loading wants to know of a script's Args with LoRA."""
-
-    model: str = ""
-    lora_rank: int = 4
-    max_length: int = 64
-    activation_checkpointing: str = "selective"
-    compile: bool = False
-    fsdp_size: int | None = None
-    param_offload: bool = False
-    seed: int = 0
+def load_with_adapters(path: str, ranks: Ranks, *, frozen: bool = False, **changes: object) -> nn.Module:
+    """As scripts load a policy with LoRA of rank 4. Changes are flags of LoRA or memory."""
+    lora_names = {field.name for field in fields(lora.LoRA)}
+    adapters = dict(lora_rank=4) | {name: x for name, x in changes.items() if name in lora_names}
+    memory = dict(compile=False) | {name: x for name, x in changes.items() if name not in lora_names}
+    return models.load_policy(path, ranks, lora.LoRA(**adapters), Memory(**memory), longest=64, frozen=frozen)
 
 
 def make_them_count(model: nn.Module) -> nn.Module:

@@ -255,44 +255,6 @@ def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tenso
     )
 
 
-def state_of_groups(groups: Sequence[Sequence[Response]]) -> list[list[dict[str, Any]]]:
-    """Groups that wait for a later step, for the state of `Run.begin`: tokens only where this rank has them."""
-    return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
-
-
-def groups_of_states(
-    states: Sequence[dict[str, Any]], rows_by_index: dict[int, dict], n: int, ranks: Ranks
-) -> list[list[Response]]:
-    """The groups that waited when a checkpoint was saved, from the states of all ranks under the key "surplus".
-
-    The ranks of today share them out anew. Groups of another size than n, or whose prompt is no longer that of the
-    data, as may happen after --force-resume, are left out.
-    """
-    groups = []
-    for copies in zip(*(state["surplus"] for state in states), strict=True):  # one group, as each rank has saved it
-        whole = [next(x for x in same if x["sample"] is not None) for same in zip(*copies, strict=True)]
-        row = rows_by_index.get(whole[0]["row_index"])
-        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0]["prompt_ids"]):
-            groups.append(whole)
-    share_of = [i * ranks.data_size // len(groups) for i in range(len(groups))]
-    return [
-        [
-            Response(
-                **x
-                | dict(
-                    score=Score(*x["score"]),
-                    policy_versions=tuple(x["policy_versions"]),
-                    rank=rank,
-                    number=i * n + j,
-                    sample=Sample(**x["sample"]) if rank == ranks.data_rank else None,
-                )
-            )
-            for j, x in enumerate(group)
-        ]
-        for i, (group, rank) in enumerate(zip(groups, share_of, strict=True))
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Does the engine hold the policy's weights?
 

@@ -26,7 +26,7 @@ from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
 from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of, state_of_groups
 
-CHOICE = token_selection.Choice(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
+CHOICE = token_selection.TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
 PAD, N = 3, 3  # pad id, responses to a prompt
 PROMPTS = [[11, 12, 13], [20], [11, 12, 40, 41, 42], [50, 51], [60] * 7, [70, 71], [70, 71, 72]]
@@ -99,7 +99,7 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     """`make_batch` of these prompts' responses, and numbers that need all ranks."""
     chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
     scores = scores_of(chosen)
-    options = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=n, pad_id=PAD, ranks=ranks)
+    options = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=n, ranks=ranks)
     batch, updates = make_batch(chosen, scores.isfinite(), **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}

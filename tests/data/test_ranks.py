@@ -117,7 +117,7 @@ def rows_of(name):
 def whole_batch(name):
     """The cut's batch as one rank would have it, by `collate` alone; responses without a score have empty masks."""
     chosen = rows_of(name)
-    batch = collate([SAMPLES[k] for k in chosen], pad_id=step.PAD)
+    batch = collate([SAMPLES[k] for k in chosen])
     mask = batch.response_mask * torch.tensor([float(SCORES[k].value is not None) for k in chosen])[:, None]
     return batch, mask
 
@@ -172,7 +172,7 @@ def test_a_rank_may_be_without_rows(measured):
 
 
 def micro_batches(responses, max_tokens):
-    options = dict(pad_id=0, mini_batch_size=10, max_tokens=max_tokens, ranks=ranks_without_group())
+    options = dict(mini_batch_size=10, max_tokens=max_tokens, ranks=ranks_without_group())
     [update] = make_batch(responses, torch.ones(len(responses), dtype=torch.bool), **options)[1]
     return sorted(update.micro_batches)
 
@@ -192,7 +192,7 @@ def test_tokens_that_neighbours_share_are_counted_once():
 def test_units_that_a_mini_batch_would_cut_apart_are_refused():
     rows = [step.ROWS[0]]
     responses = gather_responses(SAMPLES[:3], SCORES[:3], rows, ranks_without_group())
-    options = dict(pad_id=0, max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
+    options = dict(max_tokens=50, ranks=ranks_without_group(), rows_per_unit=2)
     for size in (2, 3):
         with pytest.raises(ValueError, match=f"{size} of 3 rows are no multiple of 2"):
             make_batch(responses, torch.ones(3, dtype=torch.bool), mini_batch_size=size, **options)

@@ -1,10 +1,11 @@
-"""rl/formulas/preference.py: values by hand, by loops in plain Python, and those that TRL's own code gave."""
+"""rl/formulas/preference.py and the losses of train_dpo.py: values by hand, by loops in plain Python, and TRL's own."""
 
 import math
 
 import pytest
 import torch
 
+import train_dpo
 from rl.formulas import preference
 
 NAN = math.nan
@@ -58,6 +59,12 @@ LENGTHS = torch.tensor([[4.0, 2.0], [1.0, 8.0], [5.0, 5.0], [10.0, 5.0]], dtype=
 KL = torch.tensor([0.5, -0.25], dtype=torch.float64)
 
 
+def loss_of(name, ratios, lengths, kl, *, beta):
+    """The loss of each pair, from (N, 2) log-ratios and lengths of chosen and rejected, and the means (2,)."""
+    (h_w, h_l), (T_w, T_l), (k_w, k_l) = ratios.unbind(1), lengths.unbind(1), kl
+    return train_dpo.LOSSES[name](h_w=h_w, h_l=h_l, T_w=T_w, T_l=T_l, k_w=k_w, k_l=k_l, beta=beta)
+
+
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
@@ -78,9 +85,9 @@ def by_hand(name, w, lo, w_tokens, l_tokens, beta):
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
-@pytest.mark.parametrize("name", ["dpo", "ipo", "sppo", "hinge", "kto_pair"])
+@pytest.mark.parametrize("name", train_dpo.LOSSES)
 def test_losses_are_those_of_the_papers(name, beta):
-    loss = getattr(preference, name)(RATIOS, LENGTHS, KL, beta=beta)
+    loss = loss_of(name, RATIOS, LENGTHS, KL, beta=beta)
     rows = zip(RATIOS.tolist(), LENGTHS.tolist(), strict=True)
     expected = [by_hand(name, *ratios, *lengths, beta) for ratios, lengths in rows]
     assert loss.tolist() == pytest.approx(expected, rel=1e-12) and loss.dtype == torch.float64
@@ -88,16 +95,16 @@ def test_losses_are_those_of_the_papers(name, beta):
 
 def test_values_that_one_can_check_in_the_head():
     one = torch.tensor([[1.0, -1.0]]), torch.tensor([[2.0, 4.0]]), torch.zeros(2)
-    assert preference.dpo(torch.zeros(1, 2), *one[1:], beta=0.1).item() == pytest.approx(math.log(2))
-    assert preference.ipo(*one, beta=0.5).item() == pytest.approx((0.5 + 0.25 - 1) ** 2)
-    assert preference.sppo(*one, beta=0.5).item() == 0  # exactly where it wants to be
-    assert preference.hinge(*one, beta=0.5).item() == 0
-    assert preference.hinge(*one, beta=0.25).item() == 0.5
-    assert preference.kto_pair(torch.zeros(1, 2), *one[1:], beta=0.1).item() == 0.5
+    assert loss_of("dpo", torch.zeros(1, 2), *one[1:], beta=0.1).item() == pytest.approx(math.log(2))
+    assert loss_of("ipo", *one, beta=0.5).item() == pytest.approx((0.5 + 0.25 - 1) ** 2)
+    assert loss_of("sppo", *one, beta=0.5).item() == 0  # exactly where it wants to be
+    assert loss_of("hinge", *one, beta=0.5).item() == 0
+    assert loss_of("hinge", *one, beta=0.25).item() == 0.5
+    assert loss_of("kto_pair", torch.zeros(1, 2), *one[1:], beta=0.1).item() == 0.5
     moved = torch.tensor([0.25, 0.5])  # h_w is 0.5 above that of the rejected half, h_l 1.25 below that of the chosen
     expected = 1 - (sigmoid(0.2 * 0.5) + sigmoid(0.2 * 1.25)) / 2
-    assert preference.kto_pair(*one[:2], moved, beta=0.2).item() == pytest.approx(expected)
-    nothing = preference.ipo(torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, 4.0]]), one[2], beta=0.5)
+    assert loss_of("kto_pair", *one[:2], moved, beta=0.2).item() == pytest.approx(expected)
+    nothing = loss_of("ipo", torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, 4.0]]), one[2], beta=0.5)
     assert nothing.item() == pytest.approx((0.25 - 1) ** 2)  # an empty response has a mean of 0
 
 
@@ -111,15 +118,15 @@ def test_losses_are_those_of_trl():
         "kto_pair": [0.377434667, 0.496950106, 0.413146450, 0.042830782],
     }
     for name, values in expected.items():
-        loss = getattr(preference, name)(RATIOS, LENGTHS, RATIOS.mean(0), beta=0.1)
+        loss = loss_of(name, RATIOS, LENGTHS, RATIOS.mean(0), beta=0.1)
         assert loss.tolist() == pytest.approx(values, abs=1e-9), name
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "sppo", "hinge", "kto_pair"])
+@pytest.mark.parametrize("name", train_dpo.LOSSES)
 def test_a_step_along_the_gradient_tells_the_pair_further_apart(name):
     ratios = torch.tensor([[0.1, 0.2]], dtype=torch.float64, requires_grad=True)
     kl = torch.tensor([0.3, 0.4], dtype=torch.float64, requires_grad=True)
-    loss = getattr(preference, name)(ratios, torch.tensor([[3.0, 5.0]], dtype=torch.float64), kl, beta=0.2)
+    loss = loss_of(name, ratios, torch.tensor([[3.0, 5.0]], dtype=torch.float64), kl, beta=0.2)
     loss.sum().backward()
     assert ratios.grad[0, 0] < 0 < ratios.grad[0, 1]
     assert kl.grad is None  # a constant
@@ -128,15 +135,15 @@ def test_a_step_along_the_gradient_tells_the_pair_further_apart(name):
 def test_gradient_of_dpo_is_the_papers():
     """-beta * sigmoid(r_l - r_w) on the chosen log-prob, its opposite on the rejected one; r = beta * h."""
     ratios = RATIOS.clone().requires_grad_()
-    preference.dpo(ratios, LENGTHS, KL, beta=0.3).sum().backward()
+    loss_of("dpo", ratios, LENGTHS, KL, beta=0.3).sum().backward()
     weight = torch.sigmoid(0.3 * (RATIOS[:, 1] - RATIOS[:, 0]))
     assert torch.allclose(ratios.grad, torch.stack([-0.3 * weight, 0.3 * weight], 1), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "sppo", "hinge", "kto_pair"])
+@pytest.mark.parametrize("name", train_dpo.LOSSES)
 def test_a_rank_without_pairs_has_a_loss_of_zero_that_gradients_flow_through(name):
     row = torch.zeros(1, requires_grad=True)
     empty = row[:0].view(-1, 2)
-    loss = getattr(preference, name)(empty, torch.zeros(0, 2), torch.zeros(2), beta=0.1).sum()
+    loss = loss_of(name, empty, torch.zeros(0, 2), torch.zeros(2), beta=0.1).sum()
     loss.backward()
     assert loss.item() == 0 and row.grad.tolist() == [0]

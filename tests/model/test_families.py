@@ -30,7 +30,8 @@ from rl.model import critic, reward_model
 from rl.model import load as models
 from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
-from rl.model.sharding import shard
+from rl.model.lora import LoRA
+from rl.model.sharding import Memory, shard
 from rl.sampling.engines import hf
 
 CASE = ("all terms", "token-mean")
@@ -116,9 +117,8 @@ def judge(folder_of, tmp_path):
 
 
 def test_critics_and_reward_models_run_padded_too(judge, batch, world, capsys):
-    args = dict(critic_model=judge, model=None, max_prompt_length=20, max_response_length=30, fsdp_size=None)
-    args |= dict(activation_checkpointing="none", compile=False, param_offload=False)
-    model = critic.load_critic(families.SimpleNamespace(**args), world)
+    memory = Memory(activation_checkpointing="none", compile=False)
+    model = critic.load_critic(judge, world, LoRA(), memory, longest=50, seed=0)
     assert model.packed.is_padded and "--critic-model: gemma2 runs padded" in capsys.readouterr().out
     plain = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
     plain.config.pad_token_id = None  # so that it scores the last token

@@ -7,18 +7,18 @@ import helpers_families as families
 import launch
 import pytest
 import torch
-from helpers_families import FAMILIES, WithAdapters, make_them_count
+from helpers_families import FAMILIES, load_with_adapters, make_them_count
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
 
 import train_grpo
-from rl import flags
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
 from rl.model.logprobs import token_logprobs
 from rl.run import checkpoint
+from rl.run.arguments import check
 
 CASE = ("ppo_clip", "token-mean")
 SCALING = 32 / 4
@@ -33,7 +33,7 @@ def batch(tiny_model):
 
 @pytest.fixture(scope="module")
 def policy(tiny_model, world):
-    return make_them_count(models.load_policy(WithAdapters(model=tiny_model), world))
+    return make_them_count(load_with_adapters(tiny_model, world))
 
 
 def whole(model):
@@ -69,8 +69,8 @@ def logprobs(model, batch):
 def test_a_model_with_new_adapters_is_its_base_and_has_them_in_every_linear_layer_but_the_head(
     tiny_model, batch, world
 ):
-    fresh = models.load_policy(WithAdapters(model=tiny_model), world)
-    base = models.load_policy(WithAdapters(model=tiny_model, lora_rank=0), world)
+    fresh = load_with_adapters(tiny_model, world)
+    base = load_with_adapters(tiny_model, world, lora_rank=0)
     assert torch.equal(logprobs(fresh, batch), logprobs(base, batch))
     names = {name for name, x in fresh.named_modules() if isinstance(x, lora.Adapted)}
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -89,7 +89,7 @@ def test_a_model_with_new_adapters_is_its_base_and_has_them_in_every_linear_laye
 def test_the_seed_of_the_run_decides_where_adapters_begin():
     first, again, other = (AutoModelForCausalLM.from_config(TINY) for _ in range(3))
     for model, seed in ((first, 3), (again, 3), (other, 4)):
-        lora.add(model, WithAdapters(), path="", seed=seed)
+        lora.add(model, lora.LoRA(lora_rank=4), path="", seed=seed)
     for name, x in first.named_parameters():
         if "lora_A" in name:
             assert torch.equal(x, again.get_parameter(name)) and not torch.equal(x, other.get_parameter(name))
@@ -99,7 +99,7 @@ def test_the_seed_of_the_run_decides_where_adapters_begin():
 def test_every_family_computes_with_its_adapters_what_the_merged_model_computes(name, batch, world, tmp_path):
     """No family reads the weight of a layer without asking the layer."""
     path = families.save(name, tmp_path)
-    model = make_them_count(models.load_policy(WithAdapters(model=path), world))
+    model = make_them_count(load_with_adapters(path, world))
     base = logprobs(lora.Base(model), batch)
     found = logprobs(model, batch)
     weights = dict(models.weights_for_engine(model, world))
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_chain_rule(tiny_model, policy, batch):
     "changes", [dict(activation_checkpointing="none"), dict(activation_checkpointing="full")], ids=str
 )
 def test_memory_flags_do_not_change_log_probs_or_gradients(changes, tiny_model, policy, batch, world):
-    other = make_them_count(models.load_policy(WithAdapters(model=tiny_model, **changes), world))
+    other = make_them_count(load_with_adapters(tiny_model, world, **changes))
     assert torch.equal(logprobs(other, batch), logprobs(policy, batch))
     found = []
     for model, max_tokens in ((policy, 1000), (other, 1000), (other, 30)):
@@ -142,18 +142,16 @@ def test_memory_flags_do_not_change_log_probs_or_gradients(changes, tiny_model, 
 
 
 def test_switched_off_they_leave_the_base_bit_by_bit_also_after_an_error(tiny_model, policy, batch, world):
-    base = models.load_policy(WithAdapters(model=tiny_model, lora_rank=0), world, frozen=True)
+    base = load_with_adapters(tiny_model, world, lora_rank=0, frozen=True)
     with_adapters = logprobs(policy, batch)
     assert torch.equal(logprobs(lora.Base(policy), batch), logprobs(base, batch))
     with pytest.raises(KeyError), lora.switched_off(policy):
         raise KeyError
     assert torch.equal(logprobs(policy, batch), with_adapters)
     assert (with_adapters - logprobs(base, batch)).abs().max() > 0.1
-    reference = models.load_reference(WithAdapters(model=tiny_model), world, policy)
+    reference = models.load_reference(tiny_model, world, policy)
     assert isinstance(reference, lora.Base) and torch.equal(logprobs(reference, batch), logprobs(base, batch))
-    assert isinstance(
-        models.load_reference(WithAdapters(model=tiny_model, lora_rank=0), world, policy), torch.nn.Module
-    )
+    assert isinstance(models.load_reference(tiny_model, world, base), torch.nn.Module)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -186,9 +184,9 @@ def test_ranks_have_the_gradients_and_weights_of_one(tiny_model, policy, batch, 
 def test_layers_whose_weights_are_taken_without_a_call_are_refused(world, tmp_path):
     path = families.save("a state", tmp_path)
     with pytest.raises(ValueError, match="takes the weights of dt_proj without .* such as in_proj out_proj x_proj$"):
-        models.load_policy(WithAdapters(model=path), world)
+        load_with_adapters(path, world)
     others = ("in_proj", "x_proj", "out_proj")
-    assert models.load_policy(WithAdapters(model=path, target_modules=others), world).lora.targets == others
+    assert load_with_adapters(path, world, target_modules=others).lora.targets == others
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -196,7 +194,7 @@ def test_while_a_model_is_sharded_no_layer_is_held_whole_any_longer(lora_rank, t
     """Or a model that fits a GPU in shards only would not get there."""
     model, alive = models.load_causal_lm(tiny_model, world), []
     if lora_rank:
-        lora.add(model, WithAdapters(lora_rank=lora_rank), path=tiny_model, seed=0)
+        lora.add(model, lora.LoRA(lora_rank=lora_rank), path=tiny_model, seed=0)
     first = [weakref.ref(x) for x in model.model.layers[0].parameters() if x.requires_grad]
 
     def counted(module, shard=sharding.fully_shard, **options):
@@ -384,16 +382,16 @@ def test_a_model_without_linear_layers_is_refused():
 def test_bad_flags_are_refused_before_weights_are_read(world, tmp_path):
     TINY.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"--target-modules no: no linear layer of --model {tmp_path}"):
-        models.load_policy(WithAdapters(model=str(tmp_path), target_modules=("no",)), world)  # there are no weights
+        load_with_adapters(str(tmp_path), world, target_modules=("no",))  # there are no weights
     for changes, words in (
         (dict(lora_alpha=16), "--lora-alpha 16 needs adapters; add --lora-rank"),
         (dict(target_modules=("q_proj",)), r"--target-modules \('q_proj',\) needs adapters"),
     ):
         with pytest.raises(ValueError, match=words):
-            models.load_policy(WithAdapters(model=str(tmp_path), lora_rank=0, **changes), world)
+            check(build(train_grpo.Args, lora_rank=0, **changes))
     for changes, words in (
         (dict(lora_rank=-1), "--lora-rank -1 must be at least 0"),
         (dict(lora_alpha=0), "--lora-alpha 0 must be"),
     ):
         with pytest.raises(ValueError, match=words):
-            flags.check(build(train_grpo.Args, **changes))
+            check(build(train_grpo.Args, **changes))

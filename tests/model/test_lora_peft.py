@@ -7,7 +7,7 @@ from pathlib import Path
 import helpers_families as families
 import pytest
 import torch
-from helpers_families import WithAdapters, make_them_count
+from helpers_families import load_with_adapters, make_them_count
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -16,8 +16,9 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 from rl.data.types import Sampling
 from rl.model import load as models
 from rl.model import lora, reward_model
-from rl.sampling.engines import hf
-from rl.sampling.rollout import sample_groups, verify_engine
+from rl.model.sharding import Memory
+from rl.sampling.engines import Rollout, hf
+from rl.sampling.rollout import check_engine, sample_groups
 
 CASE = ("ppo_clip", "token-mean")
 SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=12)
@@ -33,7 +34,7 @@ def batch(tiny_model):
 
 @pytest.fixture(scope="module")
 def policy(tiny_model, world):
-    return make_them_count(models.load_policy(WithAdapters(model=tiny_model, lora_alpha=12), world))
+    return make_them_count(load_with_adapters(tiny_model, world, lora_alpha=12))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_base_and_adapter_in_peft_the_merged_model_and_the_engine_agree(tiny_mod
     engine.update_weights(models.weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(3)]
     samples, _ = sample_groups(engine, rows, SAMPLING, seed=1, on_group=lambda *_: None)
-    assert verify_engine(policy, samples, sampling=SAMPLING, limit=None, ranks=world, num_probe=6) < 1e-5
+    assert check_engine(policy, samples, SAMPLING, Rollout(), world, num_probe=6) < 1e-5
     merged = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     merged.load_state_dict(dict(models.weights_for_engine(policy, world)), strict=False)
     merged.save_pretrained(tmp_path)
@@ -116,7 +117,9 @@ def test_peft_loads_a_reward_model_with_its_head(tiny_model, batch, world, tmp_p
         reward_model.random_head(weight, seed=3)
 
     model = make_them_count(
-        reward_model.load_trained(WithAdapters(model=tiny_model), tiny_model, world, flag="--model", new_head=head)
+        reward_model.load_trained(
+            tiny_model, world, lora.LoRA(lora_rank=4), Memory(compile=False), new_head=head, longest=64, seed=0
+        )
     )
     lora.write(tmp_path / "adapter", model, {name: x.detach().full_tensor() for name, x in learning(model).items()})
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)

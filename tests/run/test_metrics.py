@@ -19,7 +19,7 @@ from rl.run.metrics import (
     of_scores,
     of_scoring,
 )
-from rl.sampling.evaluation import accuracy, final_answer, majority_vote, mean_by_name, of_prompt, pass_at_k
+from rl.sampling.evaluation import final_answer, majority_vote, mean_by_name, of_prompt, pass_at_k
 
 NAN, INF = math.nan, math.inf
 
@@ -148,7 +148,7 @@ def test_means_by_name():
 
 def test_accuracy_prefers_acc_to_the_score():
     scores = [scored(0.7), scored(0.7, {"acc": 0.0}), scored(0.7, {"other": 1.0}), scored(None, status="error")]
-    assert [accuracy(s) for s in scores] == [0.7, 0.0, 0.7, 0.0]
+    assert [s.accuracy for s in scores] == [0.7, 0.0, 0.7, 0.0]
 
 
 RESPONSES = [response(3, 4), response(5, 8, finish_reason="length"), response(5, 8), response(1, 0)]

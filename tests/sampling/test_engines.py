@@ -22,7 +22,7 @@ from helpers_engines import (
     truncated,
     weights,
 )
-from helpers_families import WithAdapters, make_them_count
+from helpers_families import load_with_adapters, make_them_count
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
@@ -36,10 +36,10 @@ from rl.model.checks import check_context
 from rl.model.logprobs import token_logprobs
 from rl.model.lora import is_adapter
 from rl.model.sharding import full_tensors
-from rl.sampling.engines import hf, vllm
+from rl.run.arguments import check
+from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.hf import processed_logprobs
-from rl.sampling.engines.vllm_scheduler import Shortcuts
-from rl.sampling.rollout import as_sample, sample_groups, verify_engine
+from rl.sampling.rollout import as_sample, check_engine, sample_groups
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 
@@ -163,16 +163,15 @@ def test_the_engine_keeps_its_weights_while_the_policy_moves_on(engine, policy):
         assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=1e-5)
 
 
-# --- verify_engine ---
+# --- check_engine ---
 
 
 def verify(engine, policy, world, *, temperature=TEMPERATURE, limit=1e-4):
-    return verify_engine(
-        policy, samples_from(engine), sampling=Sampling(temperature=temperature), limit=limit, ranks=world, num_probe=10
-    )
+    sampling, rollout = Sampling(temperature=temperature), Rollout(max_logprob_gap=limit)
+    return check_engine(policy, samples_from(engine), sampling, rollout, world, num_probe=10)
 
 
-def test_verify_engine_accepts_the_right_weights(engine, policy, world):
+def test_check_engine_accepts_the_right_weights(engine, policy, world):
     push(engine, policy)
     assert verify(engine, policy, world) < 1e-5
 
@@ -186,7 +185,7 @@ def test_verify_engine_accepts_the_right_weights(engine, policy, world):
         ("model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"),
     ],
 )
-def test_verify_engine_notices_swapped_tensors_until_the_next_push(engine, policy, world, one, other):
+def test_check_engine_notices_swapped_tensors_until_the_next_push(engine, policy, world, one, other):
     whole = weights(policy)
     engine.update_weights((whole | {one: whole[other], other: whole[one]}).items())
     with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
@@ -196,7 +195,7 @@ def test_verify_engine_notices_swapped_tensors_until_the_next_push(engine, polic
 
 
 @pytest.mark.parametrize("stale", [name for name in TENSORS if not name.endswith("bias")])
-def test_verify_engine_notices_a_tensor_that_missed_a_small_update(engine, policy, world, stale):
+def test_check_engine_notices_a_tensor_that_missed_a_small_update(engine, policy, world, stale):
     old = weights(policy)[stale]
     change(policy, scale=1e-3)
     engine.update_weights((weights(policy) | {stale: old}).items())
@@ -207,8 +206,8 @@ def test_verify_engine_notices_a_tensor_that_missed_a_small_update(engine, polic
 
 
 @pytest.mark.parametrize("forgotten", ["none", "all", "half"])
-def test_the_engine_holds_weights_and_adapters_and_verify_engine_notices_if_not(engine, tiny_model, world, forgotten):
-    policy = make_them_count(models.load_policy(WithAdapters(model=tiny_model), world))
+def test_the_engine_holds_weights_and_adapters_and_check_engine_notices_if_not(engine, tiny_model, world, forgotten):
+    policy = make_them_count(load_with_adapters(tiny_model, world))
     base = {name: x for name, x in full_tensors(policy) if not is_adapter(name)}
     lost = {"none": 0, "all": 1, "half": 2}[forgotten]
     merged = models.weights_for_engine(policy, world)
@@ -221,18 +220,18 @@ def test_the_engine_holds_weights_and_adapters_and_verify_engine_notices_if_not(
 
 
 @pytest.mark.parametrize("temperature", [0.69, 1.0])
-def test_verify_engine_notices_another_temperature(engine, policy, world, temperature):
+def test_check_engine_notices_another_temperature(engine, policy, world, temperature):
     push(engine, policy)
     with pytest.raises(RuntimeError, match=r"differ by \d\.\d\de-0\d on average over \d+ tokens, more than .* 1e-04"):
         verify(engine, policy, world, temperature=temperature)
 
 
-def test_verify_engine_notices_logprobs_that_are_not_finite(engine, policy, world):
+def test_check_engine_notices_logprobs_that_are_not_finite(engine, policy, world):
     push(engine, policy)
     samples = samples_from(engine)
     samples[0].rollout_logprobs[-1] = math.nan
     with pytest.raises(RuntimeError, match="differ by nan"):
-        verify_engine(policy, samples, sampling=Sampling(temperature=TEMPERATURE), limit=1e-4, ranks=world)
+        check_engine(policy, samples, Sampling(temperature=TEMPERATURE), Rollout(max_logprob_gap=1e-4), world)
 
 
 # --- sampling ---
@@ -253,22 +252,9 @@ def test_samples_are_a_function_of_their_seed(engine, policy):
 
 
 def test_long_responses_are_scored_right_over_many_blocks_of_the_cache(engine, policy):
-    """And vLLM, when all tokens of all sequences pass through its scheduler, gives the very same ones."""
     push(engine, policy)
     samples = samples_from(engine, n=4, max_tokens=280)
     assert max(len(s.response_ids) for s in samples) == 280 and trainer_gap(policy, samples) < 1e-4
-    if isinstance(engine, vllm.Engine) and isinstance(engine.core, Shortcuts):
-        core = engine.core
-        unknown = mock.patch.object(core, "growing", {})  # tokens that are not expected pass through vLLM
-        with unknown:
-            assert facts(samples_from(engine, n=4, max_tokens=280)) == facts(samples)
-        ours = vars(core.scheduler).pop("schedule")
-        try:
-            assert facts(samples_from(engine, n=4, max_tokens=280)) == facts(samples)
-            with unknown:
-                assert facts(samples_from(engine, n=4, max_tokens=280)) == facts(samples)
-        finally:
-            core.scheduler.schedule = ours
 
 
 def test_sequences_that_could_outgrow_the_engine_are_refused(engine):
@@ -330,19 +316,19 @@ def test_tokens_are_sampled_in_proportion_to_probability(engine, policy):
     assert abs(counts[frequent].sum() / 600 - expected[frequent].sum()) < 0.08
 
 
-def test_responses_that_vllm_drops_are_an_error(every_engine, policy):
-    if isinstance(every_engine, hf.Engine):
+def test_responses_that_vllm_drops_are_an_error(engine, policy):
+    if isinstance(engine, hf.Engine):
         return  # no one else holds its requests
-    push(every_engine, policy)
-    core = every_engine.llm.llm_engine.engine_core
+    push(engine, policy)
+    core = engine.llm.llm_engine.engine_core
 
     def drop_the_others(row, samples):
         core.abort_requests(list(core.engine_core.scheduler.requests))
 
     with pytest.raises(RuntimeError, match="vLLM has dropped [1-9] responses"):
-        samples_from(every_engine, on_group=drop_the_others)
-    assert not every_engine.has_requests()
-    assert [len(group) for group in generate(every_engine, n=2)] == [2] * len(PROMPTS)  # the engine goes on
+        samples_from(engine, on_group=drop_the_others)
+    assert not engine.has_requests()
+    assert [len(group) for group in generate(engine, n=2)] == [2] * len(PROMPTS)  # the engine goes on
 
 
 def test_without_prompts_there_are_no_samples(engine):
@@ -419,13 +405,13 @@ def test_engine_and_trainer_have_the_log_probs_of_the_truncated_distribution(eng
             lost.append(math.log(allowed[token]) - math.log(softmax(row, TEMPERATURE)[token]))
     assert len(lost) > 100 and sum(lost) / len(lost) > 0.02
     same = Sampling(temperature=TEMPERATURE, **way)
-    assert verify_engine(policy, samples, sampling=same, limit=1e-4, ranks=world, num_probe=15) < 1e-5
+    assert check_engine(policy, samples, same, Rollout(max_logprob_gap=1e-4), world, num_probe=15) < 1e-5
     whole = Sampling(temperature=TEMPERATURE)
     with pytest.raises(RuntimeError, match="likelier to the engine.* .--top-p, --top-k, --min-p"):
-        verify_engine(policy, samples, sampling=whole, limit=1e-4, ranks=world, num_probe=15)
+        check_engine(policy, samples, whole, Rollout(max_logprob_gap=1e-4), world, num_probe=15)
 
 
-def test_verify_engine_names_tokens_that_were_not_sampled(engine, policy, world):
+def test_check_engine_names_tokens_that_were_not_sampled(engine, policy, world):
     """A tool's output that the response mask counts as sampled: its log-probs are 0."""
     push(engine, policy)
     samples = samples_from(engine, n=4)
@@ -433,20 +419,20 @@ def test_verify_engine_names_tokens_that_were_not_sampled(engine, policy, world)
         s.rollout_logprobs[3:6] = 0.0
     way = Sampling(temperature=TEMPERATURE)
     with pytest.raises(RuntimeError, match="the response mask has tokens that it did not sample"):
-        verify_engine(policy, samples, sampling=way, limit=0.06, ranks=world, num_probe=20)
+        check_engine(policy, samples, way, Rollout(max_logprob_gap=0.06), world, num_probe=20)
 
 
-def test_verify_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_ways(engine, policy, world):
+def test_check_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_ways(engine, policy, world):
     """bfloat16: rounding of 0.02 both ways is normal, and 0.02 in one direction is not."""
     push(engine, policy)
     samples, way = samples_from(engine, n=4), Sampling(temperature=TEMPERATURE)
-    options = dict(sampling=way, limit=0.06, ranks=world, num_probe=20)
+    options = dict(sampling=way, rollout=Rollout(max_logprob_gap=0.06), ranks=world, num_probe=20)
     noise = [np.resize([0.02, -0.02], len(s.rollout_logprobs)) for s in samples]
     noisy = [replace(s, rollout_logprobs=s.rollout_logprobs + x) for s, x in zip(samples, noise, strict=True)]
-    assert verify_engine(policy, noisy, **options) == pytest.approx(0.02, abs=1e-4)
+    assert check_engine(policy, noisy, **options) == pytest.approx(0.02, abs=1e-4)
     shifted = [replace(s, rollout_logprobs=s.rollout_logprobs + abs(x)) for s, x in zip(samples, noise, strict=True)]
     with pytest.raises(RuntimeError, match="a sixth of it in one direction \\(2.00e-02\\)"):
-        verify_engine(policy, shifted, **options)
+        check_engine(policy, shifted, **options)
 
 
 # --- the sampling loop of the plain engine ---
@@ -483,9 +469,18 @@ def test_processed_logprobs_by_hand(sampling, expected):
     torch.testing.assert_close(actual, torch.tensor([expected, expected[::-1]]).float(), rtol=0, atol=1e-6)
 
 
-def test_hf_engine_refuses_tensor_parallelism():
+def test_hf_engine_refuses_tensor_parallelism(tiny_model):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 needs --engine vllm"):
-        train_grpo.validate(build(train_grpo.Args, engine="hf", tensor_model_parallel_size=2))
+        check(
+            build(
+                train_grpo.Args,
+                model=tiny_model,
+                max_prompt_length=64,
+                max_response_length=64,
+                engine="hf",
+                tensor_model_parallel_size=2,
+            )
+        )
 
 
 def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):

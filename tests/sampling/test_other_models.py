@@ -8,8 +8,8 @@ import torch
 
 from rl.data.types import Sampling
 from rl.model import load as models
-from rl.sampling.engines import vllm
-from rl.sampling.rollout import sample_groups, verify_engine
+from rl.sampling.engines import Rollout, vllm
+from rl.sampling.rollout import check_engine, sample_groups
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
@@ -20,7 +20,7 @@ def gap(policy, engine, world):
     sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
     samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
-    return verify_engine(policy, samples, sampling=sampling, limit=100.0, ranks=world, num_probe=4)
+    return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=100.0), world, num_probe=4)
 
 
 @pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig"])

@@ -435,17 +435,7 @@ def test_data_with_larger_totals(tmp_path):
         arithmetic.main(arithmetic.Args(output_dir=tmp_path, max_total=8))
 
 
-# --- sampling_overhead.py
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
-def test_sampling_overhead_measures_both_ways_to_sample():
-    output = launch.run_file("benchmarks/sampling_overhead.py", "--prompts", 8, "--tokens", 40)
-    rows = dict(re.findall(r"^(rl/sampling/engines/vllm.py|vLLM's generate) +([\d. ]+)$", output, re.MULTILINE))
-    assert rows.keys() == {"rl/sampling/engines/vllm.py", "vLLM's generate"}
-    for row in rows.values():
-        everything, schedule, update = map(float, row.split())
-        assert 0 < schedule + update < everything
+# --- models.py
 
 
 def test_the_page_about_models_has_the_table_of_its_results():

@@ -2,7 +2,7 @@
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
 neighbouring ranks form one engine: each adds its own requests, all of them sample all responses together, and each gets
-its own. vllm_scheduler.py knows the inside of vLLM; what is here uses what vLLM offers to everybody.
+its own.
 """
 
 import contextlib
@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModel
 
-from rl.console import say
 from rl.data.types import Completion, Request, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines import vllm_scheduler
 from rl.sampling.engines.base import StopTexts, check_request
+from rl.sampling.engines.vllm_requests import Requests
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
@@ -103,11 +102,7 @@ class Engine:
         self.group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
         self.can_sleep, self.max_model_len = free_cache_engine and not on_cpu, max_model_len
         self.stop_texts = StopTexts(model)
-        self.core = vllm_scheduler.connect(self.llm, vllm.__version__)
-        if isinstance(self.core, vllm_scheduler.PublicPath) and ranks.is_main:
-            say(
-                f"vLLM {vllm.__version__}: sampling goes through its public interface, which is slower but always works"
-            )
+        self.core = Requests(self.llm)
         self.in_flight: dict[str, InFlight] = {}  # by vLLM's name of the request, of all ranks that share this engine
         self.watched: set[str] = set()  # those of them whose text may end them
         self.new: list[Request] = []  # that vLLM does not know yet
@@ -139,7 +134,9 @@ class Engine:
         self.may_be_new = False
         if every:
             params = {way: _params(way) for way in {request.sampling for _, request in every}}
-            names = self.core.add([x.prompt_ids for _, x in every], [params[x.sampling] for _, x in every])
+            requests = [request for _, request in every]
+            watched = [bool(x.sampling.stop) for x in requests]
+            names = self.core.add([x.prompt_ids for x in requests], [params[x.sampling] for x in requests], watched)
             for name, (rank, x) in zip(names, every, strict=True):
                 self.in_flight[name] = InFlight(rank, x.key, x.sampling.stop, self.policy_version)
                 if x.sampling.stop:
@@ -268,7 +265,6 @@ def _params(sampling: Sampling) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,  # the sampled token's only
         detokenize=False,
-        extra_args={"watched": True} if sampling.stop else None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from helpers_data import update
-from helpers_families import WithAdapters, gradients, make_them_count
+from helpers_families import gradients, load_with_adapters, make_them_count
 from objectives import TEMPERATURE, packed_backward
 
 from rl.data.batching import plan_micro_batches
@@ -28,7 +28,7 @@ def main(path: str, batch_file: str, out: str) -> None:
     results = {}
     for dtype, fsdp_size in ((torch.float32, None), (torch.float32, 1), (torch.bfloat16, None)):
         own = replace(ranks, dtype=dtype)
-        model = make_them_count(models.load_policy(WithAdapters(model=path, fsdp_size=fsdp_size), own))
+        model = make_them_count(load_with_adapters(path, own, fsdp_size=fsdp_size))
         found = {"dtypes": {name: x.dtype for name, x in model.named_parameters()}}
         for rows in (8, 1):  # one leaves a rank of two without work
             model.zero_grad()

@@ -20,7 +20,8 @@ from rl.model.load import load_causal_lm
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import clip_grad_norm, full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.rollout import verify_engine
+from rl.sampling.engines import Rollout
+from rl.sampling.rollout import check_engine
 
 ALL, SOME, ONE = range(8), range(3), range(1)  # rows: three or one leave a rank of two without work
 CASE = ("ppo_clip", "token-mean")
@@ -56,7 +57,7 @@ def check_collectives(ranks: Ranks) -> dict:
     }
 
 
-def check_verify_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tensor, ranks: Ranks) -> dict:
+def gaps_to_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tensor, ranks: Ranks) -> dict:
     """Engine log-probs that are off by 0.01 on all tokens of row 0 and by 0.04 on those of row 1, and nothing else."""
 
     def sample(row: int, error: float) -> Sample:
@@ -65,18 +66,19 @@ def check_verify_engine(policy: torch.nn.Module, batch: Batch, logp: torch.Tenso
         wrong = (logp[row, start:end] + error).tolist()
         return Sample(ids[:start], ids[start:], [1] * (end - start), wrong, "stop", row)
 
+    loose = Rollout(max_logprob_gap=0.1)
     samples = [sample(0, 0.01), sample(1, -0.04)]
     options = dict(sampling=Sampling(temperature=TEMPERATURE), ranks=ranks)
     messages = []
     for bad in (samples, [sample(0, 0.0), sample(1, float("nan"))]):
         try:
-            verify_engine(policy, ranks.own_slice(bad), limit=0.02, **options)
+            check_engine(policy, ranks.own_slice(bad), rollout=Rollout(max_logprob_gap=0.02), **options)
         except RuntimeError as error:
             messages.append(str(error))
     return {
-        "gap": verify_engine(policy, ranks.own_slice(samples), limit=0.1, **options),
-        "gap_without_work": verify_engine(policy, ranks.own_slice(samples[:1]), limit=0.1, **options),
-        "gap_of_first_probe": verify_engine(policy, samples, limit=0.1, num_probe=1, **options),
+        "gap": check_engine(policy, ranks.own_slice(samples), rollout=loose, **options),
+        "gap_without_work": check_engine(policy, ranks.own_slice(samples[:1]), rollout=loose, **options),
+        "gap_of_first_probe": check_engine(policy, samples, rollout=loose, num_probe=1, **options),
         "messages": messages,
     }
 
@@ -150,7 +152,7 @@ def main(path: str, batch_file: str, out: str) -> None:
     )
     results["fixed_rows"] = [row for micro in plan for row in micro]
     results["fixed_logp"] = logp
-    results |= check_verify_engine(model, batch, ranks.all_reduce_sum(logp), ranks)
+    results |= gaps_to_engine(model, batch, ranks.all_reduce_sum(logp), ranks)
     results["after_forward"] = parameters(model)
 
     for case in (CASE, ("policy_gradient", "seq-mean-token-mean")):

@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-import train_grpo
+import train_grpo_variants
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.types import Batch, Sample, Sampling, take_rows
-from rl.formulas import correction, losses
+from rl.formulas import losses
 from rl.model import sharding
 from rl.model.logprobs import token_logprobs
+from rl.sampling import correction
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
@@ -23,8 +24,11 @@ NUMBERS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_p
 NARROW = {"dppo_tv": 3e-3, "dppo_kl": 1e-3}  # clips for losses that bound probabilities, which are about 1 / 80 here
 CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
-LOSS_MODES = [*(name for name in train_grpo.LOSSES if name != "luspo"), "all terms"]  # which is gspo with another mean
-AGG_MODES = list(get_args(train_grpo.Args.__annotations__["loss_agg_mode"]))
+LOSS_MODES = [
+    *(name for name in train_grpo_variants.LOSSES if name != "luspo"),
+    "all terms",
+]  # which is gspo with another mean
+AGG_MODES = list(get_args(train_grpo_variants.Args.__annotations__["loss_agg_mode"]))
 CASES = list(itertools.product(LOSS_MODES, AGG_MODES))
 
 
@@ -75,7 +79,7 @@ def token_objective(
     loss_mode: str, logp: torch.Tensor, entropy: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(b, T) values to aggregate, and which of them the clip decided."""
-    formula = train_grpo.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
+    formula = train_grpo_variants.LOSSES["ppo_clip" if loss_mode == "all terms" else loss_mode]
     near = NARROW.get(loss_mode)
     numbers = NUMBERS if near is None else NUMBERS | dict(clip_ratio_low=near, clip_ratio_high=near)
     inputs = logp, batch.old_logp, batch.advantages, batch.response_mask
@@ -106,8 +110,9 @@ def packed_backward(
         objective, _ = token_objective(loss_mode, logp, entropy, micro)
         loss = losses.aggregate(objective, micro.response_mask, agg_mode, **denominators)
         if isinstance(model, FSDPModule):
-            sharding.last_micro_batch(model, micro_rows is plans[rank][-1])
-        loss.backward()
+            sharding.backward(model, loss, is_last=micro_rows is plans[rank][-1])
+        else:
+            loss.backward()
         total += loss.item()
     return total
 

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers_families import WithAdapters, make_them_count
+from helpers_families import load_with_adapters, make_them_count
 from objectives import TEMPERATURE, packed_backward
 
 from rl.data.order import derive_seed
 from rl.data.types import Completion, Request, Sampling
-from rl.model.load import load_causal_lm, load_policy, weights_for_engine
+from rl.model.load import load_causal_lm, weights_for_engine
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.engines import vllm
-from rl.sampling.rollout import sample_groups, seeded, verify_engine
+from rl.sampling.engines import Rollout, vllm
+from rl.sampling.rollout import check_engine, sample_groups, seeded
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 ROWS = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
@@ -72,8 +72,8 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
         assert [row for row, _ in handed] == own_rows and [s for _, group in handed for s in group] == samples
         limit = 1e-4 if pushed else 100.0
         results[name] = samples
-        results[f"{name} gap"] = verify_engine(
-            model, samples, sampling=Sampling(temperature=TEMPERATURE), limit=limit, ranks=ranks, num_probe=9
+        results[f"{name} gap"] = check_engine(
+            model, samples, Sampling(temperature=TEMPERATURE), Rollout(max_logprob_gap=limit), ranks, num_probe=9
         )
 
     roll_out("first push", ROWS)
@@ -88,7 +88,7 @@ def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> Non
     roll_out("rank 0 without prompts", ROWS[:1])
     results["version"] = engine.policy_version
     results["in flight"] = in_flight(engine, first, ranks)
-    adapted = make_them_count(load_policy(WithAdapters(model=path), ranks))
+    adapted = make_them_count(load_with_adapters(path, ranks))
     roll_out("adapters", ROWS, model=adapted)
     results["merged"] = {name: x.clone() for name, x in weights_for_engine(adapted, ranks)}
 
