@@ -243,8 +243,8 @@ def table(results: list[dict], n: int) -> str:
     return "\n".join(lines)
 
 
-def plot(results: list[dict], title: str, n: int, path: Path) -> None:
-    """A row a group of RUNS, with GRPO in each: accuracy against steps, responses and seconds, the mean over the seeds.
+def plot(results: list[dict], title: str, n: int, path: Path, runs: dict[str, dict[str, str]] = RUNS) -> None:
+    """A row a group of `runs`, with GRPO in each: accuracy against steps, responses and seconds, the mean over seeds.
     A band goes from the lowest seed to the highest, with one standard error beyond each. A run whose result has no
     train_seconds, because they compare with nothing, is in the first two only; a third is drawn if any run has them.
     """
@@ -254,7 +254,7 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = {x["name"] for x in results if len(x["accuracy"]) > 1}
-    groups = learning.groups_found(RUNS, found)
+    groups = learning.groups_found(runs, found)
     keys = [key for key in ("steps", "responses", "train_seconds") if any(key in x for x in results)]
     size = (13 * len(keys) / 3, 3.4 * len(groups))
     figure, axes = plt.subplots(len(groups), len(keys), figsize=size, squeeze=False, sharey=True, layout="constrained")
@@ -262,10 +262,10 @@ def plot(results: list[dict], title: str, n: int, path: Path) -> None:
         shown = dict.fromkeys(["grpo", *names] if "grpo" in found else names)
         for axis, key in zip(row, keys, strict=True):
             for i, name in enumerate(shown):
-                runs = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1 and key in x]
-                if runs:
+                seeds = [x for x in results if x["name"] == name and len(x["accuracy"]) > 1 and key in x]
+                if seeds:
                     learning.curve(
-                        axis, runs, key, f"{name} ({len(runs)})", f"C{i}", error=partial(standard_error, n=n)
+                        axis, seeds, key, f"{name} ({len(seeds)})", f"C{i}", error=partial(standard_error, n=n)
                     )
             axis.set(xlabel={"train_seconds": "seconds of training"}.get(key, key))
             axis.grid(alpha=0.3)

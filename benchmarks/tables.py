@@ -3,6 +3,7 @@
     python benchmarks/tables.py                       # write the tables into the pages
     python benchmarks/tables.py --check               # change nothing; exit with 1 if a page is not up to date
     python benchmarks/tables.py --figures 7b-4-gpus   # print all figures of the folders that have this in their name
+    python benchmarks/tables.py --trim                # leave in each metrics.jsonl only what figures read
 
 benchmarks/results/index.toml has an entry for each folder of benchmarks/results: what was measured, by which command,
 on which machine, and in which file of the folder each figure is found. benchmarks/tables.toml says which figures stand
@@ -250,13 +251,40 @@ def print_figures(part: str) -> None:
                     print(f"  {describe(figures, name)}")
 
 
+# --- small logs
+
+
+def keys_read(results: Path = RESULTS) -> dict[Path, set[str]]:
+    """The metrics that figures read, by the file of metrics in which they are found."""
+    found: dict[Path, set[str]] = {}
+    for measurement in load_measurements(results).values():
+        for run in (x for x in measurement.entries.values() if isinstance(x, Figures)):
+            for spec in (run.entries[name] for name in run.specs()):
+                if "is" not in spec and (path := run.file(spec).resolve()).suffix == ".jsonl":
+                    found.setdefault(path, set()).add(spec["key"])
+    return found
+
+
+def trim(results: Path = RESULTS) -> None:
+    """Leave in each file of metrics what figures read, with seven digits, and the times of its lines."""
+    for path, keys in keys_read(results).items():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{k: v for k, v in x.items() if k in keys | {"step", "time"}} for x in lines if keys & x.keys()]
+        rounded = [{k: round(v, 6) if k == "time" else float(f"{v:.7g}") for k, v in x.items()} for x in kept]
+        whole = [{k: int(v) if v == int(v) else v for k, v in x.items()} for x in rounded]
+        path.write_text("".join(json.dumps(x) + "\n" for x in whole))
+
+
 def main(words: list[str]) -> int:
     """What the command line asks for; returns the exit status."""
     if words[:1] == ["--figures"] and len(words) <= 2:
         print_figures(words[1] if words[1:] else "")
         return 0
+    if words == ["--trim"]:
+        trim()
+        return 0
     if words not in ([], ["--check"]):
-        raise ValueError(f"{' '.join(words)}: unknown; there are --check and --figures PART_OF_A_NAME")
+        raise ValueError(f"{' '.join(words)}: unknown; there are --check and --figures PART_OF_A_NAME, and --trim")
     return update_pages({page: page.read_text() for page in PAGES}, check=words == ["--check"])
 
 

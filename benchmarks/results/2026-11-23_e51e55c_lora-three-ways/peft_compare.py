@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from rl.rollout import sample_groups
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 from rl import engines
 from rl.data import encode_prompts, load_tokenizer, read_rows, sampling_of
 from rl.ranks import init_ranks
-from rl.rollout import sample_groups
 
 
 def of_response(model, ids, own):
