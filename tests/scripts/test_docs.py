@@ -186,8 +186,9 @@ def public_functions(path: Path) -> set[str]:
 def test_every_formula_is_in_papers_and_every_name_there_exists():
     text = (ROOT / "docs" / "papers.md").read_text()
     named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
-    named = {(module, function) for module, function in named if (ROOT / "rl" / f"{module}.py").exists()}
-    existing = {(path.stem, name) for path in (ROOT / "rl").glob("*.py") for name in public_functions(path)}
+    library = list((ROOT / "rl").rglob("*.py"))
+    named = {(module, name) for module, name in named if module in {path.stem for path in library}}
+    existing = {(path.stem, name) for path in library for name in public_functions(path)}
     known = "advantages losses correction preference distillation implicit_reward schedule critic".split()
     formulas = {(m, f) for m, f in existing if m in known}
     assert len(formulas) > 30

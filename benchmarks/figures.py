@@ -1,0 +1,93 @@
+"""Draw the figures of benchmarks/results again, from the logs that are kept beside them.
+
+    python benchmarks/figures.py
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import demo, learning, pretrained  # noqa: E402
+from benchmarks.tables import RESULTS  # noqa: E402
+
+TASK = pretrained.TASKS["word_problems"]
+ALGORITHMS = ("grpo", "dapo", "ppo", "trl")
+ALGORITHMS_IN = ("d22b24b_smollm2-200-steps", "9c04564_smollm2-ppo-prime-lora", "9dcc2ce_smollm2-lora-fp8")
+LESS_MEMORY = "GRPO with less memory"  # a group of pretrained.RUNS
+
+
+def draw_demo(path: Path) -> None:
+    """Reward, accuracy and length of `make demo`."""
+    lines = (path.parent / "grpo.metrics.jsonl").read_text().splitlines()
+    demo.plot([json.loads(line) for line in lines], path)
+
+
+def draw_learning(path: Path) -> None:
+    """Accuracy of the runs of benchmarks/learning.py: hard.json gives hard.png."""
+    runs = json.loads(path.with_suffix(".json").read_text())["runs"]
+    learning.plot(runs, learning.SETTINGS[path.stem].title, path)
+
+
+def read_smollm2(folder: Path, names: tuple[str, ...], until: int) -> list[dict]:
+    """Results of runs on word problems, up to a step."""
+    runs = [x for x in json.loads((folder / "word_problems.json").read_text())["runs"] if x["name"] in names]
+    counts = [sum(step <= until for step in x["steps"]) for x in runs]
+    return [{k: v[:n] if isinstance(v, list) else v for k, v in x.items()} for x, n in zip(runs, counts, strict=True)]
+
+
+def draw_accuracy(path: Path) -> None:
+    """Accuracy of four algorithms against steps, responses and seconds."""
+    pretrained.plot(read_smollm2(path.parent, ALGORITHMS, 200), TASK.title, TASK.num_test, path)
+
+
+def draw_less_memory(path: Path) -> None:
+    """Accuracy of GRPO with LoRA and with FP8 rollouts. These runs shared a GPU, so their seconds are left out."""
+    groups = {LESS_MEMORY: pretrained.RUNS[LESS_MEMORY]}
+    runs = read_smollm2(path.parent, ("grpo", *groups[LESS_MEMORY]), 100)
+    runs = [{k: v for k, v in x.items() if k != "train_seconds"} for x in runs]
+    pretrained.plot(runs, TASK.title, TASK.num_test, path, groups)
+
+
+def draw_training(path: Path) -> None:
+    """Score, length, entropy and gap of four algorithms, whose logs are in three folders."""
+    runs = read_smollm2(path.parent, ALGORITHMS, 200)
+    with tempfile.TemporaryDirectory() as folder:
+        for x in runs:
+            log = f"{x['name']}_{x['seed']}.metrics.jsonl"
+            logs = [path.parent.parent / f"2026-11-23_{name}" / log for name in ALGORITHMS_IN]
+            link = Path(folder) / x["name"] / f"seed_{x['seed']}" / "metrics.jsonl"
+            link.parent.mkdir(parents=True)
+            link.symlink_to(next(log for log in logs if log.exists()))
+        pretrained.plot_training(runs, Path(folder), path)
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {
+    "2026-11-20_dc32af4_demo/curve.png": draw_demo,
+    "2026-11-21_f36d6f3_learning-hard/hard.png": draw_learning,
+    "2026-11-23_3fe5f8f_learning-family/hard.png": draw_learning,
+    "2026-11-23_8de4ae2_lora/easy.png": draw_learning,
+    "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems.png": draw_accuracy,
+    "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_memory.png": draw_less_memory,
+    "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_training.png": draw_training,
+}
+
+
+def main(results: Path = RESULTS) -> None:
+    """Draw all figures into their folders of `results`, in 256 colours, which makes the files small."""
+    for name, draw in FIGURES.items():
+        path = results / name
+        draw(path)
+        with Image.open(path) as image:
+            few = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=4, dither=Image.Dither.NONE)
+            few.save(path, optimize=True)
+        print(f"{name}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
