@@ -91,6 +91,15 @@ def loop_reference(name, rewards, lengths):
 # --- (P, G): a reward a response ---
 
 
+def test_mean_and_deviation_of_groups_match_hand_values():
+    rewards = f64([[1, 0, 0], [0.1, 0.1, 0.1], [NAN, 0.3, 0.7], [NAN, 5, NAN], [NAN, NAN, NAN]])
+    mean, std = advantages.of_groups(rewards)
+    check(mean, [[1 / 3], [0.1], [0.5], [0], [0]])
+    check(std, [[math.sqrt(1 / 3)], [0], [math.sqrt(0.08)], [1], [1]])
+    equal = torch.full((1, 3), 0.1)  # in float32 a plain mean of these is not 0.1
+    assert (equal - advantages.of_groups(equal)[0] == 0).all()
+
+
 def test_grpo_matches_hand_values():
     rewards, lengths = f64([[1.0, 0.0, 0.0]]), torch.ones(1, 3)
     centred, std = (2 / 3, -1 / 3, -1 / 3), math.sqrt(1 / 3)  # ddof=1: (4/9 + 1/9 + 1/9) / 2
@@ -521,6 +530,7 @@ CALLS = {
     "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),
     "overlong_penalty": (advantages.overlong_penalty, [PG * 9], {"max_length": 8, "buffer": 4, "factor": 1.0}),
     "informative_groups": (advantages.informative_groups, [PG], {}),
+    "of_groups": (advantages.of_groups, [PG], {}),
 }
 
 
@@ -548,7 +558,7 @@ def test_functions_keep_the_dtype(name):
             assert result.dtype == (torch.bool if name == "informative_groups" else dtype)
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"overlong_penalty", "informative_groups"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"overlong_penalty", "informative_groups", "of_groups"}))
 def test_functions_raise_on_shape_mismatch(name):
     function, tensors, options = CALLS[name]
     for i, tensor in enumerate(tensors):

@@ -66,7 +66,7 @@ def loop_reference(args, logp, old_logp, rollout_logp, advantages, mask):
             ratio = {"token": math.exp(x[t]), "sequence": math.exp(sum(x.values()))}
             ratio["geometric"] = math.exp(sum(x.values()) / len(x))
             weight = 1.0
-            if args.rollout_is != "none":
+            if args.rollout_is not in (None, "none"):
                 low, high = args.rollout_is_threshold_lower, args.rollout_is_threshold
                 weight *= max(low, min(high, ratio[args.rollout_is]))
             if args.rollout_mask != "none":
