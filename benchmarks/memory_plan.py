@@ -17,7 +17,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import SHAPES  # noqa: E402
-from rl.flags import AtLeast1, check
+from rl.flags import AtLeast1, check_limits
 from rl.model.sharding import PIECE
 
 VOCABULARY = 151936
@@ -191,7 +191,7 @@ def tables(args: Args) -> str:
 
     Raises ValueError if a number is not positive.
     """
-    check(args)
+    check_limits(args)
     work = dict(gpus=args.gpus, tokens=args.tokens, sequences=args.sequences, length=args.length)
     fits = [f"| model | trained | {' | '.join(f'{card} GB' for card in CARDS)} |", f"|---|---|{'---|' * len(CARDS)}"]
     phases = [
