@@ -278,7 +278,8 @@ def free_port() -> int:
 
 def record_updates() -> list[dict[str, float]]:
     """Let rl/data/batching.py note what metrics.jsonl does not say of a step: the sum of s^2 over all sequences, and
-    the share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, a shared prompt counted once.
+    the share of --ppo-max-token-len-per-gpu that this rank's micro-batches use on average, where a shared prompt counts
+    once.
     """
     plan, notes = batching.plan_updates, []
 
