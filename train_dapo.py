@@ -3,127 +3,100 @@
     torchrun train_dapo.py --model Qwen/Qwen2.5-1.5B-Instruct --overlong-penalty-factor 0.5    # one GPU, GSM8K
     torchrun --nproc_per_node 8 train_dapo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
 
-Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476) changes GRPO in four places:
-  clip-higher          the ratio may rise further than it may fall: --clip-ratio-low, --clip-ratio-high
-  dynamic sampling     groups whose responses all earn the same are replaced by fresh ones: --filter-groups
-  token-level loss     a mean over all tokens of a mini-batch, not of sequence means: --loss-agg-mode
-  overlong responses   a soft punishment near the limit, or no loss for those that were cut: --overlong-buffer-len,
-                       --overlong-filtering
-and drops the KL term. Deviations from the paper: 1. groups sampled beyond the batch wait for the next step instead of
-being thrown away, and --rollout-is corrects for the older policy that sampled them;  2. the standard deviation is
-unbiased (ddof 1);  3. dual clip: the loss of a negative advantage is bounded (--clip-ratio-c; arXiv 1912.09729).
-Words such as group, advantage and ratio are explained in train_grpo.py.
+Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476). Group, advantage, ratio and loss are
+those of train_grpo.py. What changes, with s_i the score of response i and L_i its length in tokens:
 
-Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
-Every per-token tensor is (b, T), and position t describes token t given the tokens before it. See docs/train_dapo.md.
+    clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 7
+    dynamic sampling    a group with equal scores has advantage 0, so others are sampled until
+                        P groups have max s_i > min s_i                                                   phases 1 to 3
+    token-level loss    the mean is over all tokens of a mini-batch, not over means of responses          phase 7
+    overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the last tokens
+                        before the limit cost more and more; free + buffer = limit                        phase 6
+                        with --overlong-filtering a response cut at the limit is not learned from         phase 4
+    no KL term
+
+Where this departs from the paper: 1. groups sampled beyond the batch wait for the next step instead of being thrown
+away, and --rollout-is corrects for the older policy that sampled them; 2. the standard deviation is unbiased; 3. where
+A is negative the loss is at most 10 |A| (dual clip, arXiv 1912.09729).
+
+P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
+position t describes token t given the tokens before it. docs/train_dapo.md explains the four changes and their flags.
 """
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 
-from rl import flags
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
-from rl.data.prompts import load_prompts, sampling_of
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.formulas import advantages, correction, losses, schedule
-from rl.model import load as models
-from rl.model import lora, sharding
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, parse
+from rl.formulas import advantages, losses, schedule
+from rl.model.load import load_policy, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
+from rl.run.arguments import RL, LoggingRL
 from rl.run.run import Run
-from rl.sampling import engines
+from rl.run.task import load_task
+from rl.sampling import correction, waiting_groups
+from rl.sampling.correction import Correction
+from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import (
-    gather_responses,
-    groups_of_states,
-    lengths_of,
-    sample_groups,
-    scores_of,
-    state_of_groups,
-    values_of,
-    verify_engine,
-)
-from rl.scoring.pool import make_scorer, stop_if_failing
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, sample_groups, scores_of, values_of
+from rl.scoring.pool import raise_if_failing
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):
-    experiment_name: str = "dapo"  # run in the trackers, and part of the folder
-    # metrics and limits; a step beyond one prints a line that begins with ALARM
-    alarms: tuple[str, ...] = (
-        "rollout/logprob_gap_mean>0.05",
-        "train/num_gen_batches>5",
-        "response_length/clip_ratio>0.5",
-        "actor/entropy<0.01",
-    )
-
-    # --- model and data
-    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
-    train_batch_size: AtLeast1 = 128  # prompts a step (P); responses a step are train_batch_size * rollout_n
-    gen_batch_size: AtLeast1 | None = None  # prompts sampled at a time until the step has its P; default P
-    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer ones are cut and counted in response_length/clip_ratio
-    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
-    seed: int = 0  # decides data order and sampling, together with the step
-
-    # --- reward
-
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
-    custom_reward_function: tuple[str, ...] | None = None
-    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
-    reward_model_coef: float = 1.0  # weight of that score
-    reward_model_max_length: AtLeast1 = 4096  # tokens of prompt and response in its own template; longer lose the start
-    # the last so many tokens before --max-response-length cost more and more; default a fifth of it, 0: no punishment
-    overlong_buffer_len: Count | None = None
-    overlong_penalty_factor: NotNegative = 1.0  # subtracted from the reward of a response that reaches the limit
-
-    # --- rollout
-    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: AtLeast1 = 8  # responses per prompt (G); their mean is the baseline, so at least 2
-    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
-    top_p: PositiveShare = 1.0  # the fewest likeliest tokens that together have this probability, also in the trainer
-    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
-
-    # --- algorithm
-
+class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     filter_groups: bool = True  # dynamic sampling: replace groups whose responses all have the same score
     filter_groups_metric: str = "score"  # what has to differ in a group: the score, or a component of it, such as acc
-    # rounds of sampling in a step after which the run gives up filling its batch
-    max_num_gen_batches: Free[AtLeast1] = 10
+    gen_batch_size: AtLeast1 | None = None  # prompts sampled in a round; default: --train-batch-size
+    max_num_gen_batches: Free[AtLeast1] = 10  # rounds of a step; if the batch is not full then, the run ends
+    # the last so many tokens before --max-response-length cost more and more; default: a fifth of it; 0: they are free
+    overlong_buffer_len: Count | None = None
+    overlong_penalty_factor: NotNegative = 1.0  # subtracted from the score of a response that reaches the limit
     overlong_filtering: bool = False  # leave responses that were cut at the limit out of the loss
-    # how token losses become one number; Dr. GRPO: seq-mean-token-sum-norm, the GRPO paper: seq-mean-token-mean
+    # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
-    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this
-    clip_ratio_high: NotNegative = 0.28  # ratio <= 1 + this; 0.2 switches clip-higher off
-    clip_ratio_c: Above1 = 10.0  # dual clip: a negative advantage's loss is at most this many times its size
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of --train-batch-size
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
-    entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
-    # truncated weights for the gap between the policy that sampled, in an engine and perhaps a step ago, and this one
-    rollout_is: Literal["none", "token", "sequence"] = "token"
+    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
+    entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
+    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
+    clip_ratio_high: NotNegative = 0.28  # a ratio above 1 + this is not pushed further up; 0.2 is GRPO's
+    clip_ratio_c: Above1 = 10.0  # dual clip: where A < 0 the loss is at most this times |A|
 
-    # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
+    # --- what follows is as in train_grpo.py, but for some defaults
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
+    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    rollout_n: AtLeast1 = 8  # responses to each prompt (G); at least 2 to have a spread
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of a step
+    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 10  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.1  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
+    seed: int = 0  # decides data order and sampling, together with the round
+    correction: Correction = Correction(rollout_is="token")  # for groups that an older policy has sampled
+    logging: LoggingRL = LoggingRL(
+        experiment_name="dapo",
+        alarms=(
+            "rollout/logprob_gap_mean>0.05",
+            "train/num_gen_batches>5",
+            "response_length/clip_ratio>0.5",
+            "actor/entropy<0.01",
+        ),
+    )
 
 
 def validate(args: Args) -> None:
-    """Refuse settings that contradict each other, naming the flag, the value and the fix."""
-    flags.check(args)
+    """Raise ValueError for flags of DAPO that contradict each other, naming the flag, its value and the fix."""
     if (args.overlong_buffer_len or 0) > args.max_response_length:
         raise ValueError(
             f"--overlong-buffer-len {args.overlong_buffer_len} must be within 0 (no punishment) and "
@@ -137,183 +110,191 @@ def main(args: Args) -> dict[str, float]:
     """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
     # Everything a user can get wrong is refused here, before a model is loaded.
     validate(args)
-    tokenizer, train_rows, val_rows = load_prompts(args)
+    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    round_size = args.gen_batch_size or args.train_batch_size  # prompts
+    if round_size > len(train_rows):
+        rows = f"{len(train_rows)} rows of the training data"
+        raise ValueError(f"--gen-batch-size {round_size} is more than the {rows}; lower it")
+    if args.filter_groups_metric != "score":
+        scorer.require_components([args.filter_groups_metric], flag="--filter-groups-metric")
     rows_by_index = {row["row_index"]: row for row in train_rows}
-    gen_batch_size = args.gen_batch_size or args.train_batch_size
-    if gen_batch_size > len(train_rows):
-        raise ValueError(
-            f"--gen-batch-size {gen_batch_size} is more than the {len(train_rows)} rows of the training data; lower it"
-        )
     buffer = args.max_response_length // 5 if args.overlong_buffer_len is None else args.overlong_buffer_len
-    scorer = make_scorer(args, tokenizer, train_rows + val_rows)
-    sampling = sampling_of(args, tokenizer)
-    total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
+    scale = args.loss_scale_factor or args.max_response_length  # for --loss-agg-mode seq-mean-token-sum-norm
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
-    updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
-    on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
+    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
     run = Run(args, tokenizer, total_steps)
-    ranks = run.ranks
-    policy = models.load_policy(args, ranks)
-    engine = engines.make_engine(args, ranks)
-    scorer.add_reward_model(args, ranks)
+    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    run.resume(
-        {"actor": (policy, optimizer)},
-        about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
-        f"{len(train_rows)} prompts to draw from\n{scorer.report}",
-        engine=engine,
-    )
-    drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began: the next one takes the next prompts
-    surplus = groups_of_states(run.states, rows_by_index, args.rollout_n, ranks)  # groups that wait for a later step
+    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
+    run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
+    drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
+    saved = [state["surplus"] for state in run.states]  # of all ranks; [] in a new run
+    waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)  # sampled in an earlier step
     step_metrics, val_metrics = {}, {}
 
-    for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
-        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
-        clock = run.begin(step, state={"drawn": drawn, "surplus": state_of_groups(surplus)})
+    for step in range(run.start, total_steps + 1):  # the last iteration only evaluates
+        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
+        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        clock = run.save_and_begin(step, state={"drawn": drawn, "surplus": waiting_groups.to_state(waiting)})
 
-        # The engine gets this step's policy, and keeps it until the batch is full.
+        # Give the engine the policy's weights. It keeps them until the batch is full.
         engine.wake()
-        engine.update_weights(models.weights_for_engine(policy, ranks))
+        engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            run.exit_if_asked()
+            val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
         if step == total_steps:
             break
-        # Phases 1 to 3 repeat until P groups have a spread: one whose responses all earn the same has advantage zero.
-        groups, sampled, own_samples, own_scores = surplus, [], [], []  # a group is G responses
-        for num_gen_batches in range(args.max_num_gen_batches + 1):
-            if len(groups) >= args.train_batch_size:
-                break
-            if num_gen_batches == args.max_num_gen_batches:
+
+        # Dynamic sampling: phases 1 to 3 are a round, and rounds go on until P groups are kept.
+        groups, num_rounds = waiting, 0  # a group is a list of G responses
+        sampled, own_samples, own_scores = [], [], []  # sampled: the groups of this step, kept or not
+        while len(groups) < args.train_batch_size:
+            if num_rounds == args.max_num_gen_batches:
                 raise RuntimeError(
-                    f"step {step + 1}: {len(sampled)} groups were sampled in --max-num-gen-batches {num_gen_batches} "
+                    f"step {step + 1}: {len(sampled)} groups were sampled in --max-num-gen-batches {num_rounds} "
                     f"rounds, and {len(groups)} have a spread, fewer than --train-batch-size {args.train_batch_size}; "
                     "the data is too easy or too hard, or the bound too low"
                 )
+            # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would have.
+            rows = prompts_for_step(train_rows, drawn, round_size, args.seed)
 
-            # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would.
-            rows = prompts_for_step(train_rows, drawn, gen_batch_size, args.seed)
-
-            # 2. Rollouts: sample G responses per prompt.
-            own_rows, seed = (
-                ranks.own_slice(rows),
-                derive_seed(args.seed, drawn, engine.first_rank),
-            )
+            # 2. Rollouts: sample G responses to each prompt.
+            own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, drawn, engine.first_rank)
             own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+            run.exit_if_asked()
             clock("gen")
 
             # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get
-            # the scores and lengths of the round; the tokens stay where they are until one rank trains on them.
+            # the scores and lengths of the round; tokens stay on the rank that sampled them until phase 4.
             own_scores = scorer.collect(tickets)
+            run.exit_if_asked()
             responses = gather_responses(own_samples, own_scores, rows, ranks)
-            stop_if_failing(responses, args.reward_max_error_frac)
+            raise_if_failing(responses, args.rewards.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
+            # A group carries a signal if the scores in it differ; a response without a score (NaN) does not count.
             values_PG = values_of(responses, args.filter_groups_metric).view(-1, args.rollout_n)
-            spread = advantages.informative_groups(values_PG).tolist()
-            groups = groups + [x for x, keep in zip(fresh, spread, strict=True) if keep or not args.filter_groups]
-            sampled, drawn = sampled + fresh, drawn + 1
+            has_spread = [len(values[~values.isnan()].unique()) > 1 for values in values_PG]
+            kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
+            groups, sampled = groups + kept, sampled + fresh
+            drawn, num_rounds = drawn + 1, num_rounds + 1
             clock("reward")
-        groups, surplus = groups[: args.train_batch_size], groups[args.train_batch_size :]
-        clock("gen")  # also if groups that waited fill the batch, and nothing was sampled
+        groups, waiting = groups[: args.train_batch_size], groups[args.train_batch_size :]
+        clock("gen")
         engine.sleep()
-        verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
+        # The trainer computes the log-probs of a few fresh responses: if they differ from the engine's, the run ends.
+        check_engine(policy, own_samples, sampling, args.rollout, ranks)
         clock("verify")
-        responses = [r for group in groups for r in group]  # B
-        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
-        lengths_PG = lengths_of(responses).view(-1, args.rollout_n)
 
-        # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
-        learn = scores_PG.isfinite().flatten()  # a response without a score teaches nothing
-        if args.overlong_filtering:  # neither does one that was cut: nobody knows what it would have been
-            learn = learn & torch.tensor([r.finish_reason != "length" for r in responses])
+        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        responses = [r for group in groups for r in group]  # B
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
+        trainable = scores_PG.isfinite().flatten()  # (B,)
+        if args.overlong_filtering:  # nor does a response that was cut: nobody knows how it would have ended
+            trainable &= torch.tensor([r.finish_reason != "length" for r in responses])
         batch, updates = make_batch(
             responses,
-            learn=learn,
+            trainable=trainable,
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.ppo_max_token_len_per_gpu,
-            pad_id=tokenizer.pad_token_id or 0,
+            max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
         )  # (b, T)
         clock("batch")
 
-        # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7.
-        if not on_policy:
+        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step. With one update a
+        # step they are not needed: then the policy has not changed yet.
+        if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response, once long ones have paid?
-        rewards = scores_PG  # (P, G)
-        if buffer:
-            rewards = scores_PG + advantages.overlong_penalty(
-                lengths_PG, max_length=args.max_response_length, buffer=buffer, factor=args.overlong_penalty_factor
-            )
-        advantages_PG = advantages.grpo(rewards, lengths_PG)  # (P, G)
+        rewards_PG = scores_PG
+        if buffer:  # overlong punishment: from 0 at `free` tokens to the whole factor at the limit
+            free = args.max_response_length - buffer
+            excess_PG = (lengths_of(responses).view(-1, args.rollout_n) - free) / buffer
+            rewards_PG = scores_PG - (excess_PG * args.overlong_penalty_factor).clamp(min=0)
+        mean, std = advantages.of_groups(rewards_PG)  # (P, 1), of the scored responses; 0 and 1 if only one is scored
+        advantages_PG = ((rewards_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        clips = dict(
-            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
-        )
-        scale = args.loss_scale_factor or args.max_response_length
-        means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
-        for update in updates * args.ppo_epochs:
-            # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
-            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
-            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             for micro_rows in update.micro_batches:
-                run.leave_if_asked()
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
-                mask = micro.response_mask
+                run.exit_if_asked()
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
-                old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
-                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
-                objective = pg_loss - args.entropy_coeff * entropy
-                loss = aggregate(objective, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
-                loss.backward()  # adds to the gradients, and sums them over ranks
-                means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
-                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
+                old_logp = logp.detach() if num_updates == 1 else micro.old_logp
+
+                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()
+                unclipped = -A * ratio
+                clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)  # clip-higher: high > low
+                pg_loss = torch.maximum(unclipped, clipped)
+                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
+                is_clipped = (pg_loss != unclipped).float()
+                # By default exp(old_logp - rollout_logp), at most 2: groups that waited are from an older policy.
+                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                pg_loss = pg_loss * weights
+                loss = pg_loss - args.entropy_coeff * entropy
+
+                # Token-level loss: every token of the mini-batch weighs the same, in a short or a long response.
+                # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+                if args.loss_agg_mode == "token-mean":
+                    loss, pg_loss = ((x * mask).sum() / update.num_tokens for x in (loss, pg_loss))
+                else:  # means over responses
+                    sizes = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
+                    loss, pg_loss = (losses.aggregate(x, mask, args.loss_agg_mode, **sizes) for x in (loss, pg_loss))
+                backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
-            norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
-            if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
+            norm = clip_grad_norm(policy, args.grad_clip)
+            if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
+            else:
+                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
+            norms.append({"actor": norm})
         clock("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, diagnostics means over all tokens of all ranks.
+        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         judged = [r for group in sampled or groups for r in group]  # kept or not
-        judged_rows = [rows_by_index[r.row_index] for r in judged]
         found = {
-            **metrics.of_scores(judged, judged_rows),
+            **metrics.of_scores(judged, [rows_by_index[r.row_index] for r in judged]),
             **metrics.of_lengths(responses),
             **metrics.of_groups(scores_of(judged).view(-1, args.rollout_n)),
-            **metrics.describe("critic/rewards", rewards),
+            **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG),
             **metrics.of_norms(norms),
             **means.reduce(),
-            "train/num_gen_batches": float(num_gen_batches),
+            "train/num_gen_batches": float(num_rounds),
             "train/num_sampled_responses": float(len(sampled) * args.rollout_n),
-            "train/surplus_groups": float(len(surplus)),
+            "train/surplus_groups": float(len(waiting)),
             "actor/lr": lr,
         }
         generated = sum(r.response_length for group in sampled for r in group)
         step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
-        run.show_sample(own_samples, own_scores)
-        # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
+        run.log_samples(own_samples, own_scores, batch)
+        # 9. Checkpoint: save_and_begin of the next iteration saves.
 
     run.close(scorer, engine)
     return step_metrics | val_metrics
 
 
 if __name__ == "__main__":
-    main(flags.parse(Args, __doc__))
+    main(parse(Args, __doc__))

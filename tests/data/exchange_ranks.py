@@ -24,7 +24,8 @@ from rl.data.types import Response, Sample, Score
 from rl.formulas import advantages
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.run import metrics
-from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of, state_of_groups
+from rl.sampling import waiting_groups
+from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of
 
 CHOICE = token_selection.TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
@@ -168,7 +169,7 @@ def measure(ranks: Ranks) -> dict:
     found["cuts"] = {name: cut(responses, *arguments, ranks) for name, arguments in CUTS.items()}
     found["cuts"]["few"] = cut(few, range(1), 3, 20, 1, ranks)
     groups = [responses[k : k + N] for k in range(0, len(responses), N)]
-    return found | collectives(ranks) | {"state": state_of_groups([groups[i] for i in (1, 4, 6)])}
+    return found | collectives(ranks) | {"state": waiting_groups.to_state([groups[i] for i in (1, 4, 6)])}
 
 
 class Args(NamedTuple):

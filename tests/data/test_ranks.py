@@ -12,7 +12,8 @@ from helpers_data import ranks_without_group, sample, scored
 
 from rl.data import token_selection
 from rl.data.batching import collate, make_batch, shared_prefix
-from rl.sampling.rollout import gather_responses, groups_of_states
+from rl.sampling import waiting_groups
+from rl.sampling.rollout import gather_responses
 
 SAMPLES, SCORES, N = step.step_samples(), step.step_scores(), step.N
 SIZES = [1, 2, 3, 4]
@@ -323,9 +324,9 @@ def test_what_is_said_of_nothing(ranks):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
     """However many ranks saved them."""
-    states = [{"surplus": rank["state"]} for rank in ranks]
+    states = [rank["state"] for rank in ranks]
     rows = {row["row_index"]: row for row in step.ROWS}
-    restored = [groups_of_states(states, rows, N, ranks_without_group(rank, size)) for rank in range(size)]
+    restored = [waiting_groups.from_states(states, rows, N, ranks_without_group(rank, size)) for rank in range(size)]
     for here, groups in enumerate(restored):
         for j, (i, group) in enumerate(zip((1, 4, 6), groups, strict=True)):
             for k, r in zip(range(N * i, N * i + N), group, strict=True):
@@ -344,9 +345,9 @@ def test_groups_that_wait_are_shared_out_anew_after_a_resume(ranks, size):
 
 
 def test_groups_of_another_size_or_another_prompt_do_not_come_back(ranks):
-    states, rows = [{"surplus": rank["state"]} for rank in ranks], {row["row_index"]: row for row in step.ROWS}
-    assert groups_of_states(states, rows, N + 1, ranks_without_group()) == []
+    states, rows = [rank["state"] for rank in ranks], {row["row_index"]: row for row in step.ROWS}
+    assert waiting_groups.from_states(states, rows, N + 1, ranks_without_group()) == []
     changed = rows | {34: rows[34] | {"prompt_ids": [60] * 6}}
     del changed[36]
-    [group] = groups_of_states(states, changed, N, ranks_without_group())
+    [group] = waiting_groups.from_states(states, changed, N, ranks_without_group())
     assert {r.row_index for r in group} == {31}

@@ -8,13 +8,14 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
+from rl.data.encode import load_tokenizer
 from rl.data.prompts import load_prompts
 from rl.flags import build
 from rl.model import load as models
 from rl.ranks import Ranks
 from rl.run import checkpoint, loop_state
+from rl.sampling import waiting_groups
 from rl.sampling.engines import hf
-from rl.sampling.rollout import groups_of_states, state_of_groups
 
 
 def comparable():
@@ -88,8 +89,14 @@ def test_every_step_may_have_its_own_number_of_ranks(train, unbroken, ranks):
 
 
 def rows_of(task):
-    _, rows, _ = load_prompts(build(train_dapo.Args, **h.dapo_settings(task, "nowhere")))
+    args = build(train_dapo.Args, **h.dapo_settings(task, "nowhere"))
+    rows, _ = load_prompts(args.data, load_tokenizer(args.model), args.max_prompt_length)
     return {row["row_index"]: row for row in rows}
+
+
+def saved(path):
+    """What every rank has saved of the groups that wait."""
+    return [state["surplus"] for state in checkpoint.load_states(path)]
 
 
 def of_rank(rank, size):
@@ -99,10 +106,10 @@ def of_rank(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
     """Each goes to one rank, in their order and evenly, and comes back the same from whichever ranks had it."""
-    rows, states = rows_of(task), checkpoint.load_states(unbroken / "global_step_1")
-    whole = groups_of_states(states, rows, 4, of_rank(0, 1))
-    assert len(whole) == len(states[0]["surplus"]) >= 2 and all(x.sample is not None for group in whole for x in group)
-    of_ranks = [groups_of_states(states, rows, 4, of_rank(rank, size)) for rank in range(size)]
+    rows, states = rows_of(task), saved(unbroken / "global_step_1")
+    whole = waiting_groups.from_states(states, rows, 4, of_rank(0, 1))
+    assert len(whole) == len(states[0]) >= 2 and all(x.sample is not None for group in whole for x in group)
+    of_ranks = [waiting_groups.from_states(states, rows, 4, of_rank(rank, size)) for rank in range(size)]
     owners = [[{x.rank for x in group} for group in groups] for groups in of_ranks]
     assert all(each == owners[0] for each in owners) and all(len(owner) == 1 for owner in owners[0])
     order = [next(iter(owner)) for owner in owners[0]]
@@ -112,9 +119,10 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
         assert all((x.sample is not None) == (x.rank == rank) for group in groups for x in group)
         numbers = [(x.rank, x.number) for group in groups for x in group]
         assert len(set(numbers)) == len(numbers)  # they name a response
-    encoded = [loop_state.encode({"surplus": state_of_groups(groups)}) for groups in of_ranks]
+    states = [waiting_groups.to_state(groups) for groups in of_ranks]
+    encoded = [loop_state.encode({"surplus": state}) for state in states]
     assert [bool(state.arrays) for state in encoded] == [True] * size
-    merged = groups_of_states([{"surplus": state_of_groups(groups)} for groups in of_ranks], rows, 4, of_rank(0, 1))
+    merged = waiting_groups.from_states(states, rows, 4, of_rank(0, 1))
     for group, other in zip(merged, whole, strict=True):
         for a, b in zip(group, other, strict=True):
             assert (a.row_index, a.score, a.response_length) == (b.row_index, b.score, b.response_length)
@@ -123,13 +131,13 @@ def test_the_groups_of_all_ranks_are_shared_out_anew(unbroken, task, size):
 
 
 def test_groups_of_another_size_or_of_other_data_are_left_out(unbroken, task):
-    rows, states = rows_of(task), checkpoint.load_states(unbroken / "global_step_1")
-    waited = [group[0]["row_index"] for group in states[0]["surplus"]]
-    assert groups_of_states(states, rows, 3, of_rank(0, 1)) == []
+    rows, states = rows_of(task), saved(unbroken / "global_step_1")
+    waited = [group[0]["row_index"] for group in states[0]]
+    assert waiting_groups.from_states(states, rows, 3, of_rank(0, 1)) == []
     missing = {index: row for index, row in rows.items() if index != waited[0]}
     other_prompt = [1 + rows[waited[1]]["prompt_ids"][0], *rows[waited[1]]["prompt_ids"][1:]]
     changed = rows | {waited[1]: rows[waited[1]] | {"prompt_ids": other_prompt}}
     for data, left_out in ((missing, waited[0]), (changed, waited[1])):
-        kept = groups_of_states(states, data, 4, of_rank(0, 1))
+        kept = waiting_groups.from_states(states, data, 4, of_rank(0, 1))
         assert [group[0].row_index for group in kept] == [index for index in waited if index != left_out]
-    assert groups_of_states([], rows, 4, of_rank(0, 1)) == []
+    assert waiting_groups.from_states([], rows, 4, of_rank(0, 1)) == []

@@ -1,0 +1,44 @@
+"""Groups of responses that wait for a later step of train_dapo.py, as a checkpoint has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.data.rows import Row
+from rl.data.types import Response, Sample, Score
+from rl.ranks import Ranks
+
+Saved = list[list[dict[str, Any]]]  # for each group its responses, and the tokens of those that the rank has
+
+
+def to_state(groups: Sequence[Sequence[Response]]) -> Saved:
+    """The groups as `Run.save_and_begin` takes them. A rank saves all responses, but only the tokens that it has."""
+    return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
+
+
+def from_states(states: Sequence[Saved], rows: dict[int, Row], n: int, ranks: Ranks) -> list[list[Response]]:
+    """The groups as they were when a checkpoint was saved, divided anew among the ranks of this run.
+
+    Groups that no longer fit are left out: those that do not have n responses, and those whose prompt has changed in
+    the data. --force-resume allows both changes.
+
+    Args: states, what `to_state` gave on each rank of the run that saved; rows, of the training data, by `row_index`.
+    """
+    groups = []
+    for copies in zip(*states, strict=True):  # one group, as each rank has saved it
+        whole = [next(x for x in same if x["sample"] is not None) for same in zip(*copies, strict=True)]
+        row = rows.get(whole[0]["row_index"])
+        if len(whole) == n and row is not None and np.array_equal(row["prompt_ids"], whole[0]["prompt_ids"]):
+            groups.append(whole)
+    owners = [i * ranks.data_size // len(groups) for i in range(len(groups))]  # the rank that gets each group's tokens
+    return [
+        [_response(x, owner, i * n + j, has_tokens=owner == ranks.data_rank) for j, x in enumerate(group)]
+        for i, (group, owner) in enumerate(zip(groups, owners, strict=True))
+    ]
+
+
+def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
+    changed = dict(score=Score(*saved["score"]), policy_versions=tuple(saved["policy_versions"]))
+    sample = Sample(**saved["sample"]) if has_tokens else None
+    return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))
