@@ -3,8 +3,9 @@ r"""Evaluate any checkpoint: accuracy, pass@k and majority vote, with any engine
     torchrun eval.py --model runs/glassrl/grpo/global_step_58/huggingface --val-files data/gsm8k/test.parquet
     torchrun eval.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout-n 16 --temperature 0.8 --k 1 4 16
 
-With --rollout-n responses per prompt, accuracy is their mean score; pass@k is the unbiased estimate of Chen et al. 2021
-(arXiv 2107.03374, eq. 1), a response counting as right from a score of --correct-at; the majority vote scores the first
+Each prompt gets G = --rollout-n responses. Accuracy is their mean score. pass@k is the probability that at least one of
+k responses is right, a response being right from a score of --correct-at; of G responses, c of them right, the unbiased
+estimate is 1 - C(G - c, k) / C(G, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1). The majority vote scores the first
 response that gives the most frequent answer (Wang et al. 2022, arXiv 2203.11171): what its last \boxed{} holds, or else
 its last number.
 """
@@ -12,53 +13,47 @@ its last number.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from rl import flags
-from rl.data.encode import encode_prompts, load_tokenizer
+from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.order import derive_seed
-from rl.data.prompts import read_prompts, sampling_of
-from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK
-from rl.model.checks import check_context, check_heads
+from rl.data.prompts import read_prompts
+from rl.data.types import Sampling
+from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK, check_limits, parse
+from rl.model.checks import check_context
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.metrics import of_scoring
-from rl.sampling import engines
+from rl.sampling.engines import EngineFlags, check_engine_flags, make_engine
 from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
 from rl.sampling.rollout import sample_groups
-from rl.scoring.pool import make_scorer
+from rl.scoring.pool import Rewards, Scoring, make_scorer
 
 
 @dataclass(frozen=True)
-class Args(flags.Scoring, flags.Engine):
-    gpu_memory_utilization: PositiveShare = 0.9  # share of GPU memory that vLLM may take
-
-    # --- model and data
+class Args:
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a checkpoint's huggingface/ folder is one
     val_files: tuple[str, ...] = ("data/gsm8k/test.parquet",)  # parquet or jsonl files in verl's schema
     max_samples: AtLeast1 | None = None  # evaluate the first so many prompts only
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error
-    max_response_length: AtLeast1 = 1024  # tokens a response may have
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
     custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
-
-    # --- rollout
-    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: AtLeast1 = 1  # responses per prompt
+    rollout_n: AtLeast1 = 1  # responses to each prompt (G)
     temperature: NotNegative = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
     top_p: PositiveShare = 1.0  # nucleus sampling
-    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
+    top_k: TopK = -1  # sample among the k most likely tokens; -1 all
+    min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
     k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
     seed: int = 0  # decides the samples
-
-    # --- output
     output: str | None = None  # write every response with its score to this jsonl file
+    scoring: Scoring = Scoring()
+    rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
 
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
-    flags.check(args)
+    # Everything a user can get wrong is refused here, before a model is loaded.
+    check_limits(args)
     if args.rollout_n > 1 and args.temperature <= 0:
         raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")
     if bad := [k for k in args.k if not 1 <= k <= args.rollout_n]:
@@ -66,22 +61,33 @@ def main(args: Args) -> dict[str, float]:
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         open(args.output, "a").close()  # what cannot be written shows before anything is sampled
-    tokenizer = load_tokenizer(args.model)
-    rows = read_prompts(args, args.val_files)[: args.max_samples]
+    tokenizer, longest = load_tokenizer(args.model), args.max_prompt_length + args.max_response_length
+    check_engine_flags(args.rollout, args.model)
+    check_context(args.model, longest)
+    rewards = Rewards(custom_reward_function=args.custom_reward_function)
+    rows = read_prompts(args.val_files, needs_truth=rewards.need_truth)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
-    rows_by_index = {row["row_index"]: row for row in rows}
-    check_context(args.model, args.max_prompt_length + args.max_response_length)
-    check_heads(args.model, args.tensor_model_parallel_size)
-    scorer = make_scorer(args, tokenizer, rows)
+    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=args.max_response_length)
+
+    # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
-    engine = engines.make_engine(args, ranks, load_weights=True)
-    sampling = sampling_of(args, tokenizer)
+    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed, load_weights=True)
+    sampling = Sampling(
+        n=args.rollout_n,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        max_tokens=args.max_response_length,
+        stop_token_ids=stop_token_ids(args.model, tokenizer),
+    )
     seed = derive_seed(args.seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, seed=seed, on_group=scorer.submit)
     own_scores = scorer.collect(tickets)
     samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 
-    # One group of n responses per prompt; a response that could not be scored counts as wrong, and is counted.
+    # A group is the G responses to a prompt; a response that could not be scored counts as wrong, and is counted.
+    rows_by_index = {row["row_index"]: row for row in rows}
     groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
     score = [s.accuracy for s in scores]
     correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
@@ -121,4 +127,4 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(flags.parse(Args, __doc__))
+    main(parse(Args, __doc__))

@@ -305,20 +305,6 @@ def value_loss(
     return 0.5 * torch.maximum(error, near_error), (near_error > error).to(values.dtype)
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0) -> Tensor:
-    """Negative log-likelihood that the preferred response of a pair wins, given the scores of both.
-
-    -log sigmoid(chosen - rejected - margin): log 2 for equal scores. Only differences count, so adding a constant to
-    all scores changes nothing. The margin, 0 in the original, asks for a larger gap where a pair is clearer.
-
-    Args: chosen, rejected (B,); margin, a number or (B,). Returns: (B,).
-    Source: Rank Analysis of Incomplete Block Designs, Bradley and Terry 1952; InstructGPT, eq. 1, arXiv 2203.02155;
-    margin, Llama 2, eq. 2, arXiv 2307.09288.
-    """
-    assert chosen.shape == rejected.shape, _shapes(chosen, rejected)
-    return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
-
-
 def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
 

@@ -445,31 +445,6 @@ def test_kl_k2_has_the_gradient_of_the_exact_kl_in_expectation():
         torch.testing.assert_close(torch.autograd.grad(sampled, logits, retain_graph=True)[0], exact)
 
 
-# --- reward models ---
-
-
-def test_bradley_terry_by_hand():
-    chosen, rejected = f64([0.0, math.log(3), 0.0, 5.0, 800.0]), f64([0.0, 0.0, math.log(3), 3.0, -800.0])
-    # a gap of log 3 wins with probability 3/4; one of 2 with 1 / (1 + exp(-2))
-    expected = [math.log(2), math.log(4 / 3), math.log(4), math.log(1 + math.exp(-2)), 0.0]
-    check(losses.bradley_terry(chosen, rejected), expected)
-    check(losses.bradley_terry(f64([-800.0]), f64([800.0])), [1600.0])
-    check(losses.bradley_terry(chosen.float() + 64, rejected.float() + 64), expected, 1e-5)
-
-
-def test_bradley_terry_with_a_margin():
-    chosen, rejected = f64([math.log(3), 1.0]), f64([0.0, 1.0])
-    check(losses.bradley_terry(chosen, rejected, margin=math.log(3)), [math.log(2), math.log(4)])
-    check(losses.bradley_terry(chosen, rejected, margin=f64([0.0, -math.log(3)])), [math.log(4 / 3)] * 2)
-
-
-def test_bradley_terry_gradient_is_the_probability_of_being_wrong():
-    chosen, rejected = f64([math.log(3), 0.0, -900.0]).requires_grad_(), f64([0.0, math.log(3), 900.0]).requires_grad_()
-    losses.bradley_terry(chosen, rejected).sum().backward()
-    check(chosen.grad, [-1 / 4, -3 / 4, -1.0])
-    check(rejected.grad, [1 / 4, 3 / 4, 1.0])
-
-
 # --- aggregation ---
 
 
@@ -552,11 +527,10 @@ FOUR = [BT, BT.flip(0), BT.flip(1) + 0.1, MASK]
 CALLS = {name: (f, FOUR, CLIPS) for name, f in POLICY.items()} | {
     "value_loss": (losses.value_loss, FOUR, {"cliprange_value": 0.2}),
     "kl": (losses.kl, [BT, BT.flip(0)], {"kind": "k3+"}),
-    "bradley_terry": (losses.bradley_terry, [BT, BT.flip(0)], {"margin": 0.3}),
     "aggregate": (losses.aggregate, [BT, MASK], {"mode": MODES[2], "num_tokens": 22, "num_seqs": 5}),
     "masked_sum": (losses.masked_sum, [BT, MASK], {}),
 }
-MASKED = sorted(set(CALLS) - {"kl", "bradley_terry"})  # the others take no mask
+MASKED = sorted(set(CALLS) - {"kl"})  # which takes no mask
 
 
 def results(out):

@@ -33,7 +33,7 @@ from rl.scoring.pool import RewardModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = launch.TESTS / "models" / "workers" / "scores.py"
+WORKER = launch.TESTS / "model" / "workers" / "scores.py"
 CPU = torch.device("cpu")
 PAD, EOS = 0, 2  # the tiny model's pad id is one of its two EOS ids
 
@@ -411,6 +411,27 @@ def test_a_text_answer_ends_with_one_eos(judge):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # train_reward.py
+
+
+def test_bradley_terry_by_hand():
+    def loss_of(*scores, dtype=torch.float64):
+        return train_reward.bradley_terry(*(torch.tensor(x, dtype=dtype) for x in scores)).tolist()
+
+    chosen, rejected = [0.0, math.log(3), 0.0, 5.0, 800.0], [0.0, 0.0, math.log(3), 3.0, -800.0]
+    # a gap of log 3 wins with probability 3/4; one of 2 with 1 / (1 + exp(-2))
+    expected = [math.log(2), math.log(4 / 3), math.log(4), math.log(1 + math.exp(-2)), 0.0]
+    assert loss_of(chosen, rejected) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert loss_of([-800.0], [800.0]) == [1600.0]
+    shifted = loss_of([x + 64 for x in chosen], [x + 64 for x in rejected], dtype=torch.float32)
+    assert shifted == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_bradley_terry_gradient_is_the_probability_of_being_wrong():
+    scores = [[math.log(3), 0.0, -900.0], [0.0, math.log(3), 900.0]]
+    chosen, rejected = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in scores)
+    train_reward.bradley_terry(chosen, rejected).sum().backward()
+    assert chosen.grad.tolist() == pytest.approx([-1 / 4, -3 / 4, -1.0], rel=1e-12)
+    assert rejected.grad.tolist() == pytest.approx([1 / 4, 3 / 4, 1.0], rel=1e-12)
 
 
 def more_x(count, seed):

@@ -1,6 +1,6 @@
 """Run by torchrun: scores and gradients of a sharded reward model, which must come out the same on any number of ranks.
 
-torchrun --nproc_per_node N tests/models/workers/scores.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/scores.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import train_reward
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
-from rl.formulas import losses
 from rl.model import reward_model
 from rl.model.sharding import offload, onload, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
@@ -32,7 +32,7 @@ def backward(
     for micro in plan_micro_batches(lengths, pairs, world_size=world_size, max_tokens=max_tokens)[rank]:
         rows = [row for pair in micro for row in (2 * pair, 2 * pair + 1)]
         scores = reward_model.sequence_scores(model, take_rows(batch, rows))[: len(rows)]
-        loss = losses.bradley_terry(scores[0::2], scores[1::2]).sum() / len(pairs)
+        loss = train_reward.bradley_terry(scores[0::2], scores[1::2]).sum() / len(pairs)
         loss.backward()
         total += loss.item()
     return total
