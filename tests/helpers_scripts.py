@@ -103,7 +103,10 @@ def make_task_with_stops(folder: Path) -> Task:
 
 
 def grpo_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of a train_grpo.py that takes a fraction of a second: 4 prompts x 4 responses of up to 12 tokens."""
+    """Arguments of a train_grpo.py that takes a fraction of a second: 4 prompts x 4 responses of up to 12 tokens.
+
+    train_grpo_variants.py takes the same.
+    """
     return dict(
         model=task.model,
         train_files=(task.train,),
@@ -358,7 +361,8 @@ def make_inexact(patch: Callable[[object, str, object], None]) -> None:
 
 def weight_by_hand(args: Any, old: torch.Tensor, engine: torch.Tensor) -> torch.Tensor | float:
     """What --rollout-is multiplies the loss of a response's tokens with, from the log-probs of trainer and engine."""
-    return (old - engine).exp().clamp(max=args.rollout_is_threshold) if args.rollout_is == "token" else 1.0
+    correction = args.correction
+    return (old - engine).exp().clamp(max=correction.rollout_is_threshold) if correction.rollout_is == "token" else 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROO
 TORCHRUN = ("-m", "torch.distributed.run")
 SCRIPTS = (
     "train_grpo",
+    "train_grpo_variants",
     "train_ppo",
     "train_dapo",
     "train_reinforce",

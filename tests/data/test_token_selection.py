@@ -18,11 +18,11 @@ def test_covariance_by_hand():
 
 def test_rules_by_hand():
     cov, mask = torch.tensor([[0.5, 1.0, 2.0, 4.9, 5.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])
-    chance, args = torch.rand(1, 6), token_selection.Choice(clip_cov_ratio=0.1, kl_cov_ratio=0.2)
-    decides, among, share = token_selection.random_within(cov, mask, chance, args)
+    chance, flags = torch.rand(1, 6), token_selection.TokenSelection(clip_cov_ratio=0.1, kl_cov_ratio=0.2)
+    decides, among, share = token_selection.random_within(cov, mask, chance, flags)
     assert decides is chance and share == 0.1
     assert among.tolist() == [[False, False, True, True, False, False]]
-    decides, among, share = token_selection.largest_covariance(cov, mask, chance, args)
+    decides, among, share = token_selection.largest_covariance(cov, mask, chance, flags)
     assert decides is cov and share == 0.2 and among.tolist() == [[True] * 5 + [False]]
 
 

@@ -1,4 +1,6 @@
-"""Whole steps of train_grpo.py computed again by the book; ranks without prompts; what the mains return."""
+"""Whole steps of train_grpo_variants.py computed again by the book, and equal to those of train_grpo.py; ranks without
+prompts; what the mains return.
+"""
 
 import copy
 import statistics
@@ -15,12 +17,13 @@ import train_dapo
 import train_distill
 import train_dpo
 import train_grpo
+import train_grpo_variants
 import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
 from rl.data.order import derive_seed
-from rl.flags import build
+from rl.flags import build, flat
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -49,7 +52,7 @@ def plain_grpo(task, args, rounds, score):
 
     def logp_and_entropy(model, x):
         """Of the tokens of a response: their log-probs, and the entropies of the distributions that they come from."""
-        logits = model.lm_head(h.hidden_before(model, x["prompt"], x["ids"])) / args.temperature
+        logits = model.lm_head(h.hidden_before(model, x["prompt"], x["ids"])) / args.decoding.temperature
         logp = logits.log_softmax(-1)
         return logp[torch.arange(len(x["ids"])), x["ids"]], -(logp.exp() * logp).sum(-1)
 
@@ -95,7 +98,7 @@ def plain_grpo(task, args, rounds, score):
                     surrogate, kl = h.surrogate(ratio, advantage, *bounds), ratio * k3(logp, x["ref"])
                     moved = (x["engine"] - logp.detach()).mean().item()
                     weight = h.weight_by_hand(args, x["old"], x["engine"])
-                    weight = weight * (advantage >= 0 or moved <= args.off_policy_mask_threshold)
+                    weight = weight * (advantage >= 0 or moved <= args.correction.off_policy_mask_threshold)
                     surrogate = surrogate * weight
                     sums["actor/pg_loss"] += surrogate.sum() / count
                     sums["actor/kl_loss"] += kl.sum() / count
@@ -164,8 +167,8 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         lr=2e-3,
         ppo_max_token_len_per_gpu=budget,
     )
-    args = build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "run", **settings))
-    train_grpo.main(args)
+    args = build(train_grpo_variants.Args, **h.grpo_settings(task, tmp_path / "run", **settings))
+    train_grpo_variants.main(args)
     weights, reports = plain_grpo(task, args, rounds, h.parity_sometimes)
     lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for line, report in zip(lines, reports, strict=True):
@@ -174,6 +177,56 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
     assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 3
     assert reports[-1]["actor/kl_loss"] > 1e-3 and any(0 < report["reward/none_frac"] < 1 for report in reports)
     assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
+
+
+def without_rounding(lines):
+    """Metrics as they are, but for the means of losses, whose sums may have another order."""
+    exact = [{name: x for name, x in line.items() if name not in LOSSES} for line in lines]
+    return exact, [{name: line[name] for name in line.keys() & LOSSES} for line in lines]
+
+
+LOSSES = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(ppo_mini_batch_size=2, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_high=0.01, clip_ratio_low=0.01)],
+    ids=["defaults", "two updates with a KL loss"],
+)
+def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_path):
+    """Bit by bit: weights, moments, and all metrics but the means of losses, which are equal to rounding."""
+    settings = dict(total_training_steps=4, lr=1e-2, ppo_max_token_len_per_gpu=128) | changes
+    for module in (train_grpo, train_grpo_variants):
+        module.main(build(module.Args, **h.grpo_settings(task, tmp_path / module.__name__, **settings)))
+    plain, variant = (tmp_path / name for name in ("train_grpo", "train_grpo_variants"))
+    h.assert_same(*(h.saved_state(folder / "global_step_4") for folder in (plain, variant)))
+    (exact, means), (others, other_means) = (
+        without_rounding(h.timeless(h.read_jsonl(folder / "metrics.jsonl"))) for folder in (plain, variant)
+    )
+    assert exact == others and len(exact) == 4 and all(line["actor/grad_norm"] > 0.1 for line in exact)
+    for mean, other in zip(means, other_means, strict=True):
+        assert mean == pytest.approx(other, abs=1e-7)
+    assert all(line["actor/pg_clipfrac"] > 0.05 for line in exact) == bool(changes)
+    assert len(h.saved_state(plain / "global_step_4")) > 60  # weights and both moments
+
+
+def test_flags_of_the_variants_are_those_of_grpo_and_more():
+    """With the same types and defaults. train_grpo.py names the other script when it does not know a flag."""
+    plain, family = flat(train_grpo.Args()), flat(train_grpo_variants.Args())
+    assert plain.items() <= family.items() and "adv_estimator" in family.keys() - plain.keys()
+    ours = train_grpo_variants.Args.__annotations__
+    assert {name: kind for name, kind in ours.items() if name in train_grpo.Args.__annotations__} == (
+        train_grpo.Args.__annotations__
+    )
+
+
+def test_a_flag_of_the_family_ends_train_grpo_with_the_name_of_the_other_script():
+    process = launch.start("train_grpo.py", "--adv-estimator", "rloo")
+    output = launch.finish(process)
+    assert process.returncode == 2
+    assert "Unrecognized options: --adv-estimator, rloo" in output
+    [line] = [line for line in output.splitlines() if "train_grpo_variants.py" in line]
+    assert line == "train_grpo_variants.py has the flags of other estimators, losses and KL terms"
 
 
 @pytest.mark.parametrize("script", ["train_grpo", "train_dapo"])
@@ -189,7 +242,7 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
     for rank in (0, 1):
         monkeypatch.setattr(hf.Engine, "first_rank", property(lambda engine, rank=rank: rank, lambda *_: None), False)
         settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)
-        settings = {k: x for k, x in settings.items() if k in module.Args.__dataclass_fields__}
+        settings = {k: x for k, x in settings.items() if k in flat(module.Args())}
         module.main(build(module.Args, **settings))
     assert seeds == [derive_seed(5, step, rank) for rank in (0, 1) for step in (0, 1)] and len(set(seeds)) == 4
 
@@ -214,7 +267,8 @@ def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypa
     pq.write_table(rows.slice(0, 1), tmp_path / "one.parquet")
     common["val_files"] = (str(tmp_path / "one.parquet"),)
     settings = {
-        "train_grpo": h.grpo_settings(task, tmp_path / "train_grpo", **common, use_kl_in_reward=True),
+        "train_grpo": h.grpo_settings(task, tmp_path / "train_grpo", **common),
+        "train_grpo_variants": h.grpo_settings(task, tmp_path / "train_grpo_variants", **common, use_kl_in_reward=True),
         "train_ppo": h.ppo_settings(task, tmp_path / "train_ppo", **common),
         "train_dapo": h.dapo_settings(task, tmp_path / "train_dapo", **common, gen_batch_size=1),
         "train_reinforce": h.reinforce_settings(task, tmp_path / "train_reinforce", **common),
@@ -240,6 +294,7 @@ def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypa
 RL_EVALUATION = {"val-core/arithmetic/reward/mean@1", "val/accuracy", "val/response_length"}
 RETURNING = {
     "train_grpo": (train_grpo, h.grpo_settings, RL_EVALUATION),
+    "train_grpo_variants": (train_grpo_variants, h.grpo_settings, RL_EVALUATION),
     "train_ppo": (train_ppo, h.ppo_settings, RL_EVALUATION),
     "train_dapo": (train_dapo, h.dapo_settings, RL_EVALUATION),
     "train_reinforce": (train_reinforce, h.reinforce_settings, RL_EVALUATION),
