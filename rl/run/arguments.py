@@ -19,7 +19,7 @@ from rl.model.checks import check_trainable
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.alarms import parse_alarm
-from rl.run.checkpoint import Checkpoints
+from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout, check_engine_flags

@@ -1,78 +1,13 @@
-"""The files of a run folder: who holds it, what its checkpoints are called, and whether every byte of them is there.
+"""The checkpoints on a disk: their names, and whether every byte of them is there."""
 
-One process and its disk: nothing here talks to other ranks. rl/run/checkpoint.py says what is written and when.
-"""
-
-import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import re
-import resource
 import secrets
 import shutil
-import socket
-import stat
-import time
-from typing import IO, Any
-
-from rl.console import say
-
-
-def run_dir(template: str, names: dict[str, str]) -> str:
-    """--default-local-dir, which is `template`, with its placeholders filled in by project_name and experiment_name.
-
-    Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
-    """
-    for name, value in names.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
-                "start with '.': it names a folder"
-            )
-    try:
-        folder = template.format(**names)
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--default-local-dir {template!r}: the placeholders are {{project_name}} and "
-            f"{{experiment_name}}, not {error}"
-        ) from error
-    if not folder or not folder.isprintable():
-        raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
-    return folder
-
-
-def lock(root: pathlib.Path) -> IO[str]:
-    """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        file = open(root / "run.lock", "a+", opener=_open_no_link)
-    except OSError as error:
-        raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        raise ValueError(
-            f"{root} is in use by another run ({file.read().strip()}); let it end, or choose another "
-            "--experiment-name or --default-local-dir"
-        ) from error
-    except OSError as error:  # some network file systems
-        say(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
-    return file
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """For `open`: raises OSError for a link, whose target is no file of ours, and for a pipe or device."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no ordinary file")
-    return descriptor
+from typing import Any
 
 
 def list_steps(root: str | pathlib.Path) -> list[int]:
@@ -141,24 +76,6 @@ def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
         if size_and_hash(path / name)["sha256"] != expected["sha256"]:
             return f"{name} is damaged: its sha256 is not that of the manifest"
     return ""
-
-
-def check_size_limit(sizes: dict[str, int]) -> None:
-    """Raise OSError if a file of these sizes, by name, would be larger than this process may make any."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    for name, size in sizes.items() if limit != resource.RLIM_INFINITY else ():
-        if size > limit:
-            raise OSError(
-                f"{name} takes {size / 1e9:.6f} GB, and no file of this process may have more than {limit / 1e9:.6f} "
-                "GB (ulimit -f); raise that limit"
-            )
-
-
-def write_status(root: pathlib.Path, **status: Any) -> None:
-    """Replace STATUS.json, which tells people and schedulers how a run stands; no program of ours reads it."""
-    temporary = root / "STATUS.json.tmp"
-    temporary.write_text(json.dumps(status | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
-    temporary.replace(root / "STATUS.json")
 
 
 def size_and_hash(file: pathlib.Path, *, sync: bool = False) -> dict[str, int | str]:

@@ -1,6 +1,4 @@
-"""A run's metrics for Prometheus: --prometheus-port. docs/metrics.md says what is served, docs/grafana.json is a
-dashboard of it.
-"""
+"""A run's metrics for Prometheus: --prometheus-port. docs/metrics.md says what is served."""
 
 import re
 import time
@@ -20,10 +18,8 @@ def name_of(metric: str) -> str:
 
 
 class Exporter:
-    """The newest value of every metric of a run, served on rank 0 until `close`; without a port it does nothing.
-
-    The process's own registry is served as well: vLLM's metrics are there, and memory and CPU time of rank 0.
-    A scrape is answered by a thread, from numbers that are there already, so it holds up the run for milliseconds.
+    """Serves the newest value of every metric on rank 0, and the process's own registry (vLLM's metrics, memory and CPU
+    time), until `close`. Does nothing without a port.
 
     Raises ValueError, on every rank, if the port is in use. All ranks must enter.
     """
@@ -56,7 +52,7 @@ class Exporter:
             self.newest = self.newest | {name_of(name): (name, float(value)) for name, value in new.items()}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What prometheus_client asks for at each scrape."""
+        """What prometheus_client asks for at each scrape, in a thread of its own."""
         for served_as, (name, value) in self.newest.items():
             family = GaugeMetricFamily(served_as, name, labels=list(self.labels))
             family.add_metric(list(self.labels.values()), value)

@@ -13,12 +13,13 @@ from rl.console import progress_line, show_sample
 from rl.data.types import Batch, Response, Sample, Score
 from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, loop_state, samples, watchdog
+from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.prometheus import Exporter
+from rl.run.run_folder import RunFolder, name_of
 from rl.run.tracking import Tracker
 from rl.sampling.engines.base import Engine
 from rl.sampling.evaluation import Evaluation
@@ -52,8 +53,12 @@ class Run:
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)
         self.exporter = Exporter(args.logging, self.ranks)
-        self.folder = checkpoint.open_folder(args, tokenizer, total_steps, self.ranks)
-        self.states = checkpoint.load_states(self.folder.resume_from)
+        names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
+        self.folder = RunFolder(name_of(args.checkpoints.default_local_dir, names), self.ranks, total_steps)
+        self.resume_from, record = resume.choose(args, tokenizer, self.folder)
+        keep = args.checkpoints.max_ckpt_to_keep
+        self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)
+        self.states = checkpoint.load_states(self.resume_from)
         self.start, self.skipped_updates = 0, 0
         self.alarms = Alarms(args.logging.alarms, type(args)().logging.alarms)
 
@@ -79,7 +84,7 @@ class Run:
         made, and raises RuntimeError with the flags to change if something will not fit: everything else that stays on
         the device has to be there by now.
         """
-        memory, resume_from = self.args.memory, self.folder.resume_from
+        memory, resume_from = self.args.memory, self.resume_from
         self.trained = trained
         self.offloaded = () if memory.param_offload else offloaded  # on the host already
         on_host = memory.optimizer_offload and not memory.param_offload
@@ -119,8 +124,8 @@ class Run:
         encoded, freq = loop_state.encode(state or {}), self.args.checkpoints.save_freq
         last = step == self.total_steps
         if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
-            checkpoint.save(self.folder, step, self.trained, encoded)
-        stop.arm(checkpoint.leaving(self.folder, step, self.trained, encoded), self.tracker.close)
+            self.saver.save(step, self.trained, encoded)
+        stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close)
         self.step, self.clock = step, Clock(self.ranks)
         return self.clock
 
@@ -165,7 +170,7 @@ class Run:
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.response_length for r in responses) if generated is None and responses else generated
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
-        metrics["checkpoint/failed"] = float(self.folder.failures)
+        metrics["checkpoint/failed"] = float(self.saver.failures)
         line = progress_line(step, self.total_steps, metrics) if shown else ""
         self._record(step, metrics, line, is_evaluation=False)
         return metrics
@@ -192,6 +197,7 @@ class Run:
 
     def _before_optimizer_step(self) -> None:
         stop.hold()  # the state of the step's beginning is about to be gone
+        self.saver.wait_until_copied()
         self.skipped_updates = 0
 
     def skip_update(self, norm: float, num_tokens: float, batch: Batch) -> None:
@@ -205,18 +211,18 @@ class Run:
                 f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norm {norm} "
                 f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
                 "if there are no tokens look at the rewards and at what is filtered out; "
-                f"the step's batch is in {checkpoint.save_batch(self.folder, self.step + 1, batch)}"
+                f"the step's batch is in {self.folder.save_batch(self.step + 1, batch)}"
             )
 
     def refresh(self, reference: nn.Module, policy: nn.Module) -> None:
         """Give a reference the policy's weights. It has to be in what `resume` got, so that checkpoints have it."""
-        checkpoint.wait_until_copied(self.folder)
+        self.saver.wait_until_copied()
         copy_weights(policy, reference)
 
     def offload(self) -> None:
         """Move what `resume` was told is `offloaded`, models and their optimizers, to the host."""
         for name in self.offloaded:
-            checkpoint.wait_until_copied(self.folder)
+            self.saver.wait_until_copied()
             model, optimizer = self.trained[name]
             offload(model, None if self.args.memory.optimizer_offload else optimizer)
 
@@ -232,7 +238,7 @@ class Run:
         Raises RuntimeError, on all ranks, if the last save failed: the run is then without its result.
         """
         gc.unfreeze()
-        checkpoint.close(self.folder)
+        self.saver.close("completed", self.total_steps)
         stop.end()
         self.tracker.close()
         self.exporter.close()

@@ -1,11 +1,10 @@
-"""Where metrics go: a progress line on the console and `metrics.jsonl` always; wandb, swanlab and tensorboard when
-asked for.
+"""Where the numbers of a run go: metrics.jsonl and generations.jsonl in its folder, and the trackers of --logger.
 
-The loop only writes files. Each tracker has a process of its own that reads them (rl/run/tracking_worker.py), so that
-nothing a tracker does or waits for can delay or stop a run.
+To send the files of a run to a tracker afterwards:
+
+    python -m rl.run.tracking wandb runs/glassrl/grpo my-project my-experiment
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -13,25 +12,21 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from rl.console import say
 from rl.flags import Count, Free, Port, flat
+from rl.run.trackers import TRACKERS, Connection
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-CLOSE_S = 30.0  # what trackers may take after the run's end
-RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
-PENDING_BYTES = 64 * 2**20  # lines kept in memory while a file cannot be written, for each file
+METRICS, GENERATIONS, CONFIG = RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
+PENDING_BYTES = 64 * 2**20  # of lines kept in memory while a file cannot be written, for each file
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
-
-
-Backend = Literal["console", "wandb", "swanlab", "tensorboard"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +36,8 @@ class Logging:
     experiment_name: Free[str] = "run"  # run in the trackers, and part of the folder
     project_name: Free[str] = "glassrl"  # project in the trackers, and part of the folder
     alarms: Free[tuple[str, ...]] = ()  # conditions; a step that meets one prints a line that begins with ALARM
-    logger: Free[tuple[Backend, ...]] = ("console",)  # trackers besides metrics.jsonl, which is always written
+    # trackers besides metrics.jsonl, which is always written
+    logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
     prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics, and vLLM's own, to Prometheus on this port
 
 
@@ -61,23 +57,25 @@ class LoggingSupervised(Logging):
 
 
 class Tracker:
-    """Writes on rank 0 and does nothing elsewhere, so that scripts call it without asking which rank they are.
+    """Writes the records of a run on rank 0; does nothing on other ranks.
 
-    Files under `run_dir`: config.json (without `secrets`), metrics.jsonl (one line a step), generations.jsonl (one line
-    a logged response). `start` is the step a run resumes from: lines that it writes again are dropped. With 0, for a
-    new run, files that an earlier one has left get other names. `evaluates`: whether the run evaluates at `start`
-    first. `config` is the script's Args; its logging flags say which trackers to start.
+    config.json has the flags, without `secrets`; metrics.jsonl a line for each step and evaluation; generations.jsonl a
+    line for each response that is shown.
 
-    Raises OSError if `run_dir` or config.json cannot be written, and nothing later: lines that a full disk refuses are
-    kept in memory, up to PENDING_BYTES a file, and written when there is space again.
+    Args: args, of the script; start, the step from which the run is resumed: lines that it will write again are
+    dropped. With 0 the files of an earlier run get other names; evaluates, whether the run evaluates at `start` first;
+    enabled, whether this is rank 0.
+
+    Raises OSError if the folder or config.json cannot be written. Nothing is raised later: lines that a full disk
+    refuses wait in memory, and a tracker that raises gets nothing more.
     """
 
-    def __init__(self, run_dir: str, config: Any, start: int, evaluates: bool, *, enabled: bool):
-        self.enabled, self.run_dir, self.backends = enabled, pathlib.Path(run_dir), config.logging.logger
-        self.pending = {"metrics.jsonl": bytearray(), "generations.jsonl": bytearray()}
-        self.lost = dict.fromkeys(self.pending, 0)  # lines
-        self.failing: set[str] = set()
-        self.workers: dict[str, subprocess.Popen] = {}
+    def __init__(self, run_dir: str | pathlib.Path, args: Any, start: int, evaluates: bool, *, enabled: bool):
+        self.enabled, self.run_dir, flags = enabled, pathlib.Path(run_dir), args.logging
+        self.prints = enabled and "console" in flags.logger
+        self.names = flags.project_name, flags.experiment_name
+        self.metrics, self.generations = Lines(self.run_dir / METRICS), Lines(self.run_dir / GENERATIONS)
+        self.trackers: dict[str, Connection | None] = {}
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,114 +84,121 @@ class Tracker:
                 raise OSError(f"{file} is no ordinary file; remove it, or choose another --experiment-name")
         if start == 0:
             _set_aside(self.run_dir)
-        for name in self.pending:  # a resumed run repeats the steps after its checkpoint
-            _drop_after(self.run_dir / name, start, evaluates=evaluates)
-        flags = redact(json.loads(json.dumps(flat(config), default=str)), secrets())
-        (self.run_dir / "config.json").write_text(json.dumps(flags, indent=2))
-        for backend in self.backends:
-            if backend != "console":
-                self._start(backend, config.logging.project_name, config.logging.experiment_name)
+        for lines in (self.metrics, self.generations):
+            _drop_after(lines.file, start, evaluates=evaluates)
+        config = redact(json.loads(json.dumps(flat(args), default=str)), secrets())
+        (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
 
-    def _start(self, backend: str, project_name: str, experiment_name: str) -> None:
-        """Start the process that hands every line from here on to `backend`."""
-        files = [self.run_dir / name for name in self.pending]
-        begin = [str(file.stat().st_size if file.exists() else 0) for file in files]
-        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.run.tracking_worker import main; main()"
-        words = [backend, str(self.run_dir), project_name, experiment_name, *begin, str(CLOSE_S * 5 / 6)]
-        try:
-            self.workers[backend] = subprocess.Popen(
-                [sys.executable, "-c", code, *words],
-                stdin=subprocess.PIPE,
-                stdout=2,  # what a tracker has to say is not the run's output
-                start_new_session=True,  # Ctrl-C is for the run, and no tracker asks for a key on the terminal
-            )
-        except OSError as error:
-            say(f"{backend} gets nothing, its process did not start: {error}", sys.stderr)
+        def connect(name: str) -> None:
+            self.trackers[name] = TRACKERS[name](str(self.run_dir), *self.names, config)
+
+        self.trackers = {name: None for name in flags.logger if name != "console"}
+        self._for_each_tracker(connect)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
-        """Record the metrics of a step everywhere; print `line` if console is on.
+        """Record the metrics of a step; print `line` if --logger has console.
 
-        Non-finite values are null in metrics.jsonl and NaN in the trackers.
+        What is not finite is null in metrics.jsonl and NaN in the trackers.
         """
-        if not self.enabled:
-            return
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        text = json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n"
-        self._append("metrics.jsonl", text)
-        self._look_after_workers()
+        if self.enabled:
+            finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+            record = {"step": step, "time": time.time(), **finite}
+            self.metrics.append(record)
+            self._for_each_tracker(lambda name: hand_on(self.trackers[name], [record]))
         if line:
             self.print(line)
 
-    def log_generations(self, step: int, kind: str, generations: list[dict]) -> None:
-        """Record responses: dicts with prompt, response, score (and whatever else) to generations.jsonl and the
-        trackers' tables. `log` must follow with the same step.
-        """
-        if not self.enabled or not generations:
-            return
-        lines = [json.dumps({"step": step, "kind": kind, **generation}, default=str) for generation in generations]
-        self._append("generations.jsonl", "\n".join(lines) + "\n")
-
-    def _append(self, name: str, text: str) -> None:
-        """Add lines to a file. What does not get there, be it half a line, stays pending and is the first next time."""
-        pending, data = self.pending[name], text.encode()
-        if len(pending) + len(data) <= PENDING_BYTES:
-            pending += data
-        else:
-            self.lost[name] += text.count("\n")
-        try:
-            with open(self.run_dir / name, "ab", buffering=0) as f:
-                while pending:
-                    del pending[: f.write(pending)]
-        except OSError as error:
-            if name not in self.failing:
-                self.failing.add(name)
-                say(
-                    f"{self.run_dir / name} cannot be written: {error}; training goes on, its lines are kept",
-                    sys.stderr,
-                )
-            return
-        if name in self.failing:
-            self.failing.remove(name)
-            say(f"{self.run_dir / name} can be written again; {self.lost[name]} lines are missing", sys.stderr)
-
-    def _look_after_workers(self) -> None:
-        """Say so if a tracker's process was ended by something else than itself."""
-        for backend, worker in list(self.workers.items()):
-            if worker.poll() is not None:
-                del self.workers[backend]
-                if worker.returncode != 0:  # else it has said itself what the matter was
-                    say(
-                        f"{backend} gets nothing more, its process ended with {worker.returncode}; "
-                        f"the numbers are in {self.run_dir / 'metrics.jsonl'}",
-                        sys.stderr,
-                    )
+    def log_generations(self, step: int, kind: str, generations: Sequence[dict[str, Any]]) -> None:
+        """Record responses, dicts with prompt, response, score and more. kind: "train" or "val"."""
+        if self.enabled and generations:
+            records = [{"step": step, "kind": kind, **generation} for generation in generations]
+            self.generations.append(*records)
+            self._for_each_tracker(lambda name: hand_on(self.trackers[name], records))
 
     def print(self, text: str) -> None:
-        """Print on the main rank if console is among the backends."""
-        if self.enabled and "console" in self.backends:
+        """Print on rank 0 if --logger has console."""
+        if self.prints:
             say(text)
 
-    def close(self, wait_s: float = CLOSE_S) -> None:
-        """Write what is pending and end every backend: one that cannot send the rest within `wait_s` seconds goes on by
-        itself, after the end of the run too, until CLOSE_S seconds are over.
-        """
-        if not self.enabled:
+    def close(self) -> None:
+        """Write the lines that wait in memory, and wait until the trackers have sent what they have."""
+        if self.enabled:
+            self.metrics.close()
+            self.generations.close()
+            self._for_each_tracker(lambda name: self.trackers[name].finish())
+
+    def _for_each_tracker(self, call: Callable[[str], object]) -> None:
+        """Call with the name of each tracker. One that raises gets nothing more: none of its faults may end a run."""
+        for name in list(self.trackers):
+            try:
+                call(name)
+            except (Exception, SystemExit) as error:  # trackers also exit
+                del self.trackers[name]
+                hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
+                again = shlex.join([name, str(self.run_dir), *self.names])
+                say(
+                    f"{name} gets nothing more: {type(error).__name__}: {' '.join(str(error).split())}{hint}. The "
+                    f"numbers are in {self.metrics.file}; to send them later: python -m rl.run.tracking {again}",
+                    sys.stderr,
+                )
+
+
+def hand_on(tracker: Connection, records: Sequence[dict[str, Any]]) -> None:
+    """Give a tracker a record of metrics, or the records of responses that belong together."""
+    step, kind = records[0]["step"], records[0].get("kind")
+    hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
+    kept = [{name: x for name, x in record.items() if name not in hidden} for record in records]
+    if kind:
+        tracker.log(step, {f"{kind}/generations": tracker.shown(kept)})
+    else:
+        tracker.log(step, {name: math.nan if x is None else x for name, x in kept[0].items()})
+
+
+def send(name: str, run_dir: str, project: str, experiment: str) -> None:
+    """Send what the files of a run hold to a tracker, step by step: of each first the metrics."""
+    folder, found = pathlib.Path(run_dir), []
+    tracker = TRACKERS[name](run_dir, project, experiment, json.loads((folder / CONFIG).read_text()))
+    for file in (folder / METRICS, folder / GENERATIONS):
+        records = map(_parsed, file.read_text().splitlines() if file.exists() else ())
+        by_kind = itertools.groupby(filter(None, records), key=lambda x: (x["step"], x.get("kind", x.get("time"))))
+        found += [list(group) for _, group in by_kind]
+    for group in sorted(found, key=lambda group: group[0]["step"]):
+        hand_on(tracker, group)
+    tracker.finish()
+
+
+class Lines:
+    """A file of JSON lines. Those that a full disk refuses are kept, up to PENDING_BYTES, and written later."""
+
+    def __init__(self, file: pathlib.Path):
+        self.file, self.pending, self.lost, self.is_failing = file, bytearray(), 0, False
+
+    def append(self, *records: dict[str, Any]) -> None:
+        """Add a line for each record. What is not written, be it half a line, is the first to be written next time."""
+        data = "".join(json.dumps(record, default=str) + "\n" for record in records).encode()
+        if len(self.pending) + len(data) <= PENDING_BYTES:
+            self.pending += data
+        else:
+            self.lost += len(records)
+        try:
+            with open(self.file, "ab", buffering=0) as f:
+                while self.pending:
+                    del self.pending[: f.write(self.pending)]
+        except OSError as error:
+            if not self.is_failing:
+                say(f"{self.file} cannot be written: {error}; training goes on, its lines are kept", sys.stderr)
+            self.is_failing = True
             return
-        for name, pending in self.pending.items():
-            if pending:
-                self._append(name, "")
-            if pending or self.lost[name]:
-                lines = pending.count(b"\n") + self.lost[name]
-                say(f"{self.run_dir / name} lacks {lines} lines, which could not be written", sys.stderr)
-        for worker in self.workers.values():
-            with contextlib.suppress(OSError):  # it has ended
-                worker.stdin.write(b"done")
-                worker.stdin.close()
-        deadline = time.monotonic() + wait_s
-        for worker in self.workers.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(max(deadline - time.monotonic(), 0))
-        self._look_after_workers()
+        if self.is_failing:
+            say(f"{self.file} can be written again; {self.lost} lines are missing", sys.stderr)
+        self.is_failing = False
+
+    def close(self) -> None:
+        """Try once more, and say what is missing."""
+        if self.pending:
+            self.append()
+        if lines := self.pending.count(b"\n") + self.lost:
+            say(f"{self.file} lacks {lines} lines, which could not be written", sys.stderr)
 
 
 def secrets() -> list[str]:
@@ -208,33 +213,24 @@ def redact(value: Any, secrets: Sequence[str]) -> Any:
         return {name: redact(item, secrets) for name, item in value.items()}
     if isinstance(value, list):
         return [redact(item, secrets) for item in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, "***")
+    for secret in secrets if isinstance(value, str) else ():
+        value = value.replace(secret, "***")
     return value
 
 
 def _set_aside(run_dir: pathlib.Path) -> None:
     """Give the records of an earlier run, which saved nothing to resume from, names with a number."""
     files = [file for name in RECORDS if (file := run_dir / name).exists() and file.stat().st_size]
-    if (run_dir / "metrics.jsonl") in files:
-        number = next(n for n in itertools.count(1) if not any(_numbered(file, n).exists() for file in files))
+    if run_dir / METRICS in files:
+        number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*.{n}.json*")))
         for file in files:
-            file.rename(_numbered(file, number))
-        say(
-            f"{run_dir} has records of an earlier run: they are called {_numbered(files[0], number).name} and so on now"
-        )
-
-
-def _numbered(file: pathlib.Path, number: int) -> pathlib.Path:
-    return file.with_name(f"{file.stem}.{number}{file.suffix}")
+            file.rename(file.with_name(f"{file.stem}.{number}{file.suffix}"))
+        say(f"{run_dir} has records of an earlier run: they are called metrics.{number}.jsonl and so on now")
 
 
 def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
     """Drop the lines that a run resumed at `step` writes again: later steps, and the evaluation of `step` itself if the
-    run `evaluates` first. It does not where the step was evaluated only because it was the last, and now no longer is.
-
-    Of a file with damaged lines a copy is kept.
+    run evaluates there first. A copy of a file with damaged lines is kept.
     """
 
     def evaluation(line: dict) -> bool:
@@ -248,9 +244,7 @@ def _drop_after(file: pathlib.Path, step: int, *, evaluates: bool) -> None:
         shutil.copy(file, file.with_suffix(".damaged"))
         say(f"{damaged} line(s) of {file} are damaged and left out; {file.with_suffix('.damaged').name} has them")
     whole = [line for line in lines if line is not None]
-    kept = [
-        line for line in whole if line["step"] < step or (line["step"] == step and not (evaluates and evaluation(line)))
-    ]
+    kept = [x for x in whole if x["step"] < step or (x["step"] == step and not (evaluates and evaluation(x)))]
     rest = "".join(json.dumps(line) + "\n" for line in kept)
     if rest != text:
         temporary = file.with_suffix(".tmp")  # a full disk must not cost what is there
@@ -265,3 +259,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+if __name__ == "__main__":
+    send(*sys.argv[1:])

@@ -17,7 +17,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
 from rl.model.logprobs import token_logprobs
-from rl.run import checkpoint
+from rl.run import export
 from rl.run.arguments import check
 
 CASE = ("ppo_clip", "token-mean")
@@ -219,8 +219,8 @@ def test_the_first_save_holds_one_whole_weight_at_a_time_on_the_device_of_every_
             del whole
             most.append(sum(x() is not None for x in given))
 
-    monkeypatch.setattr(checkpoint, "full_tensors", counted)
-    found = checkpoint._frozen_weights(policy, replace(world, rank=rank))
+    monkeypatch.setattr(export, "full_tensors", counted)
+    found = export.frozen_weights(policy, replace(world, rank=rank))
     assert len(found) == (0 if rank else sum(not x.requires_grad for x in policy.parameters()))
     assert len(most) > 40 and max(most) == 1
 

@@ -1,0 +1,129 @@
+"""What other programs load from a checkpoint: huggingface/ has a whole model, and adapter/ the adapters of LoRA."""
+
+import copy
+import pathlib
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rl.model import load as models
+from rl.model import lora
+from rl.model.sharding import full_tensors
+from rl.ranks import Ranks
+from rl.run import checkpoint_tensors as tensors
+from rl.run.checkpoint_tensors import Trained
+
+FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
+
+
+class Export(NamedTuple):
+    """What has to be known of a module when it is written, while training goes on."""
+
+    module: nn.Module
+    keys: list[str]  # of the weights that it trains
+    kept: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
+    num_weights: int  # trained or not
+
+
+class Exporter:
+    """Writes the modules that a run trains, on rank 0. `frozen`: weights that nothing trains, read once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ranks: Ranks):
+        self.ranks, self.frozen = ranks, {}
+        self.tokenizer_files = _files_of(tokenizer)  # made once: that holds Python's lock for up to 0.2 s
+
+    def prepare(self, trained: Trained) -> dict[str, Export]:
+        """What `write` has to know of the modules that learn, taken before they change. All ranks must enter."""
+        found = {}
+        for name, module in ((name, module) for name, (module, optimizer) in trained.items() if optimizer):
+            if name not in self.frozen:
+                self.frozen[name] = frozen_weights(module, self.ranks)
+            buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
+            size = sum(x.numel() for x in module.parameters())
+            found[name] = Export(module, list(tensors.learning(module)), self.frozen[name] | buffers, size)
+        return found
+
+    def write(self, folder: pathlib.Path, exports: dict[str, Export], host: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Write huggingface/ and adapter/ beside the state in `folder`, `_NAME` after all names but the first.
+
+        Args: host, this rank's part of the state. Returns: what the adapters of each module stand beside.
+        """
+        bases = {}
+        for i, (name, (module, keys, kept, _)) in enumerate(exports.items()):
+            suffix, own = f"_{name}" if i else "", self._whole(folder / "state", name, keys, host)
+            weights = {key: _alone(x) for key, x in models.exported(module, (kept | own).items())}
+            write_huggingface(folder / f"huggingface{suffix}", module, weights, self.tokenizer_files, self.ranks.dtype)
+            if hasattr(module, "lora"):
+                lora.write(folder / f"adapter{suffix}", module, own)
+                bases[name] = {"base": module.lora.base, "base_sha256": module.lora.base_sha256}
+        return bases
+
+    def _whole(
+        self, state: pathlib.Path, name: str, keys: list[str], host: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The weights that a module trains, in the compute dtype but for adapters.
+
+        One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
+        """
+        paths = {key: f"{name}/model/{key}" for key in keys}
+        many = None if self.ranks.size == 1 else tensors.read(state, self.ranks.size, set(paths.values()))
+        whole = {}
+        for key, path in paths.items():
+            dtype = host[path].dtype if lora.is_adapter(key) else self.ranks.dtype
+            whole[key] = torch.empty((many or host)[path].shape, dtype=dtype)
+        if many is None:
+            torch._foreach_copy_(list(whole.values()), [host[path] for path in paths.values()])
+        else:
+            for key, path in paths.items():
+                tensors.fill(whole[key], many[path])
+        return whole
+
+
+def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The weights of a module that nothing trains, whole, on the host of rank 0. All ranks must enter."""
+    names = {key for key, x in module.named_parameters() if not x.requires_grad}
+    if not names:
+        return {}
+    found = {}
+    for key, x in full_tensors(module, ranks.dtype):
+        if ranks.is_main and key in names:
+            found[key] = x.to("cpu", copy=True)
+    return found
+
+
+def write_huggingface(
+    path: pathlib.Path,
+    module: nn.Module,
+    weights: dict[str, torch.Tensor],
+    tokenizer_files: dict[str, bytes],
+    dtype: torch.dtype,
+) -> None:
+    """Write what transformers and vLLM load: safetensors, config with `dtype`, generation config, tokenizer."""
+    path.mkdir(parents=True)
+    config = copy.deepcopy(module.config)
+    config.dtype = dtype
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    config.save_pretrained(path)
+    if module.can_generate():
+        module.generation_config.to_json_file(path / "generation_config.json")  # save_pretrained refuses many a model's
+    save_torch_state_dict(weights, path, max_shard_size=FILE_BYTES, metadata={"format": "pt"})
+    for name, content in tokenizer_files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own: safetensors refuses parts of another one."""
+    return x if x.nbytes == x.untyped_storage().nbytes() else x.clone()
+
+
+def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """What `save_pretrained` writes, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder
+        return {str(p.relative_to(folder)): p.read_bytes() for p in paths}

@@ -1,0 +1,164 @@
+"""Which checkpoint a run continues from, and whether settings and data are still those of its first part."""
+
+import inspect
+import json
+import pathlib
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.console import say
+from rl.flags import flat, free
+from rl.ranks import Ranks
+from rl.run import checkpoint_files as files
+from rl.run.run_folder import RunFolder
+from rl.run.together import Failed, gather, together
+from rl.run.tracking import redact, secrets
+
+PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
+
+
+def choose(
+    args: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder
+) -> tuple[pathlib.Path | None, dict[str, Any]]:
+    """The checkpoint that a run continues from, None for a new run, and `describe` of rank 0. All ranks must enter.
+
+    Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find` refuses, if the checkpoint is
+    beyond the run's last step, or if there are `differences` and no --force-resume.
+    """
+    records = together(lambda: describe(args, tokenizer, folder.total_steps))  # each reads files of its own machine
+    for what, flag in (("data_sha256", "--train-files"), ("tokenizer_sha256", "the tokenizer of --model")):
+        if odd := [rank for rank, record in enumerate(records) if record[what] != records[0][what]]:
+            raise ValueError(
+                f"{flag}: rank {odd[0]} has other contents than rank 0 (sha256 {records[odd[0]][what]} and "
+                f"{records[0][what]}); copy the same files to every machine"
+            )
+    path = find(args.checkpoints.resume_mode, folder.root, folder.ranks)
+    if path is None:
+        return None, records[0]
+    then, last = trainer_state(path), folder.total_steps
+    if then["step"] > last:
+        raise ValueError(
+            f"{path} is beyond the {last} steps of this run; raise --total-training-steps (or --total-epochs) to train "
+            "on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
+        )
+    found = "\n".join(differences(then, records[0], _as_json(type(args)()), free(args)))
+    if found and not args.checkpoints.force_resume:
+        raise ValueError(
+            f"{path} comes from a run with other settings; go back to them, choose another --experiment-name, or add "
+            f"--force-resume to continue with the new ones:\n{found}"
+        )
+    if found and folder.ranks.is_main:
+        say(f"--force-resume: {path} is continued with other settings:\n{found}")
+    if then["step"] == last and folder.ranks.is_main:
+        say(
+            f"{path}: all {last} steps are done. To learn more raise --total-training-steps or --total-epochs; to "
+            "begin another run give it an --experiment-name of its own"
+        )
+    return path, records[0]
+
+
+def find(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
+    """The checkpoint to resume from, every byte of it compared with its manifest. All ranks must enter.
+
+    `auto`: the newest intact one under `root`, or None if there is none at all. `disable`: None. Otherwise a
+    global_step_N folder. Says which ones it passes over, and why. Raises ValueError if all are damaged, if the folder
+    is not a complete checkpoint, or if `disable` or the folder would mix a new run into another one under `root`.
+    """
+    steps = gather(files.list_steps(root) if ranks.is_main else [])[0]
+    if resume_mode == "disable":
+        if steps:
+            raise ValueError(
+                f"--resume-mode disable, but {root} holds checkpoints up to step {steps[-1]}; choose another "
+                "--experiment-name or --default-local-dir, or remove the folder"
+            )
+        return None
+    if resume_mode != "auto":
+        path = pathlib.Path(resume_mode)
+        if problem := _problem(path, ranks):
+            raise ValueError(
+                f"--resume-mode {resume_mode}: not a complete checkpoint ({problem}); give auto, disable or a "
+                "global_step_N folder"
+            )
+        inside = path.resolve().parent == root.resolve()
+        if steps and not (inside and steps[-1] <= trainer_state(path)["step"]):
+            raise ValueError(
+                f"--resume-mode {resume_mode}, but {root} holds checkpoints of a run that went on from there, or of "
+                f"another one, up to step {steps[-1]}; give auto to continue from the newest, or another "
+                "--experiment-name to go on from the named one, or remove them"
+            )
+        return path
+    rejected: list[str] = []
+    for path in (root / f"global_step_{step}" for step in reversed(steps)):
+        problem = _problem(path, ranks)
+        if not problem:
+            return path
+        rejected.append(f"{path}: {problem}")
+        if ranks.is_main:
+            say(f"checkpoint passed over: {rejected[-1]}")
+    if rejected:
+        raise ValueError(
+            f"none of the checkpoints under {root} is intact, so there is nothing to resume from; restore one, or "
+            "remove them or choose another --experiment-name to start anew:\n" + "\n".join(rejected)
+        )
+    return None
+
+
+def _problem(path: pathlib.Path, ranks: Ranks) -> str:
+    """Why a folder is not an intact checkpoint, "" if it is. Every rank reads its share. All ranks must enter."""
+    try:
+        return next(filter(None, together(lambda: files.problem(path, ranks.rank, ranks.size))), "")
+    except Failed as error:
+        return str(error)
+
+
+def trainer_state(path: pathlib.Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: its step, its world size, and `describe` of the run."""
+    return json.loads((path / "trainer_state.json").read_text())
+
+
+def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:
+    """What must stay the same when a run is resumed, as JSON has it."""
+    probe = tokenizer(PROBE)["input_ids"]  # merges, normalizer and post-processor show in it
+    return {
+        "script": pathlib.Path(inspect.getfile(type(args))).stem,
+        "args": _as_json(args),
+        "total_steps": total_steps,
+        "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in flat(args)["train_files"]],
+        "tokenizer_sha256": files.hash_of(
+            [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map, probe]
+        ),
+    }
+
+
+def differences(then: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], free: set[str]) -> list[str]:
+    """What a run described by `now` would change in the one that saved `then`, a sentence each.
+
+    Flags that are `free` may differ. A flag that the script did not have then counts as given with its default.
+    """
+    changed = []
+    if then.get("script", now["script"]) != now["script"]:
+        changed.append(f"script: was {then['script']}.py, is {now['script']}.py")
+    for flag in sorted(now["args"].keys() - free):
+        before, after = then["args"].get(flag, defaults[flag]), now["args"][flag]
+        if before != after:
+            changed.append(f"{_spelled(flag)}: was {before}, is {after}")
+    if gone := sorted(then["args"].keys() - now["args"].keys()):
+        named = ", ".join(f"{_spelled(flag)} {then['args'][flag]}" for flag in gone)
+        changed.append(f"{now['script']}.py does not have these flags; --force-resume continues without them: {named}")
+    if then["data_sha256"] != now["data_sha256"]:
+        changed.append(f"contents of --train-files: sha256 was {then['data_sha256']}, is {now['data_sha256']}")
+    if then["tokenizer_sha256"] != now["tokenizer_sha256"]:
+        changed.append(f"tokenizer: sha256 was {then['tokenizer_sha256']}, is {now['tokenizer_sha256']}")
+    if now["args"]["lr_scheduler_type"] != "constant" and then["total_steps"] != now["total_steps"]:
+        changed.append(f"steps that shape the learning rate: were {then['total_steps']}, are {now['total_steps']}")
+    return changed
+
+
+def _spelled(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
+
+
+def _as_json(args: Any) -> dict[str, Any]:
+    """All flags of Args, without secrets."""
+    return redact(json.loads(json.dumps(flat(args), default=str)), secrets())

@@ -1,0 +1,137 @@
+"""The folder of a run: what it is called, which process has it, and STATUS.json, which says how the run stands."""
+
+import fcntl
+import json
+import os
+import pathlib
+import re
+import socket
+import stat
+import time
+from dataclasses import dataclass
+from typing import IO
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from rl.console import say
+from rl.data.types import Batch
+from rl.flags import AtLeast1, Free, Positive, PositiveFinite
+from rl.ranks import Ranks
+from rl.run import checkpoint_files
+from rl.run.together import together
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """checkpoints, stopping and resuming"""
+
+    # checkpoints and metrics.jsonl go here
+    default_local_dir: Free[str] = "runs/{project_name}/{experiment_name}"
+    save_freq: Free[int] = -1  # save every this many steps and at the end; -1 only at the end; 0 never
+    max_ckpt_to_keep: Free[AtLeast1 | None] = None  # delete older checkpoints beyond this many
+    # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
+    resume_mode: Free[str] = "auto"
+    force_resume: Free[bool] = False  # resume although settings or data that decide what is learned have changed
+    max_hours: Free[Positive | None] = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
+    # seconds without the end of a phase after which the run ends, with all its stacks
+    stall_timeout: Free[PositiveFinite] = 3600.0
+
+
+def name_of(template: str, names: dict[str, str]) -> str:
+    """--default-local-dir, which is `template`, with its placeholders filled in by project_name and experiment_name.
+
+    Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
+    """
+    for name, value in names.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
+                "start with '.': it names a folder"
+            )
+    try:
+        folder = template.format(**names)
+    except (KeyError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--default-local-dir {template!r}: the placeholders are {{project_name}} and "
+            f"{{experiment_name}}, not {error}"
+        ) from error
+    if not folder or not folder.isprintable():
+        raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
+    return folder
+
+
+class RunFolder:
+    """A folder that this run has for itself, until `release` or until rank 0 dies. All ranks must enter.
+
+    Raises ValueError, on every rank, if it cannot be written or belongs to a running process.
+    """
+
+    def __init__(self, root: str | pathlib.Path, ranks: Ranks, total_steps: int):
+        self.root, self.ranks, self.total_steps = pathlib.Path(root), ranks, total_steps
+        self.lock: IO[str] | None = None
+        together(self._take if ranks.is_main else lambda: None)
+
+    def _take(self) -> None:
+        self.lock = lock(self.root)
+        checkpoint_files.sweep(self.root)
+
+    def write_status(self, state: str, step: int) -> None:
+        """Replace STATUS.json, which people and schedulers read, and no program of ours. On rank 0."""
+        if self.ranks.is_main:
+            temporary = self.root / "STATUS.json.tmp"
+            status = {"state": state, "step": step, "total_steps": self.total_steps}
+            try:
+                temporary.write_text(json.dumps(status | {"time": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+                temporary.replace(self.root / "STATUS.json")
+            except OSError as error:  # no reason to lose the run
+                say(f"{self.root / 'STATUS.json'} could not be written: {error}")
+
+    def save_batch(self, step: int, batch: Batch) -> str:
+        """Write this rank's rows to `bad_batch_step_<step>_rank_<rank>.safetensors`, for finding out why a step went
+        wrong; returns what the files of all ranks are called. A failure is only printed.
+        """
+        path = self.root / f"bad_batch_step_{step}_rank_{self.ranks.rank}.safetensors"
+        on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
+        try:
+            save_file(on_host, path)
+        except (OSError, SafetensorError) as error:
+            say(f"{path} could not be written: {error}")
+        return str(path).replace(f"_rank_{self.ranks.rank}.", "_rank_*.")
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self.lock:
+            self.lock.close()
+
+
+def lock(root: pathlib.Path) -> IO[str]:
+    """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = open(root / "run.lock", "a+", opener=_open_no_link)
+    except OSError as error:
+        raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.seek(0)
+        raise ValueError(
+            f"{root} is in use by another run ({file.read().strip()}); let it end, or choose another "
+            "--experiment-name or --default-local-dir"
+        ) from error
+    except OSError as error:  # some network file systems
+        say(f"{root / 'run.lock'} cannot be locked ({error}): make sure that no other run writes there")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """For `open`: raises OSError for a link, whose target is no file of ours, and for a pipe or device."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no ordinary file")
+    return descriptor
