@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any trust region, yet finite in every dtype used for losses
+MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")  # of `aggregate`
 
 
 def _shapes(*tensors: Tensor) -> str:
@@ -75,8 +76,7 @@ def aggregate(
         if scale is None or scale <= 0:
             raise ValueError(f"seq-mean-token-sum-norm needs a positive scale, such as the length limit, got {scale}")
         return row_sums.sum() / max(num_seqs, 1) / scale
-    known = "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm"
-    raise ValueError(f"unknown aggregation {mode!r}; known: {known}")
+    raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(MEANS)}")
 
 
 def ppo_clip(

@@ -1,0 +1,62 @@
+"""KL terms, which keep the policy near a reference: their flags, and the next weight of the KL in the reward.
+
+The reward and the loss that have the terms stand in the scripts, the estimators of the KL in rl/formulas/losses.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from rl.data.types import Batch
+from rl.flags import AtLeast1, Positive
+from rl.formulas import schedule
+from rl.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class KLTerms:
+    """KL terms: they keep the policy near the reference, which is --model before training"""
+
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward of every token
+    kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
+    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
+    kl_target: Positive = 0.1  # KL per token that the adaptive controller aims at
+    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef changes
+    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss
+    kl_loss_coef: float = 0.001  # weight of that KL term
+    # estimator of that KL; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"
+    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any KL term."""
+        return self.use_kl_in_reward or self.use_kl_loss
+
+    def first_coef(self, state: dict[str, Any]) -> float:
+        """Weight of the KL in the reward when a run starts: --kl-coef, or where the adaptive controller was.
+
+        Args: state, what a checkpoint has of the loop; {} in a new run.
+        """
+        return state["kl_coef"] if state and self.kl_ctrl_type == "adaptive" else self.kl_coef
+
+    def next_coef(
+        self, kl_coef: float, token_kl: torch.Tensor, batch: Batch, trainable: torch.Tensor, ranks: Ranks
+    ) -> tuple[float, dict[str, float]]:
+        """The weight of the KL in the reward of the next step, and the metrics of this step.
+
+        The weight stays as it is unless --kl-ctrl-type adaptive: see `schedule.adaptive_kl_coef`. The KL that was
+        measured is a mean over responses of the mean KL of their tokens.
+
+        Args: kl_coef, the weight in this step; token_kl (b, T) of this rank's batch, 0 where its mask is 0; trainable
+        (B,) bool, which responses of the step count. All data ranks must enter.
+        """
+        own_kl = token_kl.sum(1) / batch.response_mask.sum(1).clamp(min=1)  # (b,)
+        mean_kl = ranks.all_rows(own_kl, batch.rows, len(trainable))[trainable].mean().nan_to_num().item()
+        found = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        if self.kl_ctrl_type == "adaptive":
+            aim = dict(target=self.kl_target, horizon=self.kl_horizon, num_responses=int(trainable.sum()))
+            kl_coef = schedule.adaptive_kl_coef(kl_coef, mean_kl, **aim)
+        return kl_coef, found
