@@ -61,7 +61,7 @@ def plain_dpo(task, args, pairs_of_steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 
     def total(model, prompt, ids):
-        return h.logp_of(model, h.hidden_before(model, list(prompt), list(ids)), ids, args.temperature).sum()
+        return h.logp_of(model, h.hidden_before(model, list(prompt), list(ids)), ids, args.decoding.temperature).sum()
 
     reports = []
     for step, updates in enumerate(pairs_of_steps):
