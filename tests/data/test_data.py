@@ -1,6 +1,5 @@
 import hashlib
 import json
-from types import SimpleNamespace
 
 import launch
 import pyarrow as pa
@@ -12,9 +11,10 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from data import files, gsm8k
 from rl.data.encode import encode_conversation, encode_prompts, encode_sft, render_prompt
 from rl.data.order import permutation, prompts_for_step
-from rl.data.prompts import read_prompts
+from rl.data.prompts import Files, count_steps, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.model.checks import check_context
+from rl.scoring.pool import Rewards
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}"
@@ -269,8 +269,8 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
     other = write(tmp_path / "more.jsonl", [rl_row("5", 0), rl_row("6", []), rl_row("7", {"tests": "assert 1"})])
 
     def kept(files, custom=None, **more):
-        found = read_prompts(SimpleNamespace(custom_reward_function=custom, **more), files)
-        return [row["row_index"] for row in found]
+        needs_truth = Rewards(custom_reward_function=custom, **more).need_truth
+        return [row["row_index"] for row in read_prompts(files, needs_truth=needs_truth)]
 
     assert kept((str(path),)) == kept(path, reward_model=None) == [0, 2, 4]
     said = f"{path}: 2 of 5 rows left out, since their ground_truth is empty: rows 1, 3\n"
@@ -282,6 +282,15 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
     with pytest.raises(ValueError, match=r"empty\.jsonl: reward_model.ground_truth is empty in every row; fill it in"):
         kept(empty)
     assert capsys.readouterr().out == ""
+
+
+def test_steps_are_whole_batches_of_all_epochs_unless_their_number_is_given():
+    assert count_steps(Files(), 10, 4) == 2
+    assert count_steps(Files(total_epochs=3), 10, 4) == 6
+    assert count_steps(Files(total_epochs=3, total_training_steps=50), 10, 10) == 50
+    for batch_size in (0, 11):
+        with pytest.raises(ValueError, match=f"--gen-batch-size {batch_size} must be between 1 and the 10 rows"):
+            count_steps(Files(total_training_steps=50), 10, batch_size, flag="--gen-batch-size")
 
 
 def test_missing_parquet_column_and_null(tmp_path):

@@ -203,6 +203,18 @@ def test_offline_steps_are_those_of_dpo_as_published(task, tmp_path, in_double):
     assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
 
 
+def test_an_epoch_counts_the_rows_that_are_left(dpo, task, tmp_path):
+    """Of 8 comparisons one has a side that is too long: one batch of four, not two."""
+    file, lines = preferences(task, tmp_path)
+    lines[5]["rejected"] *= 10
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    changes = dict(offline=True, train_files=(file,), max_response_length=40, total_training_steps=None)
+    with pytest.raises(ValueError, match="row 5: the data has a response of .* over --max-response-length 40"):
+        dpo(**changes)
+    dpo(**changes, filter_overlong_prompts=True)
+    assert [line["step"] for line in dpo.lines(2)] == [1]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # References, ranks, and steps without pairs
 
