@@ -1,4 +1,4 @@
-"""Distances from a student's next-token distribution to its teacher's, and what a sampled token says of one.
+"""Distances from a student's next-token distribution to its teacher's.
 
 A row is a position of a response: log-probs of K tokens under both models, the teacher's likeliest, and perhaps of "any
 other token" as one more entry, see `with_rest`. All K + 1 then are a distribution, coarser than the real one, so that
@@ -55,17 +55,3 @@ def jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
     assert 0 < beta < 1, f"beta {beta}"
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * forward_kl(mixture, teacher) + (1 - beta) * forward_kl(mixture, student)
-
-
-def sampled_advantage(logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Tensor:
-    """How much likelier a sampled token is to the teacher: log p_T - log p_S, an advantage of its own for every token.
-
-    With -advantage * log p_S as loss, its mean gradient is that of the reverse KL of the next token; what a token does
-    to those after it is left out (discount 0).
-
-    Args: logp, of the policy that sampled; teacher_logp; mask, all (B, T). Returns: (B, T), 0 where mask is 0, without
-    gradient. Source: On-Policy Distillation, Thinking Machines 2025, thinkingmachines.ai/blog/on-policy-distillation;
-    policy gradients of the reverse KL, MiniLLM, arXiv 2306.08543.
-    """
-    assert logp.shape == teacher_logp.shape == mask.shape, f"{tuple(logp.shape)}, {tuple(teacher_logp.shape)}"
-    return torch.where(mask.bool(), teacher_logp - logp, 0.0).detach()

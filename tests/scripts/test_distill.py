@@ -71,7 +71,7 @@ def plain_distill(task, args, rounds, score):
     """Distillation by the book; score: (text, ground truth) -> s. Returns weights and reports."""
     tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
     model = AutoModelForCausalLM.from_pretrained(task.model).double()
-    master = AutoModelForCausalLM.from_pretrained(args.teacher_model).double()
+    master = AutoModelForCausalLM.from_pretrained(args.teacher.teacher_model).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     reports = []
     for one_round in rounds:
@@ -83,8 +83,8 @@ def plain_distill(task, args, rounds, score):
                 x = {"prompt": prompt, "ids": c.token_ids, "engine": torch.tensor(c.logprobs)}
                 x["places"] = torch.arange(len(x["ids"])), torch.tensor(x["ids"])
                 with torch.no_grad():
-                    x["teacher"] = log_probs(master, prompt, x["ids"], args.temperature)
-                    x["old"] = log_probs(model, prompt, x["ids"], args.temperature)[x["places"]]
+                    x["teacher"] = log_probs(master, prompt, x["ids"], args.decoding.temperature)
+                    x["old"] = log_probs(model, prompt, x["ids"], args.decoding.temperature)[x["places"]]
                 x["gap"] = x["engine"].double() - x["teacher"][x["places"]]
                 x["A"] = advantage_by_hand(args, s, scores) - (
                     args.distillation_loss_coef * x["gap"] if args.loss_mode == "sampled" else 0 * x["gap"]
@@ -97,7 +97,7 @@ def plain_distill(task, args, rounds, score):
             mini, loss = sequences[start : start + size], 0.0
             count, own = sum(len(x["ids"]) for x in mini), []
             for x in mini:
-                mine = log_probs(model, x["prompt"], x["ids"], args.temperature)
+                mine = log_probs(model, x["prompt"], x["ids"], args.decoding.temperature)
                 ratio = (mine[x["places"]] - x["old"]).exp()
                 entropies += (-(mine.exp() * mine).sum(-1)).tolist()
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
@@ -274,7 +274,7 @@ def server(tiny_model):
 @pytest.mark.parametrize("mode", ["sampled", "jsd"])
 def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
     distill(loss_mode=mode)
-    monkeypatch.setattr(teacher, "load_causal_lm", None)  # nothing is loaded
+    monkeypatch.setattr(teacher, "load_policy", None)  # nothing is loaded
     server.failures = 2  # the third attempt is the last one
     monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
     distill(loss_mode=mode, teacher_url=f"{server.url}/v1", teacher_model="the-teacher")
