@@ -9,39 +9,39 @@ from rl.data.types import Batch, take_rows
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import moment_bytes_in_step, own_bytes
 from rl.ranks import Ranks
+from rl.run.arguments import MemoryRL
 
 GIB = 2**30
 
 
 def rehearse(
     trained: dict[str, tuple[nn.Module, torch.optim.Optimizer | None]],
+    memory: MemoryRL,
     *,
-    max_tokens: int,
     max_length: int,
     engine_memory: int,
     ranks: Ranks,
     offloaded: Sequence[str] = (),
     visiting: nn.Module | None = None,
-    optimizer_offload: bool = False,
-    param_offload: bool = False,
 ) -> str:
     """Run forward and backward of the largest micro-batch that can occur; nothing is learned. All ranks must enter.
 
+    The engine must be asleep, and what else stays on the device, such as a reference, must be there.
+
     Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
-    reference that the run changes; max_tokens, of a micro-batch; max_length, of a sequence; engine_memory, bytes that
-    the engine takes when it wakes; offloaded, the names in `trained` of models that are on the host while the engine
-    generates; visiting, a teacher on the host that comes to the device to score; optimizer_offload, whether moments are
-    on the device during AdamW's step only; param_offload, whether weights, gradients and moments live on the host.
-    Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU. The engine must be asleep, and
-    what else stays on the device, such as a reference, must be there.
+    reference that the run changes; max_length, of a sequence; engine_memory, bytes that the engine takes when it wakes;
+    offloaded, names in `trained` of models that are on the host while the engine generates; visiting, a teacher on the
+    host that comes to the device to score.
+    Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
     if ranks.device.type != "cuda":
         return ""
-    batch, policy = largest_micro_batch(max_tokens, max_length), trained["actor"][0]
+    moments_away, all_away = memory.optimizer_offload, memory.param_offload
+    max_tokens, policy = memory.ppo_max_token_len_per_gpu, trained["actor"][0]
     given = {
-        "--optimizer-offload": optimizer_offload or param_offload,
-        "--param-offload": param_offload,
+        "--optimizer-offload": moments_away or all_away,
+        "--param-offload": all_away,
         "--lora-rank": hasattr(policy, "lora"),
     }
     less = "".join(f"set {flag}, or " for flag, is_given in given.items() if not is_given) + "use more GPUs"
@@ -49,6 +49,7 @@ def rehearse(
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
         f"--activation-checkpointing full, or {less}"
     )
+    batch = largest_micro_batch(max_tokens, max_length)
     torch.cuda.empty_cache()
     (free, total), reserved = torch.cuda.mem_get_info(ranks.device), torch.cuda.memory_reserved()
     try:
@@ -64,33 +65,32 @@ def rehearse(
             f"a micro-batch of {max_tokens} tokens does not fit: it found {free / GIB:.1f} GiB of this GPU's "
             f"{total / GIB:.1f} free, and no more after {taken / GIB:.1f} (nvidia-smi says who else uses it): {advice}"
         ) from error
-    here = (lambda xs: 0) if param_offload else own_bytes
+    here = (lambda xs: 0) if all_away else own_bytes
     own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
     own_gradients = {name: here(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
     own_states = {name: here(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
     # AdamW makes its two moments in its first step, which a resumed critic may have behind it and the actor not.
     own_adamw = {name: own_states[name] or 2 * own_gradients[name] for name in trained}
     weights, gradients, adamw = (sum(own.values()) for own in (own_weights, own_gradients, own_adamw))
-    states = 0 if optimizer_offload else sum(own_states.values())
+    states = 0 if moments_away else sum(own_states.values())
     micro_batch = torch.cuda.max_memory_allocated() - before
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
     others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
     resting = stepping = adamw  # moments between steps, and in one
-    if optimizer_offload and not param_offload:
+    if moments_away and not all_away:
         learning = [[p for p in module.parameters() if p.requires_grad] for module, _ in trained.values()]
         resting, stepping = 0, max(map(moment_bytes_in_step, learning))  # one model steps after the other
     needed = total - free - states + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
     generating = total - free - states + resting + engine_memory
-    generating -= sum(own_weights[name] + (0 if optimizer_offload else own_adamw[name]) for name in offloaded)
+    generating -= sum(own_weights[name] + (0 if moments_away else own_adamw[name]) for name in offloaded)
     scoring = total - free - states + resting + (0 if visiting is None else here(visiting.parameters()))
     plan = (
         f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
-        f"{' at a time' if optimizer_offload else ''}, gradients "
-        f"{gradients / GIB:.1f}, a micro-batch {micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} "
-        f"of {total / GIB:.1f} while training, {generating / GIB:.1f} while generating, of which the engine gives back "
-        f"{engine_memory / GIB:.1f}"
+        f"{' at a time' if moments_away else ''}, gradients {gradients / GIB:.1f}, a micro-batch "
+        f"{micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} of {total / GIB:.1f} while training, "
+        f"{generating / GIB:.1f} while generating, of which the engine gives back {engine_memory / GIB:.1f}"
     )
     if needed > total:
         raise RuntimeError(f"{plan}. That does not fit: {advice}")
@@ -105,11 +105,8 @@ def rehearse(
 
 
 def _moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    return (
-        []
-        if optimizer is None
-        else [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    )
+    states = optimizer.state.values() if optimizer else ()
+    return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
 
 
 def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:

@@ -41,9 +41,8 @@ class Run:
     All ranks must make all calls. A run that is asked to stop saves the state of the step's beginning, until the first
     optimizer step changes that; after it, the step is completed first. The same command continues the run.
 
-    Raises ValueError, on every rank, if the folder cannot be written or belongs to a running process, if the port of
-    --prometheus-port is in use, if there is no intact checkpoint among those there are, or if the checkpoint comes from
-    other settings or data.
+    Raises ValueError, on every rank, if the folder or the port of --prometheus-port is in use, or if the folder's
+    checkpoints are all damaged or come from other settings or data.
     """
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
@@ -76,13 +75,14 @@ class Run:
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
     ) -> None:
-        """Load the checkpoint, if there is one, into what is trained; plan the memory; say what will run.
+        """Load the checkpoint, if there is one, into what is trained; plan the memory; print what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
         for the console; engine, asleep; offloaded, names in `trained` of what `offload` moves while the engine
-        generates; visiting, a teacher on the host that comes to the device to score. With an engine the memory plan is
-        made, and raises RuntimeError with the flags to change if something will not fit: everything else that stays on
-        the device has to be there by now.
+        generates; visiting, a teacher on the host that comes to the device to score.
+
+        With an engine, raises RuntimeError with the flags to change if something will not fit in memory: everything
+        else that stays on the device has to be there by now.
         """
         memory, resume_from = self.args.memory, self.resume_from
         self.trained = trained
@@ -98,17 +98,9 @@ class Run:
         plan = ""
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
-            plan = rehearse(
-                trained,
-                max_tokens=memory.ppo_max_token_len_per_gpu,
-                max_length=self.args.max_prompt_length + self.args.max_response_length,
-                engine_memory=engine.memory,
-                ranks=self.ranks,
-                offloaded=self.offloaded,
-                visiting=visiting,
-                optimizer_offload=memory.optimizer_offload,
-                param_offload=memory.param_offload,
-            )
+            longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
+            moved = dict(offloaded=self.offloaded, visiting=visiting)
+            plan = rehearse(trained, memory, max_length=longest, engine_memory=beside, ranks=self.ranks, **moved)
         how = f"resumed from {resume_from}" if resume_from else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
         self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())

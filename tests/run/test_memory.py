@@ -10,6 +10,7 @@ from torch import nn
 from rl.data.batching import plan_micro_batches, shared_prefix
 from rl.ranks import Ranks
 from rl.run import memory
+from rl.run.arguments import MemoryRL
 from rl.run.memory import largest_micro_batch
 
 
@@ -60,12 +61,13 @@ def plan(monkeypatch):
         if arguments.pop("lora", False):
             trained["actor"][0].lora = "adapters"
             trained["actor"][0].frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-        moments = 0 if arguments.get("optimizer_offload") else 12 * len(stepped)
-        in_use = 0 if arguments.get("param_offload") else 6 * len(names) + moments
+        flags = {name: arguments.pop(name) for name in ("optimizer_offload", "param_offload") if name in arguments}
+        moments = 0 if flags.get("optimizer_offload") else 12 * len(stepped)
+        in_use = 0 if flags.get("param_offload") else 6 * len(names) + moments
         counts = dict(
             empty_cache=lambda: None,
             reset_peak_memory_stats=lambda: None,
-            memory_allocated=lambda: 0 if arguments.get("param_offload") else trained["actor"][0].weight.grad.nbytes,
+            memory_allocated=lambda: 0 if flags.get("param_offload") else trained["actor"][0].weight.grad.nbytes,
             max_memory_allocated=lambda: 10 * UNIT + 6 * UNIT,  # with the actor's gradients
             memory_reserved=lambda: UNIT,
             mem_get_info=lambda device: ((80 - in_use - others) * UNIT, 80 * UNIT),
@@ -73,12 +75,13 @@ def plan(monkeypatch):
         for name, function in counts.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(memory, "GIB", UNIT)
-        monkeypatch.setattr(memory, "select", lambda batch, rows, device: batch)
+        monkeypatch.setattr(memory, "take_rows", lambda batch, rows, device: batch)
         logprobs = arguments.pop("logprobs", lambda model, batch: (model.weight.sum(), model.weight.sum()))
         monkeypatch.setattr(memory, "token_logprobs", logprobs)
         ranks = Ranks(0, 1, torch.device("cuda"), torch.bfloat16, data_rank=0, data_size=1, group=None, data_group=None)
-        sizes = dict(max_tokens=8, max_length=8, engine_memory=engine * UNIT)
-        found = memory.rehearse(trained, **sizes, ranks=ranks, **arguments)
+        group = MemoryRL(ppo_max_token_len_per_gpu=8, **flags)
+        sizes = dict(max_length=8, engine_memory=engine * UNIT)
+        found = memory.rehearse(trained, group, **sizes, ranks=ranks, **arguments)
         assert all(x.grad is None for x in trained["actor"][0].parameters())  # nothing is left of the rehearsal
         return found
 
