@@ -1,25 +1,25 @@
-"""REINFORCE++ and ReMax: policy gradients from the reward of a whole response, without a critic.
+"""REINFORCE++ and ReMax: make each token more likely in proportion to the reward that follows it, less a baseline.
 
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct                                    # one GPU, GSM8K
     torchrun train_reinforce.py --model Qwen/Qwen2.5-1.5B-Instruct --adv-estimator remax --experiment-name remax
 
-REINFORCE (Williams 1992) makes every token of a response likelier in proportion to its *return*: the reward from this
-token on. That is right on average but noisy, so something is subtracted that the token cannot influence, a baseline.
-  REINFORCE++ (arXiv 2501.03262)   the mean return of all tokens of the step; the rest is divided by their deviation
-  ReMax (arXiv 2310.10505)         the score of one greedy response to the same prompt, sampled beside the others
-  optimal token baseline           a weighted mean of the returns of the prompt's responses at the same position
+REINFORCE (Williams 1992) needs neither a critic nor a group of responses to each prompt. The reward r_t of a token is
+the score of its response if it is the last one, else 0, less kl_coef * KL(policy, reference). With l_t the
+log-probability of token t given the tokens before it, and l_old_t the same when the step began:
 
-All charge every token for how far it is from the reference (a KL term in the reward). The first two work with any
-number of responses a prompt, one included. train_grpo.py explains other words, such as advantage, ratio and clip.
+    return     R_t     = r_t + gamma R_{t+1}
+    advantage  A_t     = (R_t - mean) / standard deviation over all tokens      REINFORCE++ (arXiv 2501.03262)
+            or A_t     = R_t - score of a greedy response to the prompt         ReMax (arXiv 2310.10505)
+            or A_t     = R_t - weighted mean of R_t of the prompt's responses   optimal token baseline (2602.07078)
+    ratio      ratio_t = exp(l_t - l_old_t)
+    loss       L       = mean over all sampled tokens of max(-A_t ratio_t, -A_t clip(ratio_t, 1 - low, 1 + high))
 
-Deviations from the papers:
-  1. token-mean loss over the mini-batch (--loss-agg-mode; DAPO, arXiv 2503.14476);
-  2. ReMax has the clipped ratio of PPO too; with one update a step, the default, that is the paper's gradient;
-  3. dual clip: the loss of a negative advantage is bounded (--clip-ratio-c; arXiv 1912.09729).
+What is subtracted from R is called a baseline: it reduces the noise of the gradient and hardly changes its mean. Where
+this departs from the papers: the mean is over tokens (DAPO); ReMax has the clip of PPO, which does nothing with one
+update a step, the default; where A is negative the loss is at most 3 |A| (dual clip, arXiv 1912.09729).
 
-Shapes: P prompts of a step, G responses to each, B = P * G of them, b of which this rank trains on; T tokens.
-Every per-token tensor is (b, T), and position t describes token t given the tokens before it. The page is
-docs/train_reinforce.md.
+P prompts a step, G responses to each, B = P * G responses, b of them on this process (rank), T tokens. Tensors of
+tokens are (b, T), and position t describes token t given the tokens before it. docs/train_reinforce.md explains more.
 """
 
 import math
@@ -29,285 +29,231 @@ from typing import Literal
 
 import torch
 
-from rl import flags
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
-from rl.data.prompts import load_prompts, sampling_of
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, TopK
-from rl.formulas import advantages, correction, losses, schedule
-from rl.model import load as models
-from rl.model import lora, sharding
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, parse
+from rl.formulas import advantages, losses, schedule
+from rl.model.kl_terms import KLTerms
+from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
+from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
+from rl.run.arguments import RL, LoggingRL
 from rl.run.run import Run
-from rl.sampling import engines
+from rl.run.task import load_task
+from rl.sampling import correction
+from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import gather_responses, sample_groups, scores_of, verify_engine
-from rl.scoring.pool import make_scorer, stop_if_failing
-
-ADVANTAGES = {  # (returns (b, T), mask, baselines (b, 1) or (b, T), moments of all returns) -> advantages (b, T)
-    "reinforce_plus_plus": lambda returns, mask, _, moments: advantages.whiten(returns, mask, **moments),
-    "remax": lambda returns, mask, baselines, _: advantages.less_baseline(returns, mask, baselines),
-    "optimal_token_baseline": lambda returns, mask, baselines, _: advantages.less_baseline(returns, mask, baselines),
-}
+from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of
+from rl.scoring.pool import raise_if_failing
 
 
 @dataclass(frozen=True)
-class Args(flags.RL, correction.Correction, lora.LoRA):
-    experiment_name: str = "reinforce"  # run in the trackers, and part of the folder
-    # metrics and limits; a step beyond one prints a line that begins with ALARM
-    alarms: tuple[str, ...] = (
-        "rollout/logprob_gap_mean>0.05",
-        "reward/zero_std_frac>0.95",
-        "response_length/clip_ratio>0.5",
-        "actor/entropy<0.01",
-    )
-
-    # --- model and data
+class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    # what returns are compared with: the mean of the step, a greedy response, or other responses to the prompt
+    adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
-    train_batch_size: AtLeast1 = 512  # prompts a step (P); responses a step are train_batch_size * rollout_n
+    train_batch_size: AtLeast1 = 512  # prompts a step (P)
+    rollout_n: AtLeast1 = 1  # responses to each prompt (G), besides the greedy one of remax
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
-    max_response_length: AtLeast1 = 1024  # tokens; longer ones are cut and counted in response_length/clip_ratio
-    filter_overlong_prompts: bool = False  # drop prompts longer than --max-prompt-length
-    seed: int = 0  # decides data order and sampling, together with the step
-
-    # --- reward
-
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
-    custom_reward_function: tuple[str, ...] | None = None
-    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
-    reward_model_coef: float = 1.0  # weight of that score
-    reward_model_max_length: AtLeast1 = 4096  # tokens of prompt and response in its own template; longer lose the start
-
-    # --- rollout
-    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
-    rollout_n: AtLeast1 = 1  # responses per prompt (G), besides the greedy one of remax
-    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by it too
-    top_p: PositiveShare = 1.0  # the fewest likeliest tokens that together have this probability, also in the trainer
-    top_k: TopK = -1  # sample among the k likeliest tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens less than this times as likely as the likeliest
-
-    # --- algorithm
-
-    adv_estimator: Literal[*ADVANTAGES] = "reinforce_plus_plus"  # what returns are compared with
-    gamma: Share = 1.0  # discount of a reward that comes one token later
-    # how token losses become one number; Dr. GRPO: seq-mean-token-sum-norm, the GRPO paper: seq-mean-token-mean
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
-    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
-    clip_ratio_low: NotNegative = 0.2  # ratio >= 1 - this
-    clip_ratio_high: NotNegative = 0.2  # ratio <= 1 + this
-    clip_ratio_c: Above1 = 3.0  # dual clip: a negative advantage's loss is at most this many times its size
-    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default --train-batch-size: on policy
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
-    entropy_coeff: float = 0.0  # weight of an entropy bonus; 0 computes the entropy for the log only
-
-    # --- KL to the reference, which is --model before training
-    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; loads a frozen reference
-    kl_loss_coef: float = 0.001  # weight of that KL term
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
-    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
-    use_kl_in_reward: bool = True  # subtract kl_coef * KL(policy, reference) from the reward of every token
-    kl_coef: float = 0.001  # weight of that KL; where it starts if --kl-ctrl-type adaptive
-    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # its estimator, per token
-    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
-    kl_target: Positive = 0.1  # KL a token that the adaptive controller aims at
-    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef moves
-
-    # --- optimizer
-    lr: NotNegative = 1e-6  # AdamW's learning rate after warm-up; LoRA wants about ten times that of full training
+    gamma: Share = 1.0  # discount of a reward that comes one token later
+    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
+    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up
+    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
+    loss_agg_mode: Literal[*losses.MEANS] = "token-mean"  # mean of the losses; Dr. GRPO: seq-mean-token-sum-norm
+    loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
+    entropy_coeff: float = 0.0  # weight of an entropy bonus
+    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # shape of the learning rate after warm-up
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-
-
-def validate(args: Args) -> None:
-    """Refuse settings that contradict each other, naming the flag, the value and the fix."""
-    flags.check(args)
-    if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
-        raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
+    seed: int = 0  # decides data order and sampling, together with the step
+    kl: KLTerms = KLTerms(use_kl_in_reward=True)
+    logging: LoggingRL = LoggingRL(
+        experiment_name="reinforce",
+        alarms=(
+            "rollout/logprob_gap_mean>0.05",
+            "reward/zero_std_frac>0.95",
+            "response_length/clip_ratio>0.5",
+            "actor/entropy<0.01",
+        ),
+    )
 
 
 def main(args: Args) -> dict[str, float]:
     """Train with REINFORCE++ or ReMax; returns the metrics of the last step and of the last evaluation."""
     # Everything a user can get wrong is refused here, before a model is loaded.
-    validate(args)
-    tokenizer, train_rows, val_rows = load_prompts(args)
-    scorer = make_scorer(args, tokenizer, train_rows + val_rows)
-    sampling = sampling_of(args, tokenizer)
-    greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-    ways = [sampling, greedy] if args.adv_estimator == "remax" else [sampling]  # to answer each prompt
-    total_steps = args.total_training_steps or args.total_epochs * (len(train_rows) // args.train_batch_size)
+    if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
+        raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
+    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    greedy_sampling = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
-    updates_per_step = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)
-    on_policy = updates_per_step == 1  # the policy that sampled is the one being updated: old_logp costs no extra pass
+    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
     run = Run(args, tokenizer, total_steps)
-    ranks = run.ranks
-    policy = models.load_policy(args, ranks)
-    engine = engines.make_engine(args, ranks)
-    reference = models.load_reference(args, ranks, policy) if args.use_kl_loss or args.use_kl_in_reward else None
-    scorer.add_reward_model(args, ranks)
+    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.kl.is_used else None
+    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # part of checkpoints, if it changes
-    run.resume(
-        {"actor": (policy, optimizer), **refreshed},
-        about=f"{args.train_batch_size} prompts x {args.rollout_n} responses and {updates_per_step} update(s) a step, "
-        f"{len(train_rows)} prompts to draw from\n{scorer.report}",
-        engine=engine,
-    )
-    kl_coef = run.state["kl_coef"] if run.state and args.kl_ctrl_type == "adaptive" else args.kl_coef
-    step_metrics, val_metrics = {}, {}
+    saved = {"actor": (policy, optimizer)}
+    saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
+    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
+    run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}")
+    kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves what `step` steps have made, if a save is due. A run that is asked to stop saves it too and ends, at a
-        # call of the clock or of leave_if_asked. Once an optimizer step has been made, it ends after the step.
-        clock = run.begin(step, state={"kl_coef": kl_coef})
+        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
+        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
-        # 2. Rollouts: push the policy into the engine, sample G responses per prompt, prove that both sides agree. With
-        # remax, the greedy response to each prompt is sampled at the same time: rows are given once for each way.
+        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt; with remax also a
+        # greedy one, at the same time. Then the trainer computes the log-probs of a few responses: if they differ from
+        # the engine's, the run ends with an error.
         engine.wake()
-        engine.update_weights(models.weights_for_engine(policy, ranks))
+        engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            val_metrics = run.log_evaluation(step, *evaluate(args, engine, scorer, val_rows, sampling, ranks))
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            run.exit_if_asked()
+            val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = (
-            ranks.own_slice(rows),
-            derive_seed(args.seed, step, engine.first_rank),
-        )
-        asked, in_which_way = own_rows * len(ways), [way for way in ways for _ in own_rows]
-        own_samples, tickets = sample_groups(engine, asked, in_which_way, seed=seed, on_group=scorer.submit)
+        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
+        asked, ways = own_rows, [sampling] * len(own_rows)  # prompts, and how each is answered
+        if args.adv_estimator == "remax":
+            asked, ways = asked + own_rows, ways + [greedy_sampling] * len(own_rows)
+        own_samples, tickets = sample_groups(engine, asked, ways, seed=seed, on_group=scorer.submit)
+        run.exit_if_asked()
         clock("gen")
         engine.sleep()
-        num_own = len(own_rows) * args.rollout_n
-        own_samples = own_samples[:num_own]  # of the greedy ones only the scores are needed
-        verify_engine(policy, own_samples, sampling=sampling, limit=args.max_logprob_gap, ranks=ranks)
+        own_samples = own_samples[: len(own_rows) * args.rollout_n]  # of the greedy ones only the scores are needed
+        check_engine(policy, own_samples, sampling, args.rollout, ranks)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; the tokens stay where they are until one rank trains on them.
+        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
-        own_scores, greedy_scores = own_scores[:num_own], own_scores[num_own:]  # none greedy but with remax
-        baselines = ranks.all_gather([x.value_or_nan for x in greedy_scores])
-        baselines_P = torch.tensor(baselines or [0.0] * len(rows))  # NaN for a greedy one without a score
+        run.exit_if_asked()
+        own_scores, greedy_scores = own_scores[: len(own_samples)], own_scores[len(own_samples) :]
+        greedy_scores = ranks.all_gather([x.value_or_nan for x in greedy_scores]) or [0.0] * len(rows)  # 0: not remax
+        greedy_P = torch.tensor(greedy_scores)  # (P,), NaN for a greedy response without a score
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
-        stop_if_failing(responses, args.reward_max_error_frac)
-        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # NaN for a response without a score
+        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
+        is_trainable = (scores_PG - greedy_P.view(-1, 1)).isfinite().flatten()  # (B,): with remax, both of them
         clock("reward")
 
-        # 4. Batch: plan optimizer steps and the micro-batches of every rank, and send each rank the tokens of its own.
-        learned_B = (scores_PG - baselines_P.view(-1, 1)).isfinite().flatten()  # nothing from one without both scores
+        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
         batch, updates = make_batch(
             responses,
-            learn=learned_B,
+            trainable=is_trainable,
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.ppo_max_token_len_per_gpu,
-            pad_id=tokenizer.pad_token_id or 0,
+            max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
         )  # (b, T)
         clock("batch")
 
-        # 5. Fixed log-probs, without gradients: of the policy that starts this step, for the ratio in phase 7, and of
-        # the reference, for the KL terms: they measure how far the policy has moved away from it.
-        if not on_policy or args.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
+        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
+        # reference. With one update a step the policy has not changed when the loss is computed.
+        if num_updates > 1 or args.kl.use_kl_in_reward or args.adv_estimator == "optimal_token_baseline":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
-            if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
+            if args.kl.ref_update_steps and step > 0 and step % args.kl.ref_update_steps == 0:
                 run.refresh(reference, policy)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: the score comes with the last token. How much was earned from each token on (the return), and
-        # is that more than the baseline?
-        mask, scores_B = batch.response_mask, scores_PG.flatten()  # (b, T), (B,)
-        is_last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & mask.bool()
-        rewards, kl_metrics = torch.where(is_last, scores_B[batch.rows].view(-1, 1), 0.0), {}  # (b, T)
-        if args.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * mask  # (b, T)
+        # 6. Advantages: the score is the reward of the last token, and with --use-kl-in-reward every token pays for its
+        # KL. How much is earned from each token on (the return), and how much more is that than the baseline?
+        mask = batch.response_mask  # (b, T): 1 for the tokens that the policy sampled
+        is_end = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # the last of these
+        rewards, kl_metrics = torch.where(is_end, scores_PG.flatten()[batch.rows].view(-1, 1), 0.0), {}  # (b, T)
+        if args.kl.use_kl_in_reward:
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
-            own_kl = token_kl.sum(1) / mask.sum(1).clamp(min=1)  # (b,) of a token, on average over its response
-            mean_kl = ranks.all_rows(own_kl, batch.rows, len(responses))[learned_B].mean().nan_to_num().item()
-            kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
-            if args.kl_ctrl_type == "adaptive":
-                num_responses = int(learned_B.sum())
-                kl_coef = schedule.adaptive_kl_coef(
-                    kl_coef, mean_kl, target=args.kl_target, horizon=args.kl_horizon, num_responses=num_responses
-                )
-        returns = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T)
-        mean, var = ranks.moments(returns, mask)  # over all tokens of the step, on all ranks
-        prompts = batch.rows // args.rollout_n  # (b,) of the step's P
-        baselines = baselines_P[prompts].view(-1, 1)  # (b, 1)
-        if args.adv_estimator == "optimal_token_baseline":  # a mean over the group at every position
-            collisions = fixed_collisions(policy, batch, updates, sampling=sampling)
-            energy = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)  # W of the page
-            sums = ranks.all_reduce_sum(advantages.sums_by_group(returns, energy, mask, prompts, len(rows)))
-            baselines = advantages.token_baselines(sums)[prompts]  # (b, T)
-        compared = ADVANTAGES[args.adv_estimator](returns, mask, baselines, dict(mean=mean, var=var))  # (b, T)
-        batch = replace(batch, advantages=compared, returns=returns)
+            kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_trainable, ranks)  # for the next step
+        R = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T): R_t = r_t + gamma R_{t+1}
+        prompts = batch.rows // args.rollout_n  # (b,): which of the P prompts each row answers
+        if args.adv_estimator == "reinforce_plus_plus":
+            mean, var = ranks.moments(R, mask)  # over all tokens of the step, on all ranks
+            A = (R.double() - mean) / math.sqrt(var + 1e-8)
+        elif args.adv_estimator == "remax":
+            A = R - greedy_P[prompts].view(-1, 1)
+        else:  # baseline_t = sum_i W_it R_it / sum_i W_it, over the responses i to the prompt that have a token t
+            # W_it = sum over tokens k up to t of 1 - 2 pi(k) + sum_v pi(v)^2: how large the gradient of their logp is
+            collisions = fixed_collisions(policy, batch, updates, sampling=sampling)  # (b, T): sum_v pi(v)^2
+            W = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)
+            sums = ranks.all_reduce_sum(advantages.sums_by_group(R, W, mask, prompts, len(rows)))  # (3, P, T)
+            A = R - advantages.token_baselines(sums)[prompts]
+        batch = replace(batch, advantages=torch.where(mask > 0, A, 0.0).to(R.dtype), returns=R)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory. The loss of a token,
-        # the surrogate, is -advantage * ratio; the ratio is the token's probability now over that when the step began.
-        # It begins at 1, where its gradient is that of the log-prob. A token whose ratio has left the range that the
-        # clip ratios allow is not pushed further. With one update a step, "on policy", nothing is ever clipped.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        clips = dict(
-            clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high, clip_ratio_c=args.clip_ratio_c
-        )
-        scale = args.loss_scale_factor or args.max_response_length
-        means, norms = metrics.Means(ranks, num_updates=updates_per_step), []
-        for update in updates * args.ppo_epochs:
-            # Denominators of the whole mini-batch, on all ranks: gradients of micro-batches and ranks simply add up.
-            denominators = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
-            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **denominators)
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+            # aggregate(x, mask) = sum of x over the tokens / num_tokens, unless --loss-agg-mode has another mean. The
+            # counts are of the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
+            scale = args.loss_scale_factor or args.max_response_length
+            counts = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
+            aggregate = partial(losses.aggregate, mode=args.loss_agg_mode, **counts)
             for micro_rows in update.micro_batches:
-                run.leave_if_asked()
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t)
-                mask = micro.response_mask
+                run.exit_if_asked()
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
-                old_logp = logp.detach() if on_policy else micro.old_logp
-                pg_loss, clipped = losses.ppo_clip(logp, old_logp, micro.advantages, mask, **clips)
-                weights = correction.weights(args, logp, old_logp, micro.rollout_logp, micro.advantages, mask)
-                pg_loss = pg_loss * weights  # the policy that sampled is not quite the one that learns
-                objective = pg_loss - args.entropy_coeff * entropy
-                if args.use_kl_loss:
-                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type, old_logp=old_logp)
-                    objective = objective + args.kl_loss_coef * kl
+                old_logp = logp.detach() if num_updates == 1 else micro.old_logp
+
+                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()
+                unclipped = -A * ratio
+                clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
+                pg_loss = torch.maximum(unclipped, clipped)
+                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
+                is_clipped = (pg_loss != unclipped).float()
+                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                pg_loss = pg_loss * weights
+                loss = pg_loss - args.entropy_coeff * entropy
+                if args.kl.use_kl_loss:  # k3: exp(-d) + d - 1 with d = logp - ref_logp estimates KL(policy, reference)
+                    kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
+                    loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
-                loss = aggregate(objective, mask)
-                sharding.last_micro_batch(policy, micro_rows is update.micro_batches[-1])  # the last syncs copies
-                loss.backward()  # adds to the gradients, and sums them over ranks
+                loss = aggregate(loss, mask)
+                backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
-                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": clipped})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
-            norms.append({"actor": sharding.clip_grad_norm(policy, args.grad_clip)})
-            if run.is_usable(norms[-1], update.num_tokens, batch):  # raises at the third in a row that is not
+            norm = clip_grad_norm(policy, args.grad_clip)
+            if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
+            else:
+                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
+            norms.append({"actor": norm})
         clock("update_actor")
         # === end ======================================================================================================
 
-        # 8. Report: losses are means over updates, diagnostics means over all tokens of all ranks.
-        rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
+        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         found = {
-            **metrics.of_scores(responses, rows),
-            **metrics.of_lengths(responses),
-            **metrics.of_groups(scores_PG),
-            **metrics.describe("critic/rewards", rewards_B[learned_B]),
-            **metrics.describe("critic/baselines", baselines_P),
+            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.describe("critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[is_trainable]),
+            **metrics.describe("critic/baselines", greedy_P),
             **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),
             **metrics.of_norms(norms),
@@ -315,13 +261,13 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, **metrics.count(responses))
-        run.show_sample(own_samples, own_scores)
-        # 9. Checkpoint: weights, optimizer and state are saved by the next round's `begin`.
+        step_metrics = run.log_step(step + 1, found, responses=responses)
+        run.log_samples(own_samples, own_scores, batch)
+        # 9. Checkpoint: save_and_begin of the next round saves.
 
     run.close(scorer, engine)
     return step_metrics | val_metrics
 
 
 if __name__ == "__main__":
-    main(flags.parse(Args, __doc__))
+    main(parse(Args, __doc__))
