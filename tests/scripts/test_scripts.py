@@ -1,7 +1,6 @@
 """The scripts as a user runs them: from the command line, with every choice they offer, and with every mistake."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import shutil
 import statistics
 import sys
 from functools import partial
-from typing import get_type_hints
 
 import helpers_scripts as h
 import launch
@@ -227,8 +225,7 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
     assert end.value.code == 0
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
     blocks = dict(re.findall(r"^ {1,3}--([a-z][a-z0-9-]*)(.*?)(?=^ {1,3}--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
-    for field in dataclasses.fields(SCRIPTS[name].Args):
-        flag = field.name.replace("_", "-")
+    for flag in (name.replace("_", "-") for name in flags.flat(SCRIPTS[name].Args())):
         assert flag in blocks, f"--{flag} is not in the help"
         _, _, rest = re.sub(r"\s{2,}", "  ", blocks[flag]).partition("  ")  # after the names of the values
         words = re.sub(r"\(default:.*", "", rest, flags=re.DOTALL).split()
@@ -747,7 +744,7 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
         **reward(tmp_path / "digits.py"),
         **GENERATE,
     )
-    metrics = evaluation.main(evaluation.Args(**settings, k=(1, 3, 5)))
+    metrics = evaluation.main(build(evaluation.Args, **settings, k=(1, 3, 5)))
 
     groups = collections.defaultdict(list)
     for line in h.read_jsonl(file):
@@ -769,7 +766,7 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
     assert metrics["maj@5"] == pytest.approx(statistics.mean(elected))
     assert metrics["pass@1"] < metrics["pass@3"] < metrics["pass@5"]
     # A lower bar: half a point counts, too. Default k are the powers of two.
-    lenient = evaluation.main(evaluation.Args(**settings, correct_at=0.5))
+    lenient = evaluation.main(build(evaluation.Args, **settings, correct_at=0.5))
     assert {name for name in lenient if name.startswith("pass@")} == {"pass@1", "pass@2", "pass@4"}
     assert lenient["pass@1"] == pytest.approx(statistics.mean(x >= 0.5 for s in scores.values() for x in s))
     assert lenient["accuracy"] == metrics["accuracy"]
@@ -784,7 +781,7 @@ def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(
     settings = dict(
         model=task.model, val_files=(task.test,), engine="hf", **reward(tmp_path / "failing.py"), **GENERATE
     )
-    metrics = evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(file)))
+    metrics = evaluation.main(build(evaluation.Args, **settings, max_samples=5, output=str(file)))
     assert (metrics["num_prompts"], metrics["accuracy"], metrics["reward/error_frac"]) == (5.0, 0.8, 0.2)
     lines = h.read_jsonl(file)
     assert [line["score"] for line in lines] == [1.0, None, 1.0, 1.0, 1.0]
@@ -794,7 +791,7 @@ def test_eval_counts_what_cannot_be_scored_as_wrong_and_reads_the_first_prompts(
     # What is printed is the result: a stdout that is full is an error, after the file is written.
     with pytest.raises(OSError), open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
-        evaluation.main(evaluation.Args(**settings, max_samples=5, output=str(tmp_path / "again.jsonl")))
+        evaluation.main(build(evaluation.Args, **settings, max_samples=5, output=str(tmp_path / "again.jsonl")))
     assert h.read_jsonl(tmp_path / "again.jsonl") == lines
 
 
@@ -1093,7 +1090,7 @@ def test_eval_refuses(case, task, weightless, tmp_path):
     changes, words = EVAL_MISTAKES[case]
     settings = dict(model=weightless, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
-        evaluation.main(evaluation.Args(**settings | changes(broken_files(tmp_path, task))))
+        evaluation.main(build(evaluation.Args, **settings | changes(broken_files(tmp_path, task))))
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
 
@@ -1110,7 +1107,7 @@ def test_eval_refuses(case, task, weightless, tmp_path):
 )
 def test_unknown_values_name_the_flag(name, words, capsys):
     with pytest.raises(SystemExit) as end:
-        tyro.cli(SCRIPTS[name].Args, args=words)
+        tyro.cli(SCRIPTS[name].Args, args=words, config=(tyro.conf.OmitArgPrefixes,))
     assert end.value.code == 2
     text = capsys.readouterr().err
     assert words[0] in text and words[1] in text
@@ -1146,7 +1143,7 @@ def test_every_number_of_a_script_has_a_limit_or_may_be_any():
     """.split()  # any number has a meaning, or the script compares it with another flag
     bounded, unbounded = set(), set()
     for script in SCRIPTS.values():
-        for name, hint in get_type_hints(script.Args, include_extras=True).items():
+        for name, _, hint in flags._each(script.Args()):
             kind = str(hint)
             if "tuple" not in kind and ("int" in kind or "float" in kind):
                 (bounded if "Limit(" in kind else unbounded).add(name)
@@ -1167,4 +1164,4 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
 
 def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):
     with pytest.raises(IsADirectoryError):
-        evaluation.main(evaluation.Args(model="no/such/model", output=str(tmp_path)))
+        evaluation.main(build(evaluation.Args, model="no/such/model", output=str(tmp_path)))
