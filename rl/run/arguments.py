@@ -82,6 +82,8 @@ def check(args: Any) -> None:
     trained on sequences of the given length.
     """
     check_limits(args)
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} is negative; use 0 or more")
     lora.check_flags(args.lora)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
