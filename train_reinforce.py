@@ -250,9 +250,10 @@ def main(args: Args) -> dict[str, float]:
         # === end ======================================================================================================
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        rewards_B = ranks.all_rows(rewards.sum(1), batch.rows, len(responses))
         found = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
-            **metrics.describe("critic/rewards", ranks.all_rows(rewards.sum(1), batch.rows, len(responses))[is_trainable]),
+            **metrics.describe("critic/rewards", rewards_B[is_trainable]),
             **metrics.describe("critic/baselines", greedy_P),
             **metrics.describe_tokens("critic/returns", batch.returns, batch.response_mask, ranks),
             **metrics.describe_tokens("critic/advantages", batch.advantages, batch.response_mask, ranks),

@@ -121,14 +121,15 @@ def _check_rl(args: Any) -> None:
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
         )
-    if values.get("ref_update_steps") and args.lora.lora_rank:
+    ref_update_steps = values.get("ref_update_steps")
+    if ref_update_steps and args.lora.lora_rank:
         raise ValueError(
-            f"--ref-update-steps {args.ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
+            f"--ref-update-steps {ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
             "policy without its adapters, which stays as it is; leave one of them out"
         )
     kl_terms = [values[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in values]
-    if values.get("ref_update_steps") and kl_terms and not any(kl_terms):
-        raise ValueError(f"--ref-update-steps {args.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
+    if ref_update_steps and kl_terms and not any(kl_terms):
+        raise ValueError(f"--ref-update-steps {ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if validation.val_n > 1 and validation.val_temperature == 0:
         raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")
     max_tokens, rewards = args.memory.ppo_max_token_len_per_gpu, args.rewards

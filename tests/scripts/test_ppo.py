@@ -56,18 +56,14 @@ def plain_ppo(task, args, steps, score):
     tokenizer, truths = AutoTokenizer.from_pretrained(task.model), h.truths(task)
     actor = AutoModelForCausalLM.from_pretrained(task.model).double()
     reference, judge = copy.deepcopy(actor), new_critic(task).double()
-    if args.share_backbone:
-        actor.score, judge = nn.Linear(96, 1, bias=False, dtype=torch.float64), actor
-        nn.init.zeros_(actor.score.weight)
-    learners = [(actor, args.lr)] if judge is actor else [(actor, args.lr), (judge, args.critic_lr)]
+    learners = [(actor, args.lr), (judge, args.critic_lr)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=args.weight_decay) for m, lr in learners]
-    kl_coef, reports = args.kl_coef, []
+    temperature, kl_coef, reports = args.decoding.temperature, args.kl.kl_coef, []
 
     def logp_values_and_entropy(x):
-        hidden = h.hidden_before(actor, x["prompt"], x["ids"])
-        seen = hidden if judge is actor else h.hidden_before(judge, x["prompt"], x["ids"])
-        every = (actor.lm_head(hidden) / args.temperature).log_softmax(-1)
-        logp = h.logp_of(actor, hidden, x["ids"], args.temperature)
+        hidden, seen = (h.hidden_before(model, x["prompt"], x["ids"]) for model in (actor, judge))
+        every = (actor.lm_head(hidden) / temperature).log_softmax(-1)
+        logp = h.logp_of(actor, hidden, x["ids"], temperature)
         return logp, seen @ judge.score.weight[0], -(every.exp() * every).sum(-1)
 
     for step in steps:
@@ -76,17 +72,15 @@ def plain_ppo(task, args, steps, score):
             x["score"] = score(tokenizer.decode(x["ids"], skip_special_tokens=True), truths[tuple(x["prompt"])])
             with torch.no_grad():
                 x["old"], x["V"], _ = logp_values_and_entropy(x)
-                ref = h.logp_of(
-                    reference, h.hidden_before(reference, x["prompt"], x["ids"]), x["ids"], args.temperature
-                )
+                ref = h.logp_of(reference, h.hidden_before(reference, x["prompt"], x["ids"]), x["ids"], temperature)
             d = x["old"] - ref
-            x["kl"] = {"k1": d, "k2": d * d / 2}[args.kl_penalty]
+            x["kl"] = {"k1": d, "k2": d * d / 2}[args.kl.kl_penalty]
         scored = [x for x in sequences if x["score"] is not None]
 
         # Every advantage is a sum over all that comes after, term by term.
         for x in scored:
             n, V = len(x["ids"]), x["V"].tolist() + [0.0]
-            r = [x["score"] * (t == n - 1) - args.use_kl_in_reward * kl_coef * x["kl"][t].item() for t in range(n)]
+            r = [x["score"] * (t == n - 1) - args.kl.use_kl_in_reward * kl_coef * x["kl"][t].item() for t in range(n)]
             delta = [r[t] + args.gamma * V[t + 1] - V[t] for t in range(n)]
             x["reward"] = sum(r)
             x["A"] = [sum((args.gamma * args.lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
@@ -107,12 +101,12 @@ def plain_ppo(task, args, steps, score):
             "critic/rewards/mean": statistics.mean(x["reward"] for x in scored),
             "reward/none_frac": 1 - len(scored) / len(sequences),
         }
-        if args.use_kl_in_reward:
+        if args.kl.use_kl_in_reward:
             mean_kl = statistics.mean(x["kl"].mean().item() for x in scored)
             report |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
-            if args.kl_ctrl_type == "adaptive":
-                error = min(max(mean_kl / args.kl_target - 1, -0.2), 0.2)
-                kl_coef *= 1 + error * len(scored) / args.kl_horizon
+            if args.kl.kl_ctrl_type == "adaptive":
+                error = min(max(mean_kl / args.kl.kl_target - 1, -0.2), 0.2)
+                kl_coef *= 1 + error * len(scored) / args.kl.kl_horizon
 
         size, minis, norms, clipped = args.ppo_mini_batch_size * args.rollout_n, [], [], [0, 0]
         for _ in range(args.ppo_epochs):
@@ -139,7 +133,7 @@ def plain_ppo(task, args, steps, score):
                     vf_loss = vf_loss + weight * 0.5 * torch.maximum(error, near_error).sum()
                     clipped[0] += (near_error > error).sum().item()
                     clipped[1] += len(x["ids"])
-                (pg_loss - bonus + (args.value_loss_coef if judge is actor else 1.0) * vf_loss).backward()
+                (pg_loss - bonus + vf_loss).backward()
                 minis.append((pg_loss.item(), vf_loss.item()))
                 norms.append([nn.utils.clip_grad_norm_(m.parameters(), args.grad_clip).item() for m, _ in learners])
                 for optimizer in optimizers:
@@ -150,9 +144,8 @@ def plain_ppo(task, args, steps, score):
             "critic/vf_loss": statistics.mean(x[1] for x in minis),
             "critic/vf_clipfrac": clipped[0] / clipped[1],
             "actor/grad_norm": statistics.mean(x[0] for x in norms),
+            "critic/grad_norm": statistics.mean(x[1] for x in norms),
         }
-        if judge is not actor:
-            report["critic/grad_norm"] = statistics.mean(x[1] for x in norms)
         reports.append(report)
     return dict(actor.named_parameters()), dict(judge.named_parameters()), reports
 
@@ -170,7 +163,7 @@ CASES = {
     "a critic, KL in the reward, fixed, missing scores": dict(
         use_kl_in_reward=True, kl_coef=2.0, kl_penalty="k2", loss_agg_mode="seq-mean-token-mean"
     ),
-    "a shared backbone, missing scores": dict(share_backbone=True, value_loss_coef=0.7, gamma=0.95, lam=0.8),
+    "a critic, gamma and lambda, missing scores": dict(gamma=0.95, lam=0.8),
 }
 
 
@@ -216,13 +209,9 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes,
         # There is no KL yet: the coefficient takes its smallest step down for each response with a score.
         expected = 0.3 * (1 - 0.2 * (8 - missing) / 16)
         assert missing > 0 and second["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
-    if args.share_backbone:
-        state = h.saved_state(ppo.dir(1) / f"global_step_{args.total_training_steps}")
-        head, expected = state["actor/model/value_head.weight"], actor.pop("score.weight")
-        assert (head - expected).abs().max() < 1e-5 < head.abs().max()
-    else:
-        assert h.distance(ppo.weights(1, args.total_training_steps, "huggingface_critic"), judge) < 1e-5
-    found = ppo.weights(1, args.total_training_steps)
+    last = args.data.total_training_steps
+    assert h.distance(ppo.weights(1, last, "huggingface_critic"), judge) < 1e-5
+    found = ppo.weights(1, last)
     assert h.distance(found, actor) < 1e-5 < 1e-3 < h.distance(found, h.original(task))
 
 
@@ -233,26 +222,21 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes,
 def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_path, monkeypatch, in_double):
     """5 prompts in mini-batches of 2, 2 and 1, on one rank or two; responses depend on the prompt alone."""
     changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, use_kl_in_reward=True, kl_coef=0.1, lam=0.9)
-    shared = changes | dict(share_backbone=True)
-    entries = [
-        {"script": "train_ppo", "settings": h.ppo_settings(task, tmp_path / name, **settings), "comparable": True}
-        for name, settings in (("two", changes), ("two_shared", shared))
-    ]
-    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    settings = h.ppo_settings(task, tmp_path / "two", **changes)
+    entry = {"script": "train_ppo", "settings": settings, "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     ppo(**changes)
-    ppo(**shared)
     ppo(**changes, ppo_max_token_len_per_gpu=44)
-    for other, one in ((tmp_path / "two", 1), (tmp_path / "two_shared", 2), (ppo.dir(3), 1)):
-        expected = h.timeless(ppo.lines(one))
+    for other in (tmp_path / "two", ppo.dir(2)):
+        expected = h.timeless(ppo.lines(1))
         for line, reference in zip(h.timeless(h.read_jsonl(other / "metrics.jsonl")), expected, strict=True):
             assert line == pytest.approx(reference, rel=1e-5, abs=1e-6)
         last = other / "global_step_2"
-        assert h.distance(h.weights(last), ppo.weights(one, 2)) < 1e-6
-        if one == 1:
-            assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 2, "huggingface_critic")) < 1e-6
-        state, reference = (h.saved_state(x / "global_step_2") for x in (other, ppo.dir(one)))
+        assert h.distance(h.weights(last), ppo.weights(1, 2)) < 1e-6
+        assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 2, "huggingface_critic")) < 1e-6
+        state, reference = (h.saved_state(x / "global_step_2") for x in (other, ppo.dir(1)))
         moments = {name: x for name, x in reference.items() if name.endswith("/exp_avg")}
         assert (
             h.distance({name: state[name] for name in moments}, moments)
@@ -324,12 +308,6 @@ def test_a_checkpoint_without_this_critic_is_refused(ppo, task, tmp_path):
         ppo(resume_mode=of_grpo)
     with pytest.raises(ValueError, match=r"critic/model/model\.embed_tokens\.weight is missing"):
         ppo(resume_mode=of_grpo, force_resume=True)
-    ppo(total_training_steps=1)
-    own = str(ppo.dir(3) / "global_step_1")
-    with pytest.raises(ValueError, match="--share-backbone: was False, is True"):
-        ppo(resume_mode=own, share_backbone=True)
-    with pytest.raises(ValueError, match=r"actor/model/value_head\.weight is missing"):
-        ppo(resume_mode=own, share_backbone=True, force_resume=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -379,35 +357,9 @@ def test_saving_in_the_warm_up_changes_nothing(ppo):
     h.assert_same(ppo.weights(1, 2), ppo.weights(2, 2))
 
 
-def test_a_shared_backbone_keeps_its_head_from_engine_and_export(ppo, task, monkeypatch):
-    pushed = []
-
-    def push(engine, named_tensors, original=hf.Engine.update_weights):
-        tensors = dict(named_tensors)
-        pushed.append(set(tensors))
-        original(engine, tensors.items())
-
-    monkeypatch.setattr(hf.Engine, "update_weights", push)
-    ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
-    names = h.original(task).keys()
-    assert pushed == [names] * 3 and ppo.weights(1, 2).keys() == names
-    assert {p.name for p in (ppo.dir(1) / "global_step_2").iterdir() if p.is_dir()} == {"state", "loop", "huggingface"}
-    state = h.saved_state(ppo.dir(1) / "global_step_2")
-    assert state["actor/model/value_head.weight"].abs().max() > 1e-4
-    assert state["actor/optimizer/value_head.weight/step"] == 8
-    # And it comes back: the second step again, from the first one's checkpoint.
-    shutil.copytree(ppo.dir(1), ppo.dir(2))
-    shutil.rmtree(ppo.dir(2) / "global_step_2")
-    ppo(share_backbone=True, save_freq=1, ppo_epochs=2)
-    h.assert_same(h.saved_state(ppo.dir(2) / "global_step_2"), state)
-    metrics = ppo.lines(1)[1]
-    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + 0.1 * metrics["critic/vf_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_reference_that_follows_is_the_policy_with_or_without_a_head_for_values(ppo, shared):
+def test_a_reference_that_follows_is_the_policy(ppo):
     """The KL before the update of a step is 0 in the first step, and in the third, which begins with a refresh."""
-    settings = dict(ppo_mini_batch_size=8, total_training_steps=3, save_freq=0, share_backbone=shared)
+    settings = dict(ppo_mini_batch_size=8, total_training_steps=3, save_freq=0)
     ppo(**settings, use_kl_loss=True, ref_update_steps=2)
     first, second, third = (x["actor/kl_loss"] for x in ppo.lines(1))
     assert (first, third) == pytest.approx((0, 0), abs=1e-9) and second > 1e-7
@@ -511,7 +463,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_both(ppo, task, monke
         norms.append(type(model).__name__)
         return original(model, max_norm) if len(norms) != 2 else math.inf
 
-    monkeypatch.setattr(sharding, "clip_grad_norm", clip)
+    monkeypatch.setattr(train_ppo, "clip_grad_norm", clip)
     metrics = ppo(total_training_steps=1, ppo_mini_batch_size=8)
     assert norms == ["FSDPQwen2ForCausalLM", "FSDPQwen2ForSequenceClassification"]
     h.assert_same(ppo.weights(1, 1), h.original(task))
@@ -549,9 +501,7 @@ def test_metrics_are_complete_and_finite(ppo):
     assert full.keys() == {*METRICS, *kl}
     on_policy = ppo(ppo_mini_batch_size=8, save_freq=0)  # neither old log-probs nor a reference
     assert full.keys() - on_policy.keys() == {*kl, "timing_s/old_log_prob", "timing_s/ref"}
-    shared = ppo(share_backbone=True, ppo_mini_batch_size=8, save_freq=0)
-    assert on_policy.keys() - shared.keys() == {"critic/grad_norm", "critic/lr"}
-    for metrics in (full, on_policy, shared):
+    for metrics in (full, on_policy):
         assert all(math.isfinite(x) for x in metrics.values())
     line = ppo.lines(1)[1]
     objective = line["actor/pg_loss"] - 0.1 * line["actor/entropy"] + 0.001 * line["actor/kl_loss"]
@@ -589,9 +539,6 @@ MISTAKES = {
     ),
     "few positions": (few_positions, ["44 tokens, but", "/short has 40 positions", "lower it"]),
     "two labels": (two_labels, ["--critic-model", "/two: its head gives 2 labels", "choose another"]),
-    "shared and another": (dict(share_backbone=True, critic_model="m"), ["--share-backbone", "--critic-model"]),
-    "shared and warm-up": (dict(share_backbone=True, critic_warmup=1), ["--share-backbone", "--critic-warmup"]),
-    "shared and offload": (dict(share_backbone=True, critic_offload=True), ["--share-backbone", "--critic-offload"]),
     "refresh": (dict(ref_update_steps=2), ["--ref-update-steps 2", "needs --use-kl-loss or --use-kl-in-reward"]),
     "gamma": (dict(gamma=1.01), ["--gamma 1.01", "within 0 and 1"]),
     "lambda": (dict(lam=-0.5), ["--lam -0.5", "within 0 and 1"]),
@@ -627,9 +574,8 @@ def test_ppo_refuses(case, ppo, task, tmp_path, monkeypatch):
 
 
 def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
-    """The value head on the backbone is nothing to the engine: its log-probs agree after every push."""
     h.needs_vllm()
-    settings = h.ppo_settings(task, tmp_path, engine="vllm", share_backbone=True, lr=1e-2, test_freq=2)
+    settings = h.ppo_settings(task, tmp_path, engine="vllm", lr=1e-2, test_freq=2)
     output = launch.run_file("train_ppo.py", *h.flags(settings))
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")
     assert [x["step"] for x in lines] == [1, 2, 2]

@@ -72,10 +72,10 @@ def plain_reinforce(task, args, rounds, score):
     model = AutoModelForCausalLM.from_pretrained(task.model).double()
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    kl_coef, reports, remax = args.kl_coef, [], args.adv_estimator == "remax"
+    temperature, kl_coef, reports, remax = args.decoding.temperature, args.kl.kl_coef, [], args.adv_estimator == "remax"
 
     def logp_of(model, x):
-        return h.logp_of(model, h.hidden_before(model, x["prompt"], x["ids"]), x["ids"], args.temperature)
+        return h.logp_of(model, h.hidden_before(model, x["prompt"], x["ids"]), x["ids"], temperature)
 
     def score_of(prompt, ids):
         return score(tokenizer.decode(ids, skip_special_tokens=True), truths[tuple(prompt)])
@@ -106,7 +106,7 @@ def plain_reinforce(task, args, rounds, score):
         if args.adv_estimator == "optimal_token_baseline":
             for i in range(args.train_batch_size):
                 group = [x for x in sequences[i * args.rollout_n : (i + 1) * args.rollout_n] if x in learned]
-                token_baselines(model, group, args.temperature)
+                token_baselines(model, group, temperature)
         for x in learned:
             x["A"] = torch.tensor([r - x["baseline"] if remax else (r - mean) / std for r in x["R"]])
             if "b" in x:
@@ -125,7 +125,7 @@ def plain_reinforce(task, args, rounds, score):
             "actor/reward_kl_penalty": mean_kl,
             "actor/reward_kl_penalty_coeff": kl_coef,
         }
-        kl_coef *= 1 + min(max(mean_kl / args.kl_target - 1, -0.2), 0.2) * len(learned) / args.kl_horizon
+        kl_coef *= 1 + min(max(mean_kl / args.kl.kl_target - 1, -0.2), 0.2) * len(learned) / args.kl.kl_horizon
 
         size, pg_losses = args.ppo_mini_batch_size * args.rollout_n, []
         for _ in range(args.ppo_epochs):
@@ -222,7 +222,7 @@ def test_the_baselines_of_two_ranks_are_those_of_one(task, tmp_path, monkeypatch
 
 def test_the_optimal_token_baseline_needs_two_responses():
     with pytest.raises(ValueError, match="--rollout-n must be at least 2"):
-        train_reinforce.validate(build(train_reinforce.Args, adv_estimator="optimal_token_baseline"))
+        train_reinforce.main(build(train_reinforce.Args, adv_estimator="optimal_token_baseline"))
 
 
 class Echo:
