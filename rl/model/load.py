@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
@@ -19,6 +19,7 @@ from rl.console import say
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
 from rl.model.attention import choose_attention, use_attention
+from rl.model.checks import check_same_tokenizer, check_trainable
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
 from rl.model.lora import Base, LoRA
 from rl.model.sharding import Memory, full_tensors, shard
@@ -84,6 +85,19 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *,
         model = auto_class.from_config(AutoConfig.from_pretrained(path))
     adapters.layers_of(model, lora.target_modules, flag=f"{flag} {path}")
     return True
+
+
+def check_policy(
+    path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, longest: int, flag: str, model: str
+) -> None:
+    """Raise ValueError if the causal LM in `path`, which `flag` has named, cannot be trained beside the policy.
+
+    No weights are read. See `check_same_tokenizer`, `check_trainable` and `check_lora`. Args: tokenizer, of the policy;
+    longest, tokens of the longest sequence; model, the policy as --model has named it.
+    """
+    check_same_tokenizer(tokenizer, path, flag=flag, model=model)
+    check_trainable(path, longest, flag=flag)
+    check_lora(lora, path, flag=flag)
 
 
 def add_lora(model: nn.Module, lora: LoRA, ranks: Ranks, *, path: str, seed: int) -> None:

@@ -191,15 +191,22 @@ def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tens
     }
 
 
-def of_implicit_rewards(rewards: torch.Tensor, log_ratios: torch.Tensor, accuracies: torch.Tensor) -> dict[str, float]:
-    """What verl reports of PRIME's reward model: sums over a response of its token rewards (B,) and of its log-ratios
-    (B,), and how well it orders responses, from accuracies (P, G), NaN = not scored.
+def of_implicit_rewards(
+    rewards: torch.Tensor, log_ratios: torch.Tensor, rows: torch.Tensor, accuracies: torch.Tensor, ranks: Ranks
+) -> dict[str, float]:
+    """What verl reports of PRIME's reward model: means over responses of the sums of their token rewards and of their
+    log-ratios, and how well these order the responses of a group.
+
+    Args: rewards and log_ratios (b, T), of this rank's `rows` (b,) of the step; accuracies (P, G), of the step, NaN
+    where a response has no score. All data ranks must enter.
     """
-    scored = accuracies.flatten().isfinite()
+    sums, is_scored = [], accuracies.flatten().isfinite()
+    for values in (rewards, log_ratios):
+        sums.append(ranks.all_rows(values.sum(1), rows, accuracies.numel()))  # (B,)
     return {
-        "reward_model/reward": rewards[scored].mean().item(),
-        "reward_model/raw_reward": log_ratios[scored].mean().item(),
-        "reward_model/dpo_acc": implicit_reward.order_accuracy(log_ratios.view(accuracies.shape), accuracies).item(),
+        "reward_model/reward": sums[0][is_scored].mean().item(),
+        "reward_model/raw_reward": sums[1][is_scored].mean().item(),
+        "reward_model/dpo_acc": implicit_reward.order_accuracy(sums[1].view(accuracies.shape), accuracies).item(),
     }
 
 

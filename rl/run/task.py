@@ -36,8 +36,9 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     tokenizer, rewards = load_tokenizer(args.model), args.rewards
     kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs)
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
-    flag = "--train-batch-size" if prompts_per_step is None else "--gen-batch-size"
-    total_steps = count_steps(args.data, len(train_rows), prompts_per_step or args.train_batch_size, flag=flag)
+    num_prompts = prompts_per_step or args.train_batch_size
+    flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
+    total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)
     judged = val_rows if pairs else train_rows + val_rows
     scorer = make_scorer(rewards, args.scoring, tokenizer, judged, max_response_length=args.max_response_length)
     lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
