@@ -217,31 +217,6 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) 
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the tokens that the policy sampled.
-
-    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1};  R_t = A_t + V_t
-    Tokens with mask 0 are skipped: t + 1 is the next *sampled* token, no discount is paid for the observation between,
-    and its value and reward do not count. After the last sampled token V and A are 0. A is not whitened.
-    Example: gamma = lam = 1, mask [1, 0, 1], r [0, 9, 1], V [0.5, 9, 0.25] -> A [0.5, 0, 0.75], R [1, 0, 1].
-
-    Args: rewards, values, mask (B, T); gamma, lam in [0, 1]. Returns: advantages, returns (B, T), 0 where mask is 0,
-    without gradient.
-    Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation, eq. 16, arXiv 1506.02438.
-    """
-    assert rewards.dim() == 2 and rewards.shape == values.shape == mask.shape, _shapes(rewards, values, mask)
-    sampled = mask.bool()
-    running = torch.zeros_like(values)
-    advantage = next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(sampled[:, t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(sampled[:, t], values[:, t], next_value)
-        running[:, t] = advantage
-    return torch.where(sampled, running, 0.0), torch.where(sampled, running + values, 0.0)
-
-
-@torch.no_grad()
 def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each sampled token on.
 
@@ -288,21 +263,6 @@ def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     """
     assert sums.dim() == 3 and len(sums) == 3, _shapes(sums)
     return torch.where(sums[2] > 1, sums[0] / (sums[1] + eps), 0.0)
-
-
-def less_baseline(returns: Tensor, mask: Tensor, baselines: Tensor) -> Tensor:
-    """Return of every token less a baseline, such as the score of the greedy response to the same prompt (ReMax).
-
-    A_t = R_t - b_t. The baseline does not depend on the token, so it changes the variance and not the mean of the
-    gradient. Example: returns [1, 0.5], mask [1, 1], baseline 0.25 -> [0.75, 0.25].
-
-    Args: returns, mask (B, T); baselines (B, 1), or (B, T). Returns: (B, T), 0 where mask is 0, which must be so in a
-    row without a baseline (NaN).
-    Source: ReMax, algorithm 1, arXiv 2310.10505.
-    """
-    assert returns.dim() == 2 and returns.shape == mask.shape, _shapes(returns, mask)
-    assert baselines.shape in (returns.shape, (len(returns), 1)), _shapes(returns, baselines)
-    return torch.where(mask.bool(), returns - baselines, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-8) -> Tensor:

@@ -288,23 +288,6 @@ def policy_gradient(
     return _keep(-advantages * _keep(logp, mask), mask), torch.zeros_like(logp)
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange_value: float
-) -> tuple[Tensor, Tensor]:
-    """Squared error of the critic, pessimistic about moving away from its old prediction.
-
-    0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); clipped is 1 where the second is the larger.
-
-    Args: values, old_values, returns, mask (B, T); cliprange_value >= 0. Returns: loss, clipped (B, T), masked.
-    Source: The 37 Implementation Details of PPO, detail 9, iclr-blog-track.github.io; PPO, arXiv 1707.06347.
-    """
-    assert values.shape == old_values.shape == returns.shape == mask.shape, _shapes(values, old_values, returns, mask)
-    anchor = old_values.detach()
-    near = torch.clamp(values, anchor - cliprange_value, anchor + cliprange_value)
-    error, near_error = _keep(values - returns, mask).square(), _keep(near - returns, mask).square()
-    return 0.5 * torch.maximum(error, near_error), (near_error > error).to(values.dtype)
-
-
 def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
 

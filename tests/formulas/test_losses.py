@@ -338,20 +338,7 @@ def test_policy_losses_without_a_clip_ignore_the_clip_ratios(name):
         assert torch.equal(first, second)
 
 
-# --- value loss and KL ---
-
-
-def test_value_loss_matches_hand_values():
-    # Inside the range; moved away, clip is nearer; moved closer from above and from below, clip is farther; padding.
-    values, old_values = f64([[1.1, 3.0, 0.0, 4.0, NAN]]), f64([[1.0, 2.0, 2.0, 1.0, NAN]])
-    old_values.requires_grad_()
-    args = old_values, f64([[0.5, 1.0, 0.0, 5.0, NAN]]), f64([[1, 1, 1, 1, 0]])
-    loss, clipped, grad = gradient(losses.value_loss, values, *args, cliprange_value=0.5)
-    check(loss, [[0.18, 2.0, 1.125, 6.125, 0.0]])
-    check(clipped, [[0, 0, 1, 1, 0]])
-    check(grad, [[0.6, 2.0, 0.0, 0.0, 0.0]])
-    losses.value_loss(values.requires_grad_(), *args, cliprange_value=0.5)[0].sum().backward()
-    assert old_values.grad is None  # a constant
+# --- KL ---
 
 
 @pytest.mark.parametrize(
@@ -480,7 +467,6 @@ def kl_loss(kind):
 
 TRAINED = {name: lambda *batch, f=f: f(*batch, **CLIPS) for name, f in POLICY.items()}
 TRAINED["ppo_clip_dual"] = lambda *batch: losses.ppo_clip(*batch, **CLIPS, clip_ratio_c=1.5)
-TRAINED["value_loss"] = lambda *batch: losses.value_loss(*batch, cliprange_value=0.3)
 TRAINED |= {f"kl_{kind}": kl_loss(kind) for kind in KL_KINDS}
 
 
@@ -525,7 +511,6 @@ BT = torch.linspace(-1, 1, 30).reshape(5, 6)
 MASK = (torch.arange(30) % 4 != 1).float().reshape(5, 6)
 FOUR = [BT, BT.flip(0), BT.flip(1) + 0.1, MASK]
 CALLS = {name: (f, FOUR, CLIPS) for name, f in POLICY.items()} | {
-    "value_loss": (losses.value_loss, FOUR, {"cliprange_value": 0.2}),
     "kl": (losses.kl, [BT, BT.flip(0)], {"kind": "k3+"}),
     "aggregate": (losses.aggregate, [BT, MASK], {"mode": MODES[2], "num_tokens": 22, "num_seqs": 5}),
     "masked_sum": (losses.masked_sum, [BT, MASK], {}),
