@@ -198,7 +198,8 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     plain, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     plain.eval()
     found["export_missing"] = len(info["missing_keys"]) + len(info["unexpected_keys"])
-    rows = sft.encode(load_tokenizer(export), read_sft_rows(args.val_files), args)
+    given = read_sft_rows(args.data.val_files)
+    rows = sft.encode(load_tokenizer(export), given, args.max_length, filter_overlong=False)
     total = count = 0.0
     for row in rows:
         mask = torch.tensor(row.response_mask[1:])

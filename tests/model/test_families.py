@@ -248,7 +248,7 @@ def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, 
     model, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = sft.load_tokenizer(str(export))
-    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), build(sft.Args, **settings))
+    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), settings["max_length"], filter_overlong=False)
     total = count = 0
     with torch.no_grad():
         for row in rows:
