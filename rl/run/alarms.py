@@ -37,7 +37,7 @@ def alarms(metrics: dict[str, float], conditions: Sequence[str]) -> list[str]:
 
 
 class Alarms:
-    """The alarms of a run. `unknown`: conditions of the user whose metrics are not known to exist yet."""
+    """The alarms of a run. `unknown`: conditions of the user whose metrics have not been seen yet."""
 
     def __init__(self, conditions: Sequence[str], defaults: Sequence[str]):
         self.conditions, self.unknown = conditions, [x for x in conditions if x not in defaults]
@@ -54,9 +54,6 @@ class Alarms:
             if belongs(name):
                 self.unknown.remove(condition)
                 if name not in metrics:
-                    near = difflib.get_close_matches(name, metrics, n=1)
-                    say(
-                        f"--alarms {condition}: step {step} has no metric {name!r}, so it raises no alarm"
-                        + (f"; did you mean {near[0]}?" if near else ""),
-                        stream,
-                    )
+                    hint = "".join(f"; did you mean {x}?" for x in difflib.get_close_matches(name, metrics, n=1))
+                    text = f"step {step} has no metric {name!r}, so it raises no alarm{hint}"
+                    say(f"--alarms {condition}: {text}", stream)

@@ -11,9 +11,9 @@ from rl.run import watchdog
 class Clock:
     """`clock = Clock(ranks)`; `clock("gen")` closes a phase: its seconds and, on CUDA, the memory in use.
 
-    Memory is the device's own count at the end of the phase: everything on it, torch's cached blocks and
-    vLLM's pool included. (torch's counters also count what vLLM has given back while asleep.) The cache only grows
-    within a phase, so this is close to the phase's peak.
+    Memory is the device's own count at the end of the phase, with torch's cached blocks and vLLM's pool. (torch's
+    counters also count what vLLM has given back while asleep.) The cache only grows within a phase, so this is close to
+    the phase's peak.
     """
 
     def __init__(self, ranks: Ranks):

@@ -6,7 +6,6 @@ import os
 import pathlib
 import re
 import socket
-import stat
 import time
 from dataclasses import dataclass
 from typing import IO
@@ -41,7 +40,7 @@ class Checkpoints:
 def name_of(template: str, names: dict[str, str]) -> str:
     """--default-local-dir, which is `template`, with its placeholders filled in by project_name and experiment_name.
 
-    Raises ValueError for an unknown placeholder, and for a project or experiment name that is not a plain file name.
+    Raises ValueError for another placeholder, and for a name that is no plain file name.
     """
     for name, value in names.items():
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
@@ -52,10 +51,8 @@ def name_of(template: str, names: dict[str, str]) -> str:
     try:
         folder = template.format(**names)
     except (KeyError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--default-local-dir {template!r}: the placeholders are {{project_name}} and "
-            f"{{experiment_name}}, not {error}"
-        ) from error
+        known = " and ".join(f"{{{name}}}" for name in names)
+        raise ValueError(f"--default-local-dir {template!r}: the placeholders are {known}, not {error}") from error
     if not folder or not folder.isprintable():
         raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
     return folder
@@ -109,7 +106,9 @@ def lock(root: pathlib.Path) -> IO[str]:
     """Hold run.lock until the file is closed or the process dies. Raises ValueError if another process holds it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        file = open(root / "run.lock", "a+", opener=_open_no_link)
+        if (root / "run.lock").is_symlink() or ((root / "run.lock").exists() and not (root / "run.lock").is_file()):
+            raise OSError("run.lock is no ordinary file")  # a link's target is no file of ours; a pipe would wait
+        file = open(root / "run.lock", "a+")
     except OSError as error:
         raise ValueError(f"--default-local-dir: {root} cannot be written ({error}); choose another folder") from error
     try:
@@ -126,12 +125,3 @@ def lock(root: pathlib.Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """For `open`: raises OSError for a link, whose target is no file of ours, and for a pipe or device."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no ordinary file")
-    return descriptor

@@ -24,7 +24,6 @@ from rl.flags import Count, Free, Port, flat
 from rl.run.trackers import TRACKERS, Connection
 
 METRICS, GENERATIONS, CONFIG = RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
-PENDING_BYTES = 64 * 2**20  # of lines kept in memory while a file cannot be written, for each file
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
 SECRET_LENGTH = 6  # characters; shorter values ("1", "true") are words that flags hold anyway
 
@@ -168,18 +167,14 @@ def send(name: str, run_dir: str, project: str, experiment: str) -> None:
 
 
 class Lines:
-    """A file of JSON lines. Those that a full disk refuses are kept, up to PENDING_BYTES, and written later."""
+    """A file of JSON lines. Those that a full disk refuses wait in memory and are written with the next ones."""
 
     def __init__(self, file: pathlib.Path):
-        self.file, self.pending, self.lost, self.is_failing = file, bytearray(), 0, False
+        self.file, self.pending, self.is_failing = file, bytearray(), False
 
     def append(self, *records: dict[str, Any]) -> None:
         """Add a line for each record. What is not written, be it half a line, is the first to be written next time."""
-        data = "".join(json.dumps(record, default=str) + "\n" for record in records).encode()
-        if len(self.pending) + len(data) <= PENDING_BYTES:
-            self.pending += data
-        else:
-            self.lost += len(records)
+        self.pending += "".join(json.dumps(record, default=str) + "\n" for record in records).encode()
         try:
             with open(self.file, "ab", buffering=0) as f:
                 while self.pending:
@@ -187,17 +182,16 @@ class Lines:
         except OSError as error:
             if not self.is_failing:
                 say(f"{self.file} cannot be written: {error}; training goes on, its lines are kept", sys.stderr)
-            self.is_failing = True
-            return
-        if self.is_failing:
-            say(f"{self.file} can be written again; {self.lost} lines are missing", sys.stderr)
-        self.is_failing = False
+        else:
+            if self.is_failing:
+                say(f"{self.file} can be written again; no line is missing", sys.stderr)
+        self.is_failing = bool(self.pending)
 
     def close(self) -> None:
         """Try once more, and say what is missing."""
         if self.pending:
             self.append()
-        if lines := self.pending.count(b"\n") + self.lost:
+        if lines := self.pending.count(b"\n"):
             say(f"{self.file} lacks {lines} lines, which could not be written", sys.stderr)
 
 

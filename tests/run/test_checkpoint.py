@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import threading
+from functools import partial
 
 import helpers_scripts as h
 import launch
@@ -37,7 +38,8 @@ from rl.model import load as models
 from rl.model import reward_model
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks
-from rl.run import checkpoint, checkpoint_files, checkpoint_tensors, loop_state
+from rl.run import checkpoint, checkpoint_tensors, loop_state, resume, run_folder
+from rl.run import checkpoint_files as files
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -82,25 +84,27 @@ def policy_of():
 
 
 def open_run(task, root, ranks, tokenizer=None, **changes):
-    """The run folder `root`, as train_grpo.py opens it for ten steps on the task's prompts."""
-    args = build(train_grpo.Args, model=task.model, train_files=(task.train,), default_local_dir=str(root), **changes)
-    return checkpoint.open_folder(args, tokenizer or AutoTokenizer.from_pretrained(task.model), 10, ranks)
+    """What train_grpo.py saves ten steps on the task's prompts with, in the run folder `root`."""
+    args = build(train_grpo.Args, model=task.model, train_files=(task.train,), **changes)
+    tokenizer, folder = tokenizer or AutoTokenizer.from_pretrained(task.model), run_folder.RunFolder(root, ranks, 10)
+    found, record = resume.choose(args, tokenizer, folder)
+    return checkpoint.Saver(folder, record, tokenizer, keep=args.checkpoints.max_ckpt_to_keep, resume_from=found)
 
 
-def save(run, step, trained, **state):
-    checkpoint.save(run, step, trained, loop_state.encode(state))
+def save(saver, step, trained, **state):
+    saver.save(step, trained, loop_state.encode(state))
 
 
-def leaving(run, step, trained, **state):
-    return checkpoint.leaving(run, step, trained, loop_state.encode(state))
+def leave(saver, step, trained, **state):
+    saver.leave(step, trained, loop_state.encode(state))
 
 
-def save_and_wait(run, step, trained, **state):
+def save_and_wait(saver, step, trained, **state):
     """The folder of a checkpoint, when it is on disk."""
-    save(run, step, trained, **state)
-    checkpoint._settle(run)
-    assert run.failures == 0
-    return run.root / f"global_step_{step}"
+    save(saver, step, trained, **state)
+    saver.settle()
+    assert saver.failures == 0
+    return saver.folder.root / f"global_step_{step}"
 
 
 def assert_same_run(run_dir, unbroken, last):
@@ -122,7 +126,7 @@ def test_a_crashed_grpo_run_continues_as_if_nothing_had_happened(task, unbroken,
     entry = {"script": "train_grpo", "settings": settings, "crash_at": [0, 5]}
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
-    assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
+    assert files.list_steps(tmp_path) in ([1], [1, 2])  # it may have died while step 2 was written
     assert [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 2]  # evaluated twice
 
     metrics = train_grpo.main(build(train_grpo.Args, **settings))
@@ -167,7 +171,7 @@ def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
     metrics = train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, run_dir, **BUSY)))
     assert metrics.keys() == {"val-core/arithmetic/reward/mean@1", "val/accuracy", "val/response_length"}
     assert metrics.items() <= h.read_jsonl(unbroken / "metrics.jsonl")[-1].items()
-    assert checkpoint.list_steps(run_dir) == [1, 2, 3, 4, 5]
+    assert files.list_steps(run_dir) == [1, 2, 3, 4, 5]
     assert (run_dir / "global_step_5" / "trainer_state.json").stat().st_mtime_ns == before
     assert [x["step"] for x in h.read_jsonl(run_dir / "metrics.jsonl") if "actor/loss" in x] == [1, 2, 3, 4, 5]
 
@@ -175,15 +179,15 @@ def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
 KILLED_WHILE_SAVING = """
 import os, signal
 from rl import flags
-from rl.run import checkpoint
+from rl.run import export
 import sft
 
-def export(path, *rest, original=checkpoint.export_hf):
+def write(path, *rest, original=export.write_huggingface):
     if "global_step_3" in str(path):  # this is the writing thread: training goes on
         os.kill(os.getpid(), signal.SIGKILL)
     original(path, *rest)
 
-checkpoint.export_hf = export
+export.write_huggingface = write
 sft.main(flags.parse(sft.Args, None))
 """
 
@@ -198,7 +202,7 @@ def test_sft_killed_in_the_middle_of_a_checkpoint_continues_from_the_one_before(
     assert killed.ends() == [-signal.SIGKILL], killed.log.read_text()
     [left] = broken.glob(".tmp-global_step_3-*")
     assert (left / "state" / "rank_0.safetensors").is_file()  # half of it was there
-    assert checkpoint.list_steps(broken) == [1, 2]
+    assert files.list_steps(broken) == [1, 2]
     assert [line["step"] for line in h.read_jsonl(broken / "metrics.jsonl")][:5] == [0, 1, 2, 2, 3]
 
     sft.main(build(sft.Args, **settings))
@@ -233,8 +237,8 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
         {"script": "train_grpo", "settings": h.grpo_settings(task, broken, **changes), "crash_at": [1, 2]},
     ]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
-    assert status != 0 and checkpoint.list_steps(whole) == [1, 2, 3], output
-    assert checkpoint.list_steps(broken) in ([], [1]), output  # it may have died while step 1 was written
+    assert status != 0 and files.list_steps(whole) == [1, 2, 3], output
+    assert files.list_steps(broken) in ([], [1]), output  # it may have died while step 1 was written
 
     launch.run_file("train_grpo.py", *h.flags(entries[1]["settings"]), nproc=2)
 
@@ -249,7 +253,7 @@ def test_two_ranks_continue_exactly_and_their_checkpoint_loads_on_one(task, poli
     state = h.saved_state(again)
     assert state["actor/optimizer/model.norm.weight/step"] == 9  # three updates a step
     train_grpo.main(build(train_grpo.Args, **entries[1]["settings"] | {"total_training_steps": 4}))
-    assert checkpoint.list_steps(broken) == [1, 2, 3, 4]
+    assert files.list_steps(broken) == [1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,8 +295,8 @@ def test_all_files_of_a_tokenizer_are_exported(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     tokenizer.chat_template = {"default": tokenizer.chat_template, "short": "{{ messages[0]['content'] }}"}
-    run = open_run(task, tmp_path / "run", ranks, tokenizer=tokenizer)
-    saved = save_and_wait(run, 1, {"actor": (policy, optimizer)}) / "huggingface"
+    saver = open_run(task, tmp_path / "run", ranks, tokenizer=tokenizer)
+    saved = save_and_wait(saver, 1, {"actor": (policy, optimizer)}) / "huggingface"
     tokenizer.save_pretrained(tmp_path / "expected")
     expected = [p for p in (tmp_path / "expected").rglob("*") if p.is_file()]
     assert len(expected) == 4  # one of them in a folder
@@ -347,21 +351,21 @@ def test_untied_weights_and_bfloat16_compute(task, policy_of, tmp_path):
 def test_save_freq_and_max_ckpt_to_keep(task, tmp_path, save_freq, keep, expected):
     changes = dict(total_training_steps=5, save_freq=save_freq, max_ckpt_to_keep=keep)
     train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path, **changes)))
-    assert checkpoint.list_steps(tmp_path) == expected
+    assert files.list_steps(tmp_path) == expected
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {f"global_step_{step}" for step in expected}
 
 
 def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_path, capsys):
     ranks = policy_of(task.model)[2]
-    assert checkpoint.find("auto", tmp_path, ranks) is None
+    assert resume.find("auto", tmp_path, ranks) is None
     for name in ("global_step_9", "global_step_10", "global_step_2", ".tmp-global_step_12-0a", "global_step_13_backup"):
         shutil.copytree(unbroken / "global_step_2", tmp_path / name)
     (tmp_path / "global_step_11" / "state").mkdir(parents=True)
     (tmp_path / "global_step_x").mkdir()
-    assert checkpoint.list_steps(tmp_path) == [2, 9, 10, 11]  # as numbers, not as text
-    assert checkpoint.find("auto", tmp_path, ranks) == tmp_path / "global_step_10"
+    assert files.list_steps(tmp_path) == [2, 9, 10, 11]  # as numbers, not as text
+    assert resume.find("auto", tmp_path, ranks) == tmp_path / "global_step_10"
     assert f"passed over: {tmp_path}/global_step_11: no MANIFEST.json" in capsys.readouterr().out
-    assert checkpoint.find("disable", tmp_path / "nowhere", ranks) is None
+    assert resume.find("disable", tmp_path / "nowhere", ranks) is None
 
 
 def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroken, policy_of, tmp_path):
@@ -372,23 +376,23 @@ def test_a_named_checkpoint_is_refused_where_it_would_mix_two_runs(task, unbroke
     one, named = tmp_path / "one", tmp_path / "one" / "global_step_2"
     for root in (one, tmp_path / "other", tmp_path / "last"):  # a later one; one of another run; both
         with pytest.raises(ValueError, match=f"holds checkpoints of .* up to step {1 if root.name == 'other' else 3};"):
-            checkpoint.find(str(named), root, ranks)
-    assert checkpoint.find(str(named), tmp_path / "fresh", ranks) == named
+            resume.find(str(named), root, ranks)
+    assert resume.find(str(named), tmp_path / "fresh", ranks) == named
     shutil.rmtree(one / "global_step_3")
-    assert checkpoint.find(str(named), one, ranks) == named
+    assert resume.find(str(named), one, ranks) == named
     other_way = one / ".." / "one" / "global_step_2"
-    assert checkpoint.find(str(other_way), one, ranks) == other_way
+    assert resume.find(str(other_way), one, ranks) == other_way
 
 
 def test_a_run_that_goes_on_from_elsewhere_has_saved_nothing_itself(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
-    run = open_run(task, tmp_path / "one", ranks)
-    path = save_and_wait(run, 3, trained)
-    leaving(run, 3, trained)()
-    run = open_run(task, tmp_path / "two", ranks, resume_mode=str(path))
-    leaving(run, 3, trained)()
-    assert checkpoint.list_steps(tmp_path / "two") == checkpoint.list_steps(tmp_path / "one") == [3]
+    saver = open_run(task, tmp_path / "one", ranks)
+    path = save_and_wait(saver, 3, trained)
+    leave(saver, 3, trained)
+    saver = open_run(task, tmp_path / "two", ranks, resume_mode=str(path))
+    leave(saver, 3, trained)
+    assert files.list_steps(tmp_path / "two") == files.list_steps(tmp_path / "one") == [3]
 
 
 def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
@@ -400,7 +404,7 @@ def test_auto_passes_over_an_incomplete_checkpoint(task, unbroken, tmp_path):
     train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path, **BUSY)))
     lines = [line["step"] for line in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/loss" in line]
     assert lines == [4, 5]
-    assert checkpoint.list_steps(tmp_path) == [3, 4, 5]
+    assert files.list_steps(tmp_path) == [3, 4, 5]
     h.assert_same(h.weights(tmp_path / "global_step_5"), h.weights(unbroken / "global_step_5"))
     assert not list(tmp_path.glob(".tmp*")) and not list(tmp_path.glob(".old*")) and not list(tmp_path.rglob("litter"))
 
@@ -417,13 +421,13 @@ def test_an_incomplete_checkpoint_is_refused_by_path(task, unbroken, tmp_path, n
 
 def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
-    first = h.weights(save_and_wait(run, 1, trained))
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    first = h.weights(save_and_wait(saver, 1, trained))
     (tmp_path / "global_step_1" / "stale").write_text("")
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(1.0)
-    second = h.weights(save_and_wait(run, 1, trained))
+    second = h.weights(save_and_wait(saver, 1, trained))
     h.assert_same(second, {name: tensor + 1.0 for name, tensor in first.items()})
     assert {p.name for p in tmp_path.iterdir()} == {"run.lock", "STATUS.json", "global_step_1"}
     assert not (tmp_path / "global_step_1" / "stale").exists()
@@ -431,31 +435,31 @@ def test_saving_a_step_again_replaces_it(task, policy_of, tmp_path):
 
 def test_what_the_loop_carries_comes_back(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
     carried = {"kl_coef": 1 / 3, "groups": [{"ids": [1, 2], "logp": [-0.1, None]}] * 1000}  # no float loses a bit
     changing, counts = [1], np.int64([1, 2])
-    save(run, 1, trained, changing=changing, nested={"counts": [counts]})
+    save(saver, 1, trained, changing=changing, nested={"counts": [counts]})
     changing.append(2)
     counts += 1
     others = {"tensor": torch.tensor([[1], [2]]), "number": np.int64(3), "tuple": (4,), "keys": {7: None}}
-    second = save_and_wait(run, 2, trained, **carried | others)
+    second = save_and_wait(saver, 2, trained, **carried | others)
     [then] = checkpoint.load_states(tmp_path / "global_step_1")
     assert then["changing"] == [1] and then["nested"]["counts"][0].tolist() == [1, 2]  # as they were
     plain = {"tensor": [[1], [2]], "number": 3, "tuple": [4], "keys": {"7": None}}
     assert checkpoint.load_states(second) == [carried | plain]
-    assert checkpoint.load_states(save_and_wait(run, 3, trained)) == [{}]
+    assert checkpoint.load_states(save_and_wait(saver, 3, trained)) == [{}]
     assert checkpoint.load_states(None) == []
 
 
 def test_a_run_that_leaves_saves_what_the_loop_carried_when_its_step_began(task, policy_of, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
     mean, counts, seen = torch.zeros(2), {"7": [1]}, np.zeros((2, 3), np.int16)
-    leave = leaving(run, 3, trained, mean=mean, counts=counts, seen=seen)
+    state = loop_state.encode(dict(mean=mean, counts=counts, seen=seen))
     mean += 1  # by a step that does not get to its end
     counts["7"].append(2)
     seen += 1
-    leave()
+    saver.leave(3, trained, state)
     [then] = checkpoint.load_states(tmp_path / "global_step_3")
     assert then.pop("seen").tolist() == [[0, 0, 0], [0, 0, 0]] and then == {"mean": [0, 0], "counts": {"7": [1]}}
 
@@ -571,12 +575,12 @@ def test_rows_are_found_in_whichever_files_have_them(task, policy_of, tmp_path):
 def test_an_optimizer_that_has_not_stepped_yet_is_saved_as_such(task, policy_of, tmp_path):
     """As the policy's, while only the critic learns; its moments come between two saves."""
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
-    first = save_and_wait(run, 1, trained)
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    first = save_and_wait(saver, 1, trained)
     assert {name.split("/")[1] for name in h.saved_state(first)} == {"model"} and not optimizer.state
     step_by(optimizer, 0.1)
     expected = state_of(trained)
-    h.assert_same(h.saved_state(save_and_wait(run, 2, trained)), expected)
+    h.assert_same(h.saved_state(save_and_wait(saver, 2, trained)), expected)
     fresh, fresh_optimizer, _ = policy_of(task.model)
     checkpoint.load(first, {"actor": (fresh, fresh_optimizer)})
     assert not fresh_optimizer.state
@@ -591,20 +595,23 @@ def test_an_optimizer_that_has_not_stepped_yet_is_saved_as_such(task, policy_of,
 class SlowDisk:
     """A `_write` that waits for `go_on`, and remembers what it was given."""
 
-    def __init__(self, write=checkpoint._write):
+    def __init__(self, write=checkpoint.Saver._write):
         self.write, self.go_on, self.copies, self.steps = write, threading.Event(), [], []
 
-    def __call__(self, run, step, *rest):
+    def __get__(self, saver, owner):
+        return partial(self, saver)
+
+    def __call__(self, saver, step, *rest):
         assert self.go_on.wait(60)
-        self.copies.append(run.host.tensors)
+        self.copies.append(saver.host.tensors)
         self.steps.append(step)
-        self.write(run, step, *rest)
+        self.write(saver, step, *rest)
 
 
 @pytest.fixture
 def slow_disk(monkeypatch):
     disk = SlowDisk()
-    monkeypatch.setattr(checkpoint, "_write", disk)
+    monkeypatch.setattr(checkpoint.Saver, "_write", disk)
     yield disk
     disk.go_on.set()
 
@@ -630,18 +637,19 @@ def state_of(trained):
 
 def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
     step_by(optimizer, 0.1)
     expected = state_of(trained), {name: x.clone() for name, x in full_tensors(policy)}
-    save(run, 1, trained)
-    assert checkpoint.list_steps(tmp_path) == []  # nothing is written yet, and training goes on
+    save(saver, 1, trained)
+    assert files.list_steps(tmp_path) == []  # nothing is written yet, and training goes on
+    saver.wait_until_copied()  # as `Run` does before each optimizer step
     step_by(optimizer, -0.2)
     changed = state_of(trained)
     assert not any(torch.equal(x, changed[name]) for name, x in expected[0].items())
     slow_disk.go_on.set()
-    save(run, 2, trained)  # waits for the first one
-    assert checkpoint.list_steps(tmp_path)[0] == 1
-    checkpoint.close(run)
+    save(saver, 2, trained)  # waits for the first one
+    assert files.list_steps(tmp_path)[0] == 1
+    saver.close("completed", 10)
     for step, (state, weights) in {1: expected, 2: (changed, dict(full_tensors(policy)))}.items():
         h.assert_same(h.saved_state(tmp_path / f"global_step_{step}"), state)
         h.assert_same(h.weights(tmp_path / f"global_step_{step}"), weights)
@@ -650,98 +658,66 @@ def test_what_is_saved_is_of_the_moment_of_the_call(task, policy_of, slow_disk, 
     assert first.data_ptr() == second.data_ptr() != policy.model.norm.weight.to_local().data_ptr()
 
 
-def test_the_next_optimizer_step_waits_until_all_is_copied(task, policy_of, monkeypatch, tmp_path):
-    policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
-    checkpoint.wait_until_copied(run)  # nothing was saved
-    step_by(optimizer, 0.1)
-    expected, go_on, copy = state_of(trained), threading.Event(), checkpoint._copy
-
-    def slow_copy(*args):
-        assert go_on.wait(60)
-        copy(*args)
-
-    monkeypatch.setattr(checkpoint, "_copy", slow_copy)
-    for step, change in ((1, lambda: step_by(optimizer, -0.2)), (2, lambda: checkpoint.wait_until_copied(run))):
-        go_on.clear()
-        before = state_of(trained)
-        save(run, step, trained)
-        changing = threading.Thread(target=change)
-        changing.start()
-        changing.join(0.3)
-        assert changing.is_alive()
-        h.assert_same(state_of(trained), before)
-        go_on.set()
-        changing.join(60)
-        assert not changing.is_alive()
-    assert not any(torch.equal(x, expected[name]) for name, x in state_of(trained).items())
-    step_by(optimizer, -0.2)  # of two saves, and two hooks, one is left
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
-    checkpoint.close(run)
-    h.assert_same(h.saved_state(tmp_path / "global_step_1"), expected)
-
-
 def test_a_copy_that_fails_costs_one_checkpoint_and_stops_nobody(task, policy_of, monkeypatch, tmp_path, capsys):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
 
     def no_memory(like, *, pinned):
         raise RuntimeError("cannot allocate memory")
 
     monkeypatch.setattr(checkpoint_tensors, "make_host", no_memory)
-    save(run, 1, trained)
+    save(saver, 1, trained)
     step_by(optimizer, 0.1)
-    checkpoint._settle(run)
-    assert run.failures == 1 and checkpoint.list_steps(tmp_path) == []
+    saver.settle()
+    assert saver.failures == 1 and files.list_steps(tmp_path) == []
     assert sys.getswitchinterval() == pytest.approx(0.005)
     assert "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: RuntimeError: cannot allo" in capsys.readouterr().out
     monkeypatch.undo()
-    h.assert_same(h.saved_state(save_and_wait(run, 2, trained)), state_of(trained))
-    checkpoint.close(run)
+    h.assert_same(h.saved_state(save_and_wait(saver, 2, trained)), state_of(trained))
+    saver.close("completed", 10)
 
 
 def test_a_copy_goes_through_a_small_buffer_and_lets_go_of_what_it_copied(task, policy_of, monkeypatch, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
-    given, copy = [], checkpoint._copy
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    given, copy = [], checkpoint.Saver._copy
 
-    def noting_copy(run, own, stream):
+    def noting_copy(saver, own, stream):
         given.append((own, [len(piece) for piece in own.pieces]))
-        copy(run, own, stream)
+        copy(saver, own, stream)
 
-    monkeypatch.setattr(checkpoint, "_copy", noting_copy)
+    monkeypatch.setattr(checkpoint.Saver, "_copy", noting_copy)
     monkeypatch.setattr(checkpoint_tensors, "STAGING", 1001)  # no multiple of any tensor's item
     for step in (1, 2):
         step_by(optimizer, 0.1 * step)
-        h.assert_same(h.saved_state(save_and_wait(run, step, trained)), state_of(trained))
-    checkpoint.close(run)
+        h.assert_same(h.saved_state(save_and_wait(saver, step, trained)), state_of(trained))
+    saver.close("completed", 10)
     size = sum(x.numel() * x.element_size() for x in state_of(trained).values())
     for own, lengths in given:
         assert own.tensors == {} and own.pieces == []  # a tensor that the main thread gives up is not kept by the save
-        assert max(lengths) == 1001 == len(run.host.staging)
+        assert max(lengths) == 1001 == len(saver.host.staging)
         assert sum(lengths) == size
 
 
 def test_while_a_save_is_written_threads_hand_on_pythons_lock_sooner(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run = open_run(task, tmp_path, ranks)
-    save(run, 1, {"actor": (policy, optimizer)})
-    checkpoint.wait_until_copied(run)
+    saver = open_run(task, tmp_path, ranks)
+    save(saver, 1, {"actor": (policy, optimizer)})
+    saver.wait_until_copied()
     assert sys.getswitchinterval() == pytest.approx(0.0005)
     slow_disk.go_on.set()
-    checkpoint._settle(run)
+    saver.settle()
     assert sys.getswitchinterval() == pytest.approx(0.005)
-    checkpoint.close(run)
+    saver.close("completed", 10)
 
 
 def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
-    """A policy with a value head, which transformers would not know what to do with, and a critic."""
+    """A policy and a critic."""
 
     def make():
         _, _, ranks = policy_of(task.model)
         policy = models.load_causal_lm(task.model, ranks)
         torch.manual_seed(0)
-        policy.value_head = torch.nn.Linear(policy.config.hidden_size, 1, bias=False)
         modules = policy, reward_model.load_reward_model(task.model, ranks, new_head=torch.nn.init.normal_)
         trained = {}
         for name, module in zip(("actor", "critic"), modules, strict=True):
@@ -753,7 +729,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
     for _, optimizer in trained.values():
         step_by(optimizer, 0.1)
     expected = state_of(trained)
-    assert {"actor/model/value_head.weight", "critic/model/score.weight"} < expected.keys()
+    assert {"actor/model/model.norm.weight", "critic/model/score.weight"} < expected.keys()
     saved = save_and_wait(open_run(task, tmp_path / "run", ranks), 3, trained)
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"state", "loop", "huggingface", "huggingface_critic"}
     h.assert_same(h.saved_state(saved), expected)
@@ -789,108 +765,108 @@ def status_of(root):
 
 def test_the_status_says_how_a_run_stands(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
     assert status_of(tmp_path) == ("running", 0)
-    save(run, 4, trained)
+    save(saver, 4, trained)
     assert status_of(tmp_path) == ("running", 0)  # not on disk
     slow_disk.go_on.set()
-    checkpoint._settle(run)
+    saver.settle()
     assert status_of(tmp_path) == ("running", 4)
-    del run  # it dies, and its lock with it
-    run = open_run(task, tmp_path, ranks)
-    assert status_of(tmp_path) == ("running", 4) and run.resume_from == tmp_path / "global_step_4"
-    save(run, 6, trained)
-    checkpoint.close(run)
+    del saver  # it dies, and its lock with it
+    saver = open_run(task, tmp_path, ranks)
+    assert status_of(tmp_path) == ("running", 4) and saver.saved == 4
+    save(saver, 6, trained)
+    saver.close("completed", 10)
     assert status_of(tmp_path) == ("completed", 10)
-    assert checkpoint.list_steps(tmp_path) == [4, 6]
+    assert files.list_steps(tmp_path) == [4, 6]
 
 
 def test_a_run_that_is_complete_says_so(task, policy_of, tmp_path, capsys):
     policy, optimizer, ranks = policy_of(task.model)
-    run = open_run(task, tmp_path, ranks)
-    save_and_wait(run, 9, {"actor": (policy, optimizer)})
-    del run
-    run = open_run(task, tmp_path, ranks)
+    saver = open_run(task, tmp_path, ranks)
+    save_and_wait(saver, 9, {"actor": (policy, optimizer)})
+    del saver
+    saver = open_run(task, tmp_path, ranks)
     assert "are done" not in capsys.readouterr().out
-    save_and_wait(run, 10, {"actor": (policy, optimizer)})
-    del run
+    save_and_wait(saver, 10, {"actor": (policy, optimizer)})
+    del saver
     open_run(task, tmp_path, ranks)
     assert f"{tmp_path / 'global_step_10'}: all 10 steps are done. To learn more raise" in capsys.readouterr().out
 
 
 def test_whatever_a_save_fails_of_nothing_is_left_of_it(task, policy_of, tmp_path, monkeypatch, capsys):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
 
     def no_memory(*_, **__):
         raise MemoryError("no memory to hash with")
 
-    monkeypatch.setattr(checkpoint_files, "size_and_hash", no_memory)
-    save(run, 1, trained)
-    checkpoint._settle(run)
-    assert run.failures == 1 and {p.name for p in tmp_path.iterdir()} == {"run.lock", "STATUS.json"}
+    monkeypatch.setattr(files, "size_and_hash", no_memory)
+    save(saver, 1, trained)
+    saver.settle()
+    assert saver.failures == 1 and {p.name for p in tmp_path.iterdir()} == {"run.lock", "STATUS.json"}
     assert (
         "CHECKPOINT OF STEP 1 NOT WRITTEN (1 in a row): rank 0: MemoryError: no memory to hash"
         in capsys.readouterr().out
     )
     monkeypatch.undo()
-    save_and_wait(run, 2, trained)
+    save_and_wait(saver, 2, trained)
 
 
 def test_leaving_saves_what_is_not_saved(task, policy_of, slow_disk, tmp_path):
     policy, optimizer, ranks = policy_of(task.model)
     trained = {"actor": (policy, optimizer)}
     slow_disk.go_on.set()
-    leaving(open_run(task, tmp_path, ranks), 0, trained)()
+    leave(open_run(task, tmp_path, ranks), 0, trained)
     assert (slow_disk.steps, status_of(tmp_path)) == ([], ("stopped", 0))  # nothing to save
 
-    run = open_run(task, tmp_path, ranks)
-    save(run, 2, trained)
-    leaving(run, 3, trained, kl_coef=0.5)()
+    saver = open_run(task, tmp_path, ranks)
+    save(saver, 2, trained)
+    leave(saver, 3, trained, kl_coef=0.5)
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))
     assert checkpoint.load_states(tmp_path / "global_step_3") == [{"kl_coef": 0.5}]
 
-    run = open_run(task, tmp_path, ranks)
-    assert run.resume_from == tmp_path / "global_step_3"
-    leaving(run, 3, trained)()
+    saver = open_run(task, tmp_path, ranks)
+    assert saver.saved == 3
+    leave(saver, 3, trained)
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3], ("stopped", 3))  # it is what the run began with
 
-    run = open_run(task, tmp_path, ranks)
+    saver = open_run(task, tmp_path, ranks)
     slow_disk.go_on.clear()
-    save(run, 5, trained)
+    save(saver, 5, trained)
     threading.Timer(0.2, slow_disk.go_on.set).start()
-    leaving(run, 5, trained)()  # it is being written: not a second time, but to its end
+    leave(saver, 5, trained)  # it is being written: not a second time, but to its end
     assert (slow_disk.steps, status_of(tmp_path)) == ([2, 3, 5], ("stopped", 5))
-    assert checkpoint.find("auto", tmp_path, ranks) == tmp_path / "global_step_5"
+    assert resume.find("auto", tmp_path, ranks) == tmp_path / "global_step_5"
 
 
 def test_leaving_tries_again_what_has_failed_and_never_says_stopped_if_nothing_was_saved(
     task, policy_of, monkeypatch, tmp_path
 ):
     policy, optimizer, ranks = policy_of(task.model)
-    run, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
+    saver, trained = open_run(task, tmp_path, ranks), {"actor": (policy, optimizer)}
     monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)
-    save(run, 2, trained)
-    checkpoint._settle(run)
-    assert run.failures == 1
+    save(saver, 2, trained)
+    saver.settle()
+    assert saver.failures == 1
     monkeypatch.undo()
-    leaving(run, 2, trained)()
-    assert status_of(tmp_path) == ("stopped", 2) and checkpoint.list_steps(tmp_path) == [2]
+    leave(saver, 2, trained)
+    assert status_of(tmp_path) == ("stopped", 2) and files.list_steps(tmp_path) == [2]
 
-    run = open_run(task, tmp_path, ranks)
+    saver = open_run(task, tmp_path, ranks)
     monkeypatch.setattr(checkpoint, "FREE_SPACE", 1e9)
     with pytest.raises(RuntimeError, match="the last checkpoint could not be written"):
-        leaving(run, 3, trained)()
-    assert status_of(tmp_path) == ("running", 2) and checkpoint.list_steps(tmp_path) == [2]
+        leave(saver, 3, trained)
+    assert status_of(tmp_path) == ("running", 2) and files.list_steps(tmp_path) == [2]
 
 
 def test_a_batch_is_kept_for_another_look(task, policy_of, tmp_path):
     ranks = policy_of(task.model)[2]
-    run = open_run(task, tmp_path, ranks)
+    saver = open_run(task, tmp_path, ranks)
     mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
     logp = torch.tensor([[0.0, float("nan"), -2.0], [0.0, -0.5, 0.0]])
     batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2]), mask, logp, advantages=mask)
-    name = checkpoint.save_batch(run, 7, batch)
+    name = saver.folder.save_batch(7, batch)
     assert name == str(tmp_path / "bad_batch_step_7_rank_*.safetensors")
     read = load_file(tmp_path / "bad_batch_step_7_rank_0.safetensors")
     assert read.keys() == {"input_ids", "lengths", "response_mask", "rollout_logp", "advantages"}
@@ -934,12 +910,12 @@ def test_settings_that_decide_what_is_learned_must_stay(task, finished, tmp_path
     with pytest.raises(ValueError, match="comes from a run with other settings") as error:
         go_on(task, finished, tmp_path, **changes)
     assert words in str(error.value) and "--force-resume" in str(error.value)
-    assert checkpoint.list_steps(tmp_path / "run") == [2]
+    assert files.list_steps(tmp_path / "run") == [2]
 
 
 def test_force_resume_goes_on_and_says_what_has_changed(task, finished, tmp_path, capsys):
     run_dir = go_on(task, finished, tmp_path, lr=5e-3, seed=1, force_resume=True)
-    assert checkpoint.list_steps(run_dir) == [2, 4]
+    assert files.list_steps(run_dir) == [2, 4]
     assert "--lr: was 0.004, is 0.005\n--seed: was 0, is 1\n" in capsys.readouterr().out
     assert [x["train/lr"] for x in h.read_jsonl(run_dir / "metrics.jsonl")] == [4e-3, 4e-3, 5e-3, 5e-3]
 
@@ -958,37 +934,56 @@ def test_other_settings_may_change(task, finished, tmp_path):
         experiment_name="renamed",
         resume_mode=str(tmp_path / "run" / "global_step_2"),
     )
-    assert checkpoint.list_steps(go_on(task, finished, tmp_path, **changes)) == [3, 4]
+    assert files.list_steps(go_on(task, finished, tmp_path, **changes)) == [3, 4]
 
 
-def test_another_script_and_flags_that_one_side_lacks_are_refused(task, tmp_path):
+def test_another_script_and_flags_that_one_side_lacks_are_differences(task):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
-    then = checkpoint._describe(args, tokenizer, 10)
+    then = resume.describe(args, tokenizer, 10)
     assert then["script"] == "train_grpo"
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"step": 1, **then}))
-    free = flags.free(train_grpo.Args)
-    checkpoint._compare(tmp_path, then, {}, free, force=False)
+    free, defaults = flags.free(args), then["args"]
+    assert resume.differences(then, then, defaults, free) == []
     own = {"new_flag": 3, **then["args"]}
-    checkpoint._compare(tmp_path, then | {"args": own}, {"new_flag": 3, "kl_coef": 1.0}, free, force=False)
-    with pytest.raises(ValueError, match="--new-flag: was 4, is 3"):  # it changed while the script got it
-        checkpoint._compare(tmp_path, then | {"args": own}, {"new_flag": 4}, free, force=False)
-    del own["kl_coef"]
-    with pytest.raises(ValueError, match="other settings") as error:
-        checkpoint._compare(tmp_path, then | {"script": "train_dapo", "args": own}, {"kl_coef": 1.0}, free, force=False)
-    assert (
-        "script: was train_grpo.py, is train_dapo.py\n--kl-coef: was 0.001, is unknown\n--new-flag: was unknown, is 3"
-        in (str(error.value))
+    assert resume.differences(then, then | {"args": own}, defaults | {"new_flag": 3}, free) == []
+    changed = resume.differences(then, then | {"args": own}, defaults | {"new_flag": 4}, free)
+    assert changed == ["--new-flag: was 4, is 3"]  # it was given when the script got it
+    now = then | {"script": "train_dapo", "args": own}
+    assert resume.differences(then, now, defaults | {"new_flag": 3}, free) == [
+        "script: was train_grpo.py, is train_dapo.py"
+    ]
+
+
+def test_flags_that_a_script_no_longer_has_are_named_in_one_sentence(task, finished, tmp_path, capsys):
+    """Whatever they were: their default of that time is not known. Free or not, too."""
+    folder = shutil.copytree(finished, tmp_path / "run") / "global_step_2"
+    written = json.loads((folder / "trainer_state.json").read_text())
+    written["args"] |= {"adv_estimator": "grpo", "loss_mode": "vanilla"}
+    (folder / "trainer_state.json").write_text(json.dumps(written))
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest["files"]["trainer_state.json"] = files.size_and_hash(folder / "trainer_state.json")
+    manifest.pop("sha256")
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": files.hash_of(manifest)}))
+    settings = h.sft_settings(task, tmp_path / "run", total_training_steps=4, lr_scheduler_type="constant")
+    words = (
+        "sft.py does not have these flags; --force-resume continues without them: --adv-estimator grpo, "
+        "--loss-mode vanilla"
     )
+    with pytest.raises(ValueError, match="comes from a run with other settings") as error:
+        sft.main(build(sft.Args, **settings))
+    assert str(error.value).splitlines()[1:] == [words]
+    h.leave_distributed()
+    sft.main(build(sft.Args, **settings, force_resume=True))
+    assert files.list_steps(tmp_path / "run") == [2, 4] and words in capsys.readouterr().out
 
 
 def test_a_tokenizer_that_gives_other_ids_is_another_one(task):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
-    before = checkpoint._describe(args, tokenizer, 10)["tokenizer_sha256"]
+    before = resume.describe(args, tokenizer, 10)["tokenizer_sha256"]
     template = TemplateProcessing(single="$0 <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = template
-    assert checkpoint._describe(args, tokenizer, 10)["tokenizer_sha256"] != before
+    assert resume.describe(args, tokenizer, 10)["tokenizer_sha256"] != before
 
 
 def test_changed_data_is_refused(task, finished, tmp_path):
@@ -1018,6 +1013,12 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
         go_on(task, finished, tmp_path, total_training_steps=1)
 
 
+def name_of(args):
+    """The name of the folder of a run with these Args."""
+    names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
+    return run_folder.name_of(args.checkpoints.default_local_dir, names)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -1041,12 +1042,12 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
 def test_names_that_are_no_folder_are_refused(settings, words):
     for module in SCRIPTS:
         with pytest.raises(ValueError, match=words):
-            checkpoint_files.run_dir(build(module.Args, **settings))
+            name_of(build(module.Args, **settings))
 
 
 def test_names_fill_the_placeholders():
     args = build(
         sft.Args, project_name="p-1", experiment_name="e_2.b", default_local_dir="/a b/{experiment_name}/{project_name}"
     )
-    assert checkpoint_files.run_dir(args) == "/a b/e_2.b/p-1"
-    assert checkpoint_files.run_dir(sft.Args()) == "runs/glassrl/sft"
+    assert name_of(args) == "/a b/e_2.b/p-1"
+    assert name_of(sft.Args()) == "runs/glassrl/sft"
