@@ -134,9 +134,7 @@ class Engine:
         self.may_be_new = False
         if every:
             params = {way: _params(way) for way in {request.sampling for _, request in every}}
-            requests = [request for _, request in every]
-            watched = [bool(x.sampling.stop) for x in requests]
-            names = self.core.add([x.prompt_ids for x in requests], [params[x.sampling] for x in requests], watched)
+            names = self.core.add([x.prompt_ids for _, x in every], [params[x.sampling] for _, x in every])
             for name, (rank, x) in zip(names, every, strict=True):
                 self.in_flight[name] = InFlight(rank, x.key, x.sampling.stop, self.policy_version)
                 if x.sampling.stop:

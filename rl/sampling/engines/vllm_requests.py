@@ -1,7 +1,7 @@
-"""Requests in flight in vLLM, by its own `LLMEngine.add_request` and `step`: tokens and log-probs as they come.
+"""Requests in flight in vLLM, read from its core: tokens and log-probs of every decoding step.
 
-(Keeping sequences that only get one token longer out of vLLM's scheduler was tried: on an idle host a decoding step
-took 8.0 ms in place of 8.1, see docs/log.md.)
+`LLM.generate` and `LLMEngine.step` turn each token of each sequence into objects for their users, in Python, which
+takes twice as long as the GPU: 17 to 21 s for 512 responses of 1,024 tokens in place of 9 to 10 (docs/log.md).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Growing(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a step says of a response, by vLLM's name of the request."""
+    """What a decoding step did for a response, by vLLM's name of the request."""
 
     name: str
     finish_reason: str | None  # None: it goes on
@@ -26,55 +26,41 @@ class Requests:
     """The requests of a vllm.LLM. `growing` has what is known of each response, until the caller takes it out."""
 
     def __init__(self, llm: Any):
-        self.engine, self.count = llm.llm_engine, 0
+        self.llm, self.core = llm, llm.llm_engine.engine_core
+        self.scheduler = self.core.engine_core.scheduler
         self.growing: dict[str, Growing] = {}
-        self.scheduler = self.engine.engine_core.engine_core.scheduler
 
-    def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any], watched: Sequence[bool]) -> list[str]:
-        """Take requests, prompts as token ids and a SamplingParams for each; returns their names.
-
-        `watched`: whether the caller looks at a response after every token; else vLLM reports its end only.
-        """
-        from vllm.sampling_params import RequestOutputKind
-
-        names = []
-        for prompt, param, every_token in zip(prompts, params, watched, strict=True):
-            names.append(f"glassrl-{self.count}")
-            self.count += 1
-            param = param.clone()
-            param.output_kind = RequestOutputKind.DELTA if every_token else RequestOutputKind.FINAL_ONLY
-            self.engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, param)
-            self.growing[names[-1]] = Growing([], [])
+    def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[str]:
+        """Take requests, prompts as token ids and a SamplingParams for each; returns their names."""
+        names = self.llm.enqueue([{"prompt_token_ids": list(x)} for x in prompts], list(params), use_tqdm=False)
+        # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
+        self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
+        self.growing |= {name: Growing([], []) for name in names}
         return names
 
     def step(self) -> list[Output]:
-        """Sample about one more token for each; returns the responses that have ended or are watched."""
-        found = []
-        for output in self.engine.step():
-            [part], growing = output.outputs, self.growing[output.request_id]
-            growing.token_ids.extend(part.token_ids)
-            growing.logprobs.extend(at[i].logprob for i, at in zip(part.token_ids, part.logprobs, strict=True))
-            found.append(Output(output.request_id, part.finish_reason if output.finished else None))
+        """Sample about one more token for each."""
+        found, outputs = [], self.core.get_output()
+        if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
+            stats.record(outputs.scheduler_stats, None)
+        for output in outputs.outputs:
+            if (growing := self.growing.get(output.request_id)) is None:
+                continue  # aborted, and its last token was on the way
+            if output.new_token_ids:
+                growing.token_ids.extend(output.new_token_ids)
+                growing.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            found.append(Output(output.request_id, reason))
         return found
 
     def has_requests(self) -> bool:
-        """Whether vLLM has anything left to do. Its engine would also count what its core has dropped."""
+        """Whether vLLM has anything left to do."""
         return self.scheduler.has_requests()
-
-    def _states(self) -> dict[str, Any]:
-        """What vLLM has so far, by our name of the request."""
-        return {state.external_req_id: state for state in self.engine.output_processor.request_states.values()}
 
     def begun(self) -> set[str]:
         """Names of the requests that have a token."""
-        return {name for name, state in self._states().items() if state.detokenizer.output_token_ids}
+        return {name for name, growing in self.growing.items() if growing.token_ids}
 
     def abort(self, names: Sequence[str]) -> None:
         """Drop requests; what they have so far stays in `growing`."""
-        states = self._states()
-        for name in names:
-            if (state := states.get(name)) is not None and not self.growing[name].token_ids:
-                ids, at = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
-                self.growing[name].token_ids.extend(ids)
-                self.growing[name].logprobs.extend(x[i].logprob for i, x in zip(ids, at, strict=True))
-        self.engine.abort_request(list(names))
+        self.core.abort_requests(list(names))
