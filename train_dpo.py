@@ -5,10 +5,10 @@
     torchrun train_dpo.py --offline --train-files data/preferences/train.parquet                   # DPO as published
 
 Direct Preference Optimization (arXiv 2305.18290) needs no advantages and no critic. A pair is two responses to one
-prompt: w is chosen (it wins), l is rejected (it loses). The policy is the model that learns, the reference is the
-policy before training. logp_t and ref_logp_t are the log-probabilities that they give to token t of a response:
+prompt, a chosen and a rejected one. The policy is the model that learns, the reference is the policy before training.
+With l_t the log-probability that the policy gives to token t of a response, and l_ref_t that of the reference:
 
-    log-ratio   h = sum over t of (logp_t - ref_logp_t)           h_w of the chosen response, h_l of the rejected one
+    log-ratio   h = sum over t of (l_t - l_ref_t)          h_w of the chosen response (it wins), h_l of the rejected one
     loss        L = mean over pairs of -log sigmoid(beta (h_w - h_l))
 
 beta h is called the implicit reward of a response: the loss is small if that of the chosen one is much larger. IPO,
@@ -54,7 +54,7 @@ from rl.scoring.pool import raise_if_failing
 # The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
 # tokens; k_w, k_l: means of h_w and of h_l over all pairs of the step, by the policy that begins it.
 LOSSES = {
-    # Minus the log-likelihood (Bradley and Terry) that the chosen one wins: eq. 7; with --pairs solution SPIN, eq. 4.7.
+    # Minus the log-likelihood (Bradley and Terry) that the chosen one wins: DPO, eq. 7; with solutions SPIN, eq. 4.7.
     "dpo": lambda h_w, h_l, beta, **_: -F.logsigmoid(beta * (h_w - h_l)),
     # (h_w / T_w - h_l / T_l - 1 / (2 beta))^2: a finite goal. The paper does not divide by T. Eq. 17, arXiv 2310.12036.
     "ipo": lambda h_w, h_l, T_w, T_l, beta, **_: (
@@ -165,7 +165,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
-        asked = [] if args.offline else rows  # prompts that the policy answers
+        asked = [] if args.offline else rows  # prompts that the policy answers; offline none
 
         # 2. Rollouts: give the engine the policy's weights, and sample responses to each prompt. Then the trainer
         # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.

@@ -183,10 +183,10 @@ def gather_responses(
 
 
 def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
-    """The responses that come with rows, see `prompts.add_given`, as if they had been sampled: the first of a row has the
-    score 1, the others 0, and the engine's log-probs are 0.
+    """The responses that come with rows, see `prompts.add_given`, as if they had been sampled: the first of a row has
+    the score 1, the others 0, and the engine's log-probs are 0.
 
-    Every rank has all rows, so nothing is sent; each has the tokens of its slice of the rows, as after `gather_responses`.
+    Every rank has all rows, so nothing is sent. As after `gather_responses`, a rank has the tokens of its slice only.
     """
     n, responses = len(rows), []
     ranks_of_rows = [r for r in range(ranks.data_size) for _ in ranks.slice_of(n, r)]
