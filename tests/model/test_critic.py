@@ -11,7 +11,6 @@ from helpers_data import ranks_without_group, update
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -20,17 +19,15 @@ from transformers import (
 from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
-from rl.data.types import Sampling, take_rows
+from rl.data.types import take_rows
 from rl.model import critic, logprobs, reward_model, sharding
-from rl.model import load as models
+from rl.model.lora import LoRA
 from rl.ranks import init_ranks
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = launch.TESTS / "models" / "workers" / "values.py"
+WORKER = launch.TESTS / "model" / "workers" / "values.py"
 ALONE = ranks_without_group(dtype=torch.float64)
-TEMPERATURE = worker.TEMPERATURE
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +59,6 @@ def packed_critic(folder, dtype=torch.float64):
     return logprobs.add_packed_forward(model)
 
 
-def shared_policy(folder, dtype=torch.float64):
-    """A policy with a value head that is not zero."""
-    policy = models.load_causal_lm(folder, ALONE, dtype=dtype)
-    models.add_value_head(policy)
-    with torch.no_grad():
-        policy.value_head.weight.copy_(worker.head_weight(policy.value_head.in_features))
-    return policy
-
-
 def prefix_values(model, batch):
     """(B, T): for every token that counts, the score of all that stands before it, one prefix at a time."""
     rows = []
@@ -80,27 +68,17 @@ def prefix_values(model, batch):
     return torch.stack(rows)
 
 
-def plain_step(batch, rows, model, head=None):
-    """Objective and gradients by name of one step with transformers' models, one row at a time.
-
-    `head` (1, H) belongs to a policy, whose log-probs and entropies then take part.
-    """
+def plain_step(batch, rows, model):
+    """Objective and gradients by name of one step with transformers' critic, one row at a time."""
     model.zero_grad()
-    weight = model.score.weight if head is None else head.clone().requires_grad_()
     total = 0.0
     for i in rows:
         row = take_rows(batch, [i])
-        out = model(input_ids=row.input_ids, output_hidden_states=True)
-        terms = [nn.functional.pad(out.hidden_states[-1][:, :-1] @ weight[0], (1, 0))]
-        if head is not None:
-            full = (out.logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-            logp, entropy = full.gather(-1, row.input_ids[:, 1:, None])[..., 0], -(full.exp() * full).sum(-1)
-            terms += [nn.functional.pad(x, (1, 0)) for x in (logp, entropy)]
-        loss = worker.objective(row, *terms)
+        hidden = model(input_ids=row.input_ids, output_hidden_states=True).hidden_states[-1]
+        loss = worker.objective(row, nn.functional.pad(hidden[:, :-1] @ model.score.weight[0], (1, 0)))
         loss.backward()
         total += loss.item()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return total, gradients if head is None else gradients | {"value_head.weight": weight.grad}
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def close(actual, expected, tolerance):
@@ -150,24 +128,12 @@ def test_values_ignore_padding_neighbours_and_the_token_they_precede(judge, batc
 
 
 @torch.no_grad()
-def test_the_head_runs_in_float32_on_bfloat16_states(judge, tiny_model, batch):
+def test_the_head_runs_in_float32_on_bfloat16_states(judge, batch):
     expected = prefix_values(plain_critic(judge), batch)
-    shared = shared_policy(tiny_model, torch.bfloat16)
-    *_, joint = critic.token_logprobs_and_values(shared, batch, sampling=Sampling(temperature=TEMPERATURE))
-    for values in (critic.token_values(packed_critic(judge, torch.bfloat16), batch), joint):
-        assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
-        counts = batch.response_mask > 0
-        assert (values - expected)[counts].abs().mean() < 0.1 * expected[counts].std()
-
-
-@torch.no_grad()
-def test_one_pass_over_a_shared_backbone_equals_two(judge, tiny_model, batch):
-    policy = shared_policy(tiny_model)
-    logp, entropy, values = critic.token_logprobs_and_values(policy, batch, sampling=Sampling(temperature=TEMPERATURE))
-    assert torch.equal(values, critic.token_values(policy, batch))
-    expected = logprobs.token_logprobs(policy, batch, sampling=Sampling(temperature=TEMPERATURE))
-    assert torch.equal(logp, expected[0]) and torch.equal(entropy, expected[1]) and logp.min() < -8
-    close(values, critic.token_values(packed_critic(judge), batch), 1e-12)  # the same backbone, the same head
+    values = critic.token_values(packed_critic(judge, torch.bfloat16), batch)
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+    counts = batch.response_mask > 0
+    assert (values - expected)[counts].abs().mean() < 0.1 * expected[counts].std()
 
 
 def test_fixed_values_fill_their_own_rows(judge, batch):
@@ -184,32 +150,27 @@ def test_fixed_values_fill_their_own_rows(judge, batch):
 
 
 @pytest.fixture(scope="module")
-def measured(tiny_model, judge, batch, tmp_path_factory):
-    """World size -> what tests/models/workers/values.py found on each of its ranks."""
+def measured(judge, batch, tmp_path_factory):
+    """World size -> what tests/model/workers/values.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("values")
     torch.save(batch, folder / "batch.pt")
-    launch.run_file(WORKER, tiny_model, judge, folder / "batch.pt", folder, nproc=2)
-    alone = worker.measure(tiny_model, judge, batch, init_ranks())
+    launch.run_file(WORKER, judge, folder / "batch.pt", folder, nproc=2)
+    alone = worker.measure(judge, batch, init_ranks())
     h.leave_distributed()
     return {1: [alone], 2: [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}
 
 
 @pytest.fixture(scope="module")
-def steps(tiny_model, judge, batch):
-    """(kind of critic, rows) -> objective and gradients of one step by transformers' own models."""
-    head = worker.head_weight(96).double()
-    return {
-        (kind, name): plain_step(batch, rows, *arguments)
-        for name, rows in (("all", worker.ALL), ("one", worker.ONE))
-        for kind, arguments in (("critic", (plain_critic(judge),)), ("shared", (plain_model(tiny_model), head)))
-    }
+def steps(judge, batch):
+    """rows -> objective and gradients of one step by transformers' own model."""
+    plain = plain_critic(judge)
+    return {name: plain_step(batch, rows, plain) for name, rows in (("all", worker.ALL), ("one", worker.ONE))}
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 40, 1])
-@pytest.mark.parametrize("kind", ["critic", "shared"])
-def test_gradients_reach_head_and_backbone_however_the_step_is_cut(judge, tiny_model, batch, steps, kind, max_tokens):
-    model = packed_critic(judge) if kind == "critic" else shared_policy(tiny_model)
-    expected_loss, expected = steps[kind, "all"]
+def test_gradients_reach_head_and_backbone_however_the_step_is_cut(judge, batch, steps, max_tokens):
+    model = packed_critic(judge)
+    expected_loss, expected = steps["all"]
     loss = worker.backward(model, batch, worker.ALL, max_tokens=max_tokens, ranks=ALONE)
     assert loss == pytest.approx(expected_loss, rel=1e-9)
     assert largest_error({name: p.grad for name, p in model.named_parameters()}, expected) < 1e-9
@@ -218,12 +179,11 @@ def test_gradients_reach_head_and_backbone_however_the_step_is_cut(judge, tiny_m
 
 @pytest.mark.parametrize("rows", ["all", "one"])
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["critic", "shared"])
-def test_gradients_do_not_depend_on_the_world_size(measured, steps, kind, world_size, rows):
+def test_gradients_do_not_depend_on_the_world_size(measured, steps, world_size, rows):
     """Of one row, a rank of two gets none: it runs an empty micro-batch, or the other one would wait for ever."""
-    expected_loss, expected = steps[kind, rows]
+    expected_loss, expected = steps[rows]
     for rank in measured[world_size]:
-        loss, gradients = rank[kind][rows]
+        loss, gradients = rank[rows]
         assert loss == pytest.approx(expected_loss, rel=1e-9)
         assert largest_error(gradients, expected) < 1e-9
 
@@ -233,24 +193,16 @@ def test_fixed_values_do_not_depend_on_the_world_size(judge, batch, measured, wo
     with torch.no_grad():
         expected = prefix_values(plain_critic(judge), take_rows(batch, [0]))[0]
     for rank in measured[world_size]:
-        for kind in ("critic", "shared"):
-            close(rank[kind]["values"][0, : len(expected)], expected.to(rank[kind]["values"].dtype), 1e-6)
-            assert not rank[kind]["values"][1:].any()
+        close(rank["values"][0, : len(expected)], expected.to(rank["values"].dtype), 1e-6)
+        assert not rank["values"][1:].any()
 
 
-@pytest.mark.parametrize("kind", ["critic", "shared"])
-def test_empty_rows_give_zeros_and_zero_gradients(judge, tiny_model, batch, kind):
-    model = packed_critic(judge) if kind == "critic" else shared_policy(tiny_model)
+def test_empty_rows_give_zeros_and_zero_gradients(judge, batch):
+    model = packed_critic(judge)
     for rows in ([], [4]):  # row 4 has no token that counts
         micro = take_rows(batch, rows)
         values = critic.token_values(model, micro)
         assert values.shape == micro.input_ids.shape and not values.any()
-        if kind == "shared":
-            *others, values = critic.token_logprobs_and_values(
-                model, micro, sampling=Sampling(temperature=1.0), entropy_grad=True
-            )
-            assert not values.any() and not any(x.any() for x in others)
-            values = values + sum(others)
         values.sum().backward()
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
@@ -260,24 +212,19 @@ def test_empty_rows_give_zeros_and_zero_gradients(judge, tiny_model, batch, kind
 
 
 def test_a_new_head_is_zero_and_moves_first(tiny_model, batch):
-    separate, policy = packed_critic(tiny_model, torch.float32), models.load_causal_lm(tiny_model, ALONE)
-    models.add_value_head(policy)
-    for model, head in ((separate, separate.score), (policy, policy.value_head)):
-        assert head.weight.shape == (1, 96) and head.weight.dtype == torch.float32 and head.bias is None
-        values = critic.token_values(model, batch)
-        assert not values.any()
-        worker.objective(batch, values).backward()
-        assert {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()} == {
-            "score.weight" if model is separate else "value_head.weight"
-        }
+    model = packed_critic(tiny_model, torch.float32)
+    head = model.score
+    assert head.weight.shape == (1, 96) and head.weight.dtype == torch.float32 and head.bias is None
+    values = critic.token_values(model, batch)
+    assert not values.any()
+    worker.objective(batch, values).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()] == ["score.weight"]
 
 
-@pytest.mark.parametrize("flag", ["--critic-model", "--model"])
-def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model, world, flag):
+def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model, world):
     for folder in (judge, tiny_model):
         written = load_file(f"{folder}/model.safetensors")
-        paths = dict(critic_model=folder, model="unused") if flag == "--critic-model" else dict(model=folder)
-        model = critic.load_critic(worker.arguments(**paths), world)
+        model = worker.load_critic(folder, world)
         assert all(parameter.requires_grad for parameter in model.parameters())
         loaded = dict(sharding.full_tensors(model))
         assert all(torch.equal(loaded[name], x) for name, x in written.items())
@@ -305,9 +252,8 @@ def refused(judge, tmp_path):
 def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
-    def check(folder, **changes):
-        args = worker.arguments(model=tiny_model, critic_model=folder and str(folder), **changes)
-        critic.check_critic(args, tokenizer)
+    def check(folder, longest=worker.LONGEST):
+        critic.check_critic(str(folder), tokenizer, LoRA(), policy=tiny_model, longest=longest)
 
     for name, words in (
         ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),
@@ -315,13 +261,13 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
         ("bert", "a BertForSequenceClassification has no linear `score` head"),
     ):
         with pytest.raises(ValueError, match=f"--critic-model .*{name}: {words}"):
-            critic.load_critic(worker.arguments(critic_model=str(refused[name])), ALONE)
+            worker.load_critic(str(refused[name]), ALONE)
     with pytest.raises(ValueError, match="--critic-model .*two_labels: its head gives 2 labels"):
         check(refused["two_labels"])
-    for folder in (tiny_model, judge, None):
+    for folder in (tiny_model, judge):
         check(folder)
     with pytest.raises(ValueError, match=r"--max-prompt-length \+ --max-response-length = 513 tokens, but .* 512 pos"):
-        check(judge, max_response_length=501)
+        check(judge, longest=513)
     tokenizer.add_tokens("<tool>")
     with pytest.raises(ValueError, match="--critic-model .*: its tokenizer is not that of --model"):
         check(judge)
@@ -335,63 +281,26 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_head_is_sharded_with_the_root_from_rank_0(measured, judge, world_size):
+    written = load_file(f"{judge}/model.safetensors")
     for rank in measured[world_size]:
-        for kind in ("critic", "shared"):
-            assert rank[kind]["units"] == ["", "model.layers.0", "model.layers.1"]
-        assert torch.equal(rank["shared"]["loaded"]["value_head.weight"], torch.zeros(1, 96, dtype=torch.float64))
-        written = load_file(f"{judge}/model.safetensors")
-        assert all(torch.equal(rank["critic"]["loaded"][name], x.double()) for name, x in written.items())
+        assert rank["units"] == ["", "model.layers.0", "model.layers.1"]
+        assert all(torch.equal(rank["loaded"][name], x.double()) for name, x in written.items())
+        assert "score.weight" in rank["exported"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_engines_and_exports_do_not_get_the_value_head(measured, tiny_model, judge, world_size):
-    names = [name for name, _ in AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()]
+def test_a_step_after_offloading_changes_no_bit(measured, world_size):
     for rank in measured[world_size]:
-        assert rank["shared"]["for the engine"] == dict.fromkeys(names, torch.float32)  # of the ranks' precision
-        assert set(rank["shared"]["loaded"]) == {*names, "value_head.weight"}
-        assert "score.weight" in rank["critic"]["for the engine"]
-
-
-def test_an_engine_takes_a_push_of_a_policy_with_a_value_head(tiny_model, world, batch):
-    policy = models.load_policy(worker.arguments(model=tiny_model), world, value_head=True)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.5)
-    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=64)
-    engine.update_weights(models.weights_for_engine(policy, world))
-    pushed = dict(engine.model.named_parameters())
-    for name, x in models.exported(policy, sharding.full_tensors(policy)):
-        assert torch.equal(pushed.pop(name), x)
-    assert not pushed
-
-
-def test_exported_leaves_out_the_value_head_and_nothing_else(tiny_model):
-    names = [
-        "model.embed_tokens.weight",
-        "value_head.weight",
-        "model.value_head.weight",
-        "value_head.bias",
-        "score.weight",
-    ]
-    policy = models.load_causal_lm(tiny_model, ALONE)
-    kept = models.exported(policy, ((name, torch.tensor(i)) for i, name in enumerate(names)))
-    assert [(name, int(x)) for name, x in kept] == [(names[i], i) for i in (0, 2, 4)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["critic", "shared"])
-def test_a_step_after_offloading_changes_no_bit(measured, kind, world_size):
-    for rank in measured[world_size]:
-        (expected, _), (actual, places) = rank[kind]["trained"]
+        (expected, _), (actual, places) = rank["trained"]
         assert all(torch.equal(actual[name], x) for name, x in expected.items())
-        assert all((x - rank[kind]["loaded"][name]).abs().max() > 5e-3 for name, x in expected.items())
+        assert all((x - rank["loaded"][name]).abs().max() > 5e-3 for name, x in expected.items())
         assert places == [{"cpu"}, set(), {"cpu"}, {"cpu"}, {"cpu"}, {"cpu"}]  # there is no state before the first step
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, fused):
     """To the meta device, which stands for an accelerator: any machine has it."""
-    model = critic.load_critic(worker.arguments(critic_model=judge), world)
+    model = worker.load_critic(judge, world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     worker.backward(model, batch, worker.ONE, max_tokens=40, ranks=world)
     optimizer.step()
@@ -408,7 +317,7 @@ def test_onload_moves_weights_and_moments_but_not_the_step(judge, world, batch, 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU machine there is nowhere to offload from")
 def test_offloading_frees_the_device_and_changes_no_bit(judge, world, batch):
-    model = critic.load_critic(worker.arguments(critic_model=judge), world)
+    model = worker.load_critic(judge, world)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step():
