@@ -26,17 +26,18 @@ import train_dapo
 import train_distill
 import train_dpo
 import train_grpo
+import train_grpo_variants
 import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
 from rl import flags
+from rl.data import token_selection
 from rl.data.encode import encode_sft
 from rl.data.order import derive_seed
 from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
-from rl.model import sharding
 from rl.ranks import Ranks
 from rl.sampling.engines import hf
 
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 
 SCRIPTS = {
     "train_grpo": train_grpo,
+    "train_grpo_variants": train_grpo_variants,
     "train_ppo": train_ppo,
     "train_dapo": train_dapo,
     "train_reinforce": train_reinforce,
@@ -59,6 +61,11 @@ SCRIPTS = {
 @pytest.fixture
 def grpo(task, tmp_path):
     return h.Runs(train_grpo, partial(h.grpo_settings, task), tmp_path)
+
+
+@pytest.fixture
+def variants(task, tmp_path):
+    return h.Runs(train_grpo_variants, partial(h.grpo_settings, task), tmp_path)
 
 
 def greedy(folder, file, count):
@@ -167,7 +174,7 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     untrained = [g["response"] for g in h.read_jsonl(folder / "generations.jsonl") if g["step"] == 0]
     assert untrained[:3] == greedy(settings["model"], task.test, 3)
     # What the console shows.
-    assert "new run, steps 1-2, 1 rank(s), 4 prompts x 4 responses and 1 update(s) a step, 64 prompts" in output
+    assert "new run, steps 1-2, 1 rank(s), 4 prompts x 4 responses and 1 update(s) a step\n" in output
     for k in (1, 2):
         assert re.search(rf"^step {k}/2 \| reward {train[k - 1]['critic/score/mean']:.3f} \| ", output, re.MULTILINE)
     assert output.count("  response: ") == 2 and output.count("<|im_start|>user") == 2
@@ -235,16 +242,17 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
 
 def test_help_from_the_command_line():
     text = launch.run_file("train_grpo.py", "--help")
-    assert "--adv-estimator" in text and "GRPO: sample a group of responses" in text
+    assert "--rollout-n" in text and "GRPO: sample a group of responses" in text and "--adv-estimator" not in text
+    assert "--adv-estimator" in launch.run_file("train_grpo_variants.py", "--help")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Algorithms
 
 
-def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formula_says(grpo):
-    names = [name for name in train_grpo.ADVANTAGES if name != "gdpo"]  # which needs parts
-    runs = {name: grpo(adv_estimator=name, total_training_steps=1, max_response_length=24) for name in names}
+def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formula_says(variants):
+    names = [name for name in train_grpo_variants.ADVANTAGES if name != "gdpo"]  # which needs parts
+    runs = {name: variants(adv_estimator=name, total_training_steps=1, max_response_length=24) for name in names}
     assert all(math.isfinite(m["actor/loss"]) and m["actor/grad_norm"] > 0 for m in runs.values())
     norm = {name: m["actor/grad_norm"] for name, m in runs.items()}
     score = runs["grpo"]["critic/score/mean"]  # the same responses for all: seed 0, step 0
@@ -265,18 +273,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_gdpo_compares_the_parts_of_a_score(grpo, tmp_path):
+def test_gdpo_compares_the_parts_of_a_score(variants, tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
     common = dict(custom_reward_function=(str(tmp_path / "parts.py"),), total_training_steps=1, lr=0.0)
     both = dict(adv_estimator="gdpo", gdpo_reward_keys=("parity", "third"))
-    runs = [grpo(**common, **x) for x in (both, both | dict(gdpo_reward_weights=(1.0, 0.0)), both, {})]
+    runs = [variants(**common, **x) for x in (both, both | dict(gdpo_reward_weights=(1.0, 0.0)), both, {})]
     norms = [x["actor/grad_norm"] for x in runs]
     assert norms[0] == norms[2] > 0.05 and len({round(x, 4) for x in norms}) == 3
-    only = grpo(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("parity",)))
+    only = variants(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("parity",)))
     assert only["actor/grad_norm"] == pytest.approx(norms[1], rel=1e-6)  # the other part weighs nothing
     h.leave_distributed()
     with pytest.raises(ValueError, match="--gdpo-reward-keys style: scores of the first rows have parity, third;"):
-        grpo(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("style",)))
+        variants(**common | dict(adv_estimator="gdpo", gdpo_reward_keys=("style",)))
 
 
 @pytest.mark.parametrize(
@@ -294,32 +302,33 @@ def test_gdpo_compares_the_parts_of_a_score(grpo, tmp_path):
         (dict(loss_mode="gspo"), "--loss-mode gspo needs --loss-agg-mode seq-mean-token-mean"),
     ],
 )
-def test_what_estimators_and_losses_need_is_asked_for(settings, words):
+def test_what_estimators_and_losses_need_is_asked_for(variants, settings, words):
     with pytest.raises(ValueError, match=words):
-        train_grpo.validate(build(train_grpo.Args, **settings))
+        variants(**settings)
+    assert not variants.dir(1).exists()
 
 
-def test_only_the_most_uncertain_tokens_teach(grpo, monkeypatch):
+def test_only_the_most_uncertain_tokens_teach(variants, monkeypatch):
     """A fifth of the tokens of the step has an advantage, those of the largest entropies, in any micro-batches."""
     seen = []
 
-    def record(batch, *args, select=train_grpo.select):
+    def record(batch, *args, take_rows=train_grpo_variants.take_rows):
         seen.append(batch)
-        return select(batch, *args)
+        return take_rows(batch, *args)
 
-    monkeypatch.setattr(train_grpo, "select", record)
+    monkeypatch.setattr(train_grpo_variants, "take_rows", record)
     entropies = []
 
-    def entropies_of(*args, sampling, fixed=train_grpo.fixed_entropies):
+    def entropies_of(*args, sampling, fixed=train_grpo_variants.fixed_entropies):
         assert sampling.temperature == 0.7  # that of the policy that is trained
         entropies.append(fixed(*args, sampling=sampling))
         return entropies[-1]
 
-    monkeypatch.setattr(train_grpo, "fixed_entropies", entropies_of)
+    monkeypatch.setattr(train_grpo_variants, "fixed_entropies", entropies_of)
     settings = dict(total_training_steps=1, adv_estimator="dr_grpo", temperature=0.7)
-    one = grpo(top_entropy_quantile=0.2, **settings)
-    few = grpo(top_entropy_quantile=0.2, **settings, ppo_max_token_len_per_gpu=44)
-    whole = grpo(**settings)
+    one = variants(top_entropy_quantile=0.2, **settings)
+    few = variants(top_entropy_quantile=0.2, **settings, ppo_max_token_len_per_gpu=44)
+    whole = variants(**settings)
     assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
     assert 0 < one["actor/grad_norm"] != pytest.approx(whole["actor/grad_norm"], rel=1e-2)
     batch, entropy, mask = seen[0], entropies[0], seen[0].response_mask.bool()
@@ -335,20 +344,20 @@ def whole_advantages(other, batch):
 
 
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
-def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mode):
+def test_losses_of_chosen_tokens_choose_over_a_mini_batch(variants, monkeypatch, mode):
     """In any micro-batches, with one update a step too, where `kl_cov` is the plain policy gradient."""
     seen = []
 
-    def record(args, mode, batch, updates, *rest, seed, choose=train_grpo.choice.choose, **options):
-        assert seed == derive_seed(args.seed, 0)  # of run and step
+    def record(flags, mode, batch, updates, *rest, seed, choose=token_selection.choose, **options):
+        assert seed == derive_seed(7, 0)  # of run and step
         options["seed"] = seed
-        seen.append((choose(args, mode, batch, updates, *rest, **options), updates))
+        seen.append((choose(flags, mode, batch, updates, *rest, **options), updates))
         return seen[-1][0]
 
-    monkeypatch.setattr(train_grpo.choice, "choose", record)
-    rule = dict(clip_cov_ratio=0.1, clip_cov_lb=0.0, kl_cov_ratio=0.1, ppo_kl_coef=3.0, total_training_steps=1, lr=1e-3)
+    monkeypatch.setattr(token_selection, "choose", record)
+    rule = dict(clip_cov_ratio=0.1, clip_cov_lb=0.0, kl_cov_ratio=0.1, ppo_kl_coef=3.0, total_training_steps=1, seed=7)
     several = rule | dict(ppo_mini_batch_size=2, loss_mode=mode)
-    one, few = grpo(**several), grpo(**several, ppo_max_token_len_per_gpu=44)
+    one, few = variants(**several), variants(**several, ppo_max_token_len_per_gpu=44)
     assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
     assert few["actor/pg_clipfrac"] == one["actor/pg_clipfrac"]
     (batch, updates), (other, _) = seen
@@ -359,9 +368,9 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(grpo, monkeypatch, mod
         cov, chosen = (logp - logp.mean()) * (advantage - advantage.mean()), batch.chosen[own]
         assert chosen.sum() == int(0.1 * own.sum()) > 5
         assert cov[chosen].min() >= (0 if mode == "clip_cov" else cov[~chosen].max()) - 1e-6
-    plain = grpo(**several | dict(loss_mode="ppo_clip"))
+    plain = variants(**several | dict(loss_mode="ppo_clip"))
     assert plain["actor/grad_norm"] != pytest.approx(one["actor/grad_norm"], rel=1e-2)
-    whole, gradient = (grpo(**rule, loss_mode=name)["actor/grad_norm"] for name in (mode, "policy_gradient"))
+    whole, gradient = (variants(**rule, loss_mode=name)["actor/grad_norm"] for name in (mode, "policy_gradient"))
     assert (whole == pytest.approx(gradient, rel=1e-4)) == (mode == "kl_cov")
 
 
@@ -397,11 +406,11 @@ def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypa
     assert metrics["perf/total_num_tokens"] == num_tokens + 16 * 30
 
 
-LOSS_MODES = [name for name in train_grpo.LOSSES if name != "luspo"]  # gspo with another mean
+LOSS_MODES = [name for name in train_grpo_variants.LOSSES if name != "luspo"]  # gspo with another mean
 
 
-def test_on_policy_all_surrogates_have_the_same_gradient(grpo):
-    runs = [grpo(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
+def test_on_policy_all_surrogates_have_the_same_gradient(variants):
+    runs = [variants(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
     assert all(math.isfinite(m["actor/loss"]) for m in runs)
     assert [m["actor/grad_norm"] for m in runs] == pytest.approx([runs[0]["actor/grad_norm"]] * len(runs), rel=1e-4)
     chosen = {"kl_cov"}  # which chooses the largest covariances, wherever they are
@@ -410,12 +419,12 @@ def test_on_policy_all_surrogates_have_the_same_gradient(grpo):
     assert runs[0]["actor/grad_norm"] > 0.1
 
 
-def test_off_policy_every_surrogate_goes_its_own_way(grpo):
+def test_off_policy_every_surrogate_goes_its_own_way(variants):
     tv, kl = (dict(clip_ratio_low=x, clip_ratio_high=x) for x in (0.003, 1e-4))  # tokens have probabilities of 1/80
     chosen = dict(clip_cov_ratio=0.2, clip_cov_lb=-10, kl_cov_ratio=0.2)
     narrow = {"dppo_tv": tv, "dppo_kl": kl, "clip_cov": chosen, "kl_cov": chosen}
     runs = [
-        grpo(
+        variants(
             loss_mode=mode,
             loss_agg_mode="seq-mean-token-mean",
             total_training_steps=1,
@@ -429,20 +438,20 @@ def test_off_policy_every_surrogate_goes_its_own_way(grpo):
     assert all(math.isfinite(m["actor/loss"]) and m["actor/ppo_kl"] != 0 for m in runs)
     clipping = {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] > 0}
     assert clipping == {"ppo_clip", "dppo_tv", "dppo_kl", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov"}
-    final = [grpo.weights(i + 1, 1) for i in range(len(LOSS_MODES))]
+    final = [variants.weights(i + 1, 1) for i in range(len(LOSS_MODES))]
     for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
         assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"
 
 
-def test_aggregation_modes_weigh_the_same_terms_differently(grpo):
+def test_aggregation_modes_weigh_the_same_terms_differently(variants):
     modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-    runs = {m: grpo(loss_agg_mode=m, total_training_steps=1, max_response_length=24) for m in modes}
+    runs = {m: variants(loss_agg_mode=m, total_training_steps=1, max_response_length=24) for m in modes}
     norm = {mode: m["actor/grad_norm"] for mode, m in runs.items()}
     length = runs["token-mean"]["response_length/mean"]
     assert norm["seq-mean-token-sum"] == pytest.approx(norm["token-mean"] * length, rel=1e-4)
     assert norm["seq-mean-token-sum-norm"] == pytest.approx(norm["seq-mean-token-sum"] / 24, rel=1e-4)
     assert abs(norm["seq-mean-token-mean"] - norm["token-mean"]) > 1e-3
-    scaled = grpo(
+    scaled = variants(
         loss_agg_mode="seq-mean-token-sum-norm",
         loss_scale_factor=6.0,
         total_training_steps=1,
@@ -465,11 +474,11 @@ def test_kl_loss_pulls_towards_the_reference_and_is_part_of_the_loss(grpo):
     assert "actor/kl_loss" not in without
 
 
-def test_kl_estimators(grpo):
+def test_kl_estimators(variants):
     kinds = ["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"]
     # The second epoch of a first step: the policy has moved, by the same amount for all kinds while the weight is 0.
     runs = {
-        kind: grpo(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.0, ppo_epochs=2, total_training_steps=1)
+        kind: variants(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.0, ppo_epochs=2, total_training_steps=1)
         for kind in kinds
     }
     kl = {kind: m["actor/kl_loss"] for kind, m in runs.items()}
@@ -478,30 +487,30 @@ def test_kl_estimators(grpo):
     assert len({round(kl[kind], 9) for kind in ("k1", "k2", "k3", "abs")}) == 4
     weighted = {}
     for kind in ("k3", "k3+", "k2"):
-        grpo(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=50.0, ppo_epochs=2, total_training_steps=1)
-        weighted[kind] = grpo.weights(grpo.count, 1)
+        variants(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=50.0, ppo_epochs=2, total_training_steps=1)
+        weighted[kind] = variants.weights(variants.count, 1)
     h.assert_same(weighted["k3+"], weighted["k2"])  # "+": the gradient of k2
     assert h.distance(weighted["k3"], weighted["k2"]) > 1e-6
 
 
-def test_a_reference_that_follows_is_the_policy_of_the_step(grpo):
+def test_a_reference_that_follows_is_the_policy_of_the_step(variants):
     """With a refresh at every step the KL is measured from the policy that starts it, 0 before its first update."""
     common = dict(use_kl_loss=True, total_training_steps=3, lr=3e-3)
-    grpo(**common, ref_update_steps=1)
-    grpo(**common, ref_update_steps=2)
-    grpo(**common)
-    always, second, never = ([x["actor/kl_loss"] for x in grpo.lines(i)] for i in (1, 2, 3))
+    variants(**common, ref_update_steps=1)
+    variants(**common, ref_update_steps=2)
+    variants(**common)
+    always, second, never = ([x["actor/kl_loss"] for x in variants.lines(i)] for i in (1, 2, 3))
     assert always == pytest.approx([0, 0, 0], abs=1e-9)
     assert second[:2] == never[:2] and second[1] > 1e-6 and second[2] == pytest.approx(0, abs=1e-9) and never[2] > 1e-6
-    saved = [h.saved_state(grpo.dir(i) / "global_step_3") for i in (1, 3)]
+    saved = [h.saved_state(variants.dir(i) / "global_step_3") for i in (1, 3)]
     assert ["reference/model/model.norm.weight" in state for state in saved] == [True, False]
 
 
-def test_entropy_bonus(grpo):
-    runs = {c: grpo(entropy_coeff=c, total_training_steps=6, lr=3e-3) for c in (0.0, 0.5, -0.5)}
-    first = grpo.lines(2)[0]
+def test_entropy_bonus(variants):
+    runs = {c: variants(entropy_coeff=c, total_training_steps=6, lr=3e-3) for c in (0.0, 0.5, -0.5)}
+    first = variants.lines(2)[0]
     assert first["actor/loss"] == pytest.approx(first["actor/pg_loss"] - 0.5 * first["actor/entropy"], rel=1e-5)
-    assert grpo.lines(1)[0]["actor/loss"] == grpo.lines(1)[0]["actor/pg_loss"]
+    assert variants.lines(1)[0]["actor/loss"] == variants.lines(1)[0]["actor/pg_loss"]
     assert runs[0.5]["actor/entropy"] > runs[0.0]["actor/entropy"] + 0.01
     assert runs[-0.5]["actor/entropy"] < runs[0.0]["actor/entropy"] - 0.01
 
@@ -592,11 +601,11 @@ def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
     bad = set()
     norms = itertools.count()
 
-    def clip(model, max_norm, original=sharding.clip_grad_norm):
+    def clip(model, max_norm, original=train_grpo.clip_grad_norm):
         norm = original(model, max_norm)
         return math.inf if next(norms) in bad else norm
 
-    monkeypatch.setattr(sharding, "clip_grad_norm", clip)
+    monkeypatch.setattr(train_grpo, "clip_grad_norm", clip)
     bad |= {0}
     metrics = grpo(total_training_steps=1, weight_decay=0.0)
     assert metrics["actor/skipped_updates"] == 1 and h.distance(grpo.weights(1, 1), h.original(task)) == 0
@@ -606,7 +615,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
     bad |= {10, 11, 12}
     with pytest.raises(
         RuntimeError,
-        match=r"step 4: three updates in a row were useless.* gradient norms \{'actor': inf\} over \d+ tok",
+        match=r"step 4: three updates in a row were useless, .* gradient norm inf over \d+ tokens",
     ):
         grpo(total_training_steps=5)
 
@@ -628,12 +637,12 @@ def test_old_logprobs_are_computed_only_where_they_differ(grpo):
     assert still["actor/ppo_kl"] == pytest.approx(0)
 
 
-def test_denominators_belong_to_the_mini_batch(grpo):
+def test_denominators_belong_to_the_mini_batch(variants):
     # Nothing moves at a learning rate of 0, and every mini-batch weighs its own tokens only.
-    metrics = grpo(total_training_steps=1, ppo_mini_batch_size=2, entropy_coeff=1.0, lr=0.0)
+    metrics = variants(total_training_steps=1, ppo_mini_batch_size=2, entropy_coeff=1.0, lr=0.0)
     assert metrics["actor/entropy"] > 4
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] - metrics["actor/entropy"], rel=1e-3)
-    by_sequence = grpo(
+    by_sequence = variants(
         total_training_steps=1,
         ppo_mini_batch_size=2,
         entropy_coeff=1.0,
@@ -644,13 +653,13 @@ def test_denominators_belong_to_the_mini_batch(grpo):
     assert difference == pytest.approx(by_sequence["actor/entropy"], rel=1e-2)
 
 
-def test_memory_flags_do_not_change_the_numbers(grpo, in_double, task):
+def test_memory_flags_do_not_change_the_numbers(variants, in_double, task):
     settings = dict(ppo_epochs=2, ppo_mini_batch_size=3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
-    expected = grpo(**settings)
-    assert h.distance(grpo.weights(1, 2), h.original(task)) > 1e-3
+    expected = variants(**settings)
+    assert h.distance(variants.weights(1, 2), h.original(task)) > 1e-3
     for changes in (dict(activation_checkpointing="none"), dict(ppo_max_token_len_per_gpu=44)):
-        metrics = grpo(**settings, **changes)
-        assert h.distance(grpo.weights(1, 2), grpo.weights(grpo.count, 2)) < 1e-6
+        metrics = variants(**settings, **changes)
+        assert h.distance(variants.weights(1, 2), variants.weights(variants.count, 2)) < 1e-6
         for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
 
@@ -1032,8 +1041,9 @@ GRPO_MISTAKES = {
 def test_grpo_refuses(case, task, weightless, tmp_path):
     changes, words = GRPO_MISTAKES[case]
     settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
+    module = train_grpo if settings.keys() <= flags.flat(train_grpo.Args()).keys() else train_grpo_variants
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
-        train_grpo.main(build(train_grpo.Args, **settings))
+        module.main(build(module.Args, **settings))
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
     assert not (tmp_path / "run").exists()
@@ -1098,7 +1108,7 @@ def test_eval_refuses(case, task, weightless, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("train_grpo", ["--loss-mode", "ppo"]),
+        ("train_grpo_variants", ["--loss-mode", "ppo"]),
         ("train_grpo", ["--rollout-n", "many"]),
         ("train_grpo", ["--logger", "mlflow"]),
         ("sft", ["--lr-scheduler-type", "linear"]),
@@ -1123,7 +1133,7 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (sft, dict(max_length=400), "--max-length = 400 tokens, but"),
         (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
         (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
-        (train_grpo, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
+        (train_grpo_variants, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
         (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be positive and finite"),
         (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
         (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
@@ -1139,7 +1149,7 @@ def test_impossible_values_are_refused(task, module, settings, words):
 def test_every_number_of_a_script_has_a_limit_or_may_be_any():
     free = """
         clip_cov_lb clip_cov_ub correct_at entropy_coeff fsdp_size kl_coef kl_loss_coef reward_model_coef save_freq seed
-        test_freq value_loss_coef
+        test_freq
     """.split()  # any number has a meaning, or the script compares it with another flag
     bounded, unbounded = set(), set()
     for script in SCRIPTS.values():
