@@ -136,7 +136,6 @@ RUNS = {
     },
     "PPO, four updates a step": {
         "ppo": PPO,
-        "ppo_share_backbone": f"{PPO} --share-backbone",
     },
     "DAPO, four updates a step": {
         "dapo": DAPO,

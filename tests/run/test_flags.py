@@ -85,7 +85,7 @@ LIMITS = {
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
-    reward_model_coef kl_coef kl_loss_coef entropy_coeff value_loss_coef fsdp_size seed test_freq save_freq
+    reward_model_coef kl_coef kl_loss_coef entropy_coeff fsdp_size seed test_freq save_freq
     correct_at clip_cov_lb clip_cov_ub
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {

@@ -159,14 +159,6 @@ def test_a_reward_model_learns_with_adapters_and_can_score(task, tmp_path):
     assert metrics["actor/grad_norm"] > 0
 
 
-def test_a_critic_on_the_policys_backbone_learns_beside_adapters(task, tmp_path):
-    settings = h.ppo_settings(task, tmp_path, lora_rank=4, share_backbone=True, lr=1e-2, total_training_steps=1)
-    train_ppo.main(build(train_ppo.Args, **settings))
-    state = h.saved_state(tmp_path / "global_step_1")
-    assert state["actor/model/value_head.weight"].any() and "actor/optimizer/value_head.weight/exp_avg" in state
-    assert "value_head.weight" not in h.weights(tmp_path / "global_step_1")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The push
 
