@@ -276,31 +276,3 @@ def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-
     """
     assert x.shape == mask.shape, _shapes(x, mask)
     return torch.where(mask.bool(), (x.double() - mean) * (var + eps) ** -0.5, 0.0).to(x.dtype)
-
-
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """Soft punishment of responses that come close to the length limit; add it to the reward.
-
-    min(-(L - (max_length - buffer)) / buffer * factor, 0): 0 up to max_length - buffer, then linear, -factor at
-    max_length. Example: max_length 4, buffer 2, factor 1: lengths [2, 3, 4] -> [0, -0.5, -1].
-
-    Args: lengths in tokens, int or float, any shape. Returns: float, same shape.
-    Raises: ValueError unless max_length >= buffer > 0.
-    Source: DAPO, eq. 13, arXiv 2503.14476.
-    """
-    if not max_length >= buffer > 0:
-        raise ValueError(f"need max_length >= buffer > 0, got max_length {max_length} and buffer {buffer}")
-    return ((max_length - buffer - lengths) / buffer * factor).clamp(max=0)
-
-
-def informative_groups(rewards: Tensor) -> Tensor:
-    """Groups whose scored rewards are not all equal: only these carry a group-relative signal.
-
-    max_g - min_g > 0. A group with fewer than two scored responses is not informative.
-
-    Args: rewards (P, G) float, NaN = not scored. Returns: (P,) bool.
-    Source: DAPO, dynamic sampling, eq. 11, arXiv 2503.14476.
-    """
-    assert rewards.dim() == 2, _shapes(rewards)
-    scored = ~rewards.isnan()
-    return torch.where(scored, rewards, -torch.inf).amax(-1) > torch.where(scored, rewards, torch.inf).amin(-1)

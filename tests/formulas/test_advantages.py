@@ -449,42 +449,6 @@ def test_whiten_does_not_hide_a_valid_nan(world):
     assert whiten(world, f64([[1.0, NAN, 2.0]]), torch.ones(1, 3)).isnan().all()
 
 
-# --- DAPO ---
-
-
-def test_overlong_penalty_matches_hand_values():
-    lengths = torch.tensor([[0, 2, 3], [4, 5, 1]])
-    check(advantages.overlong_penalty(lengths, max_length=4, buffer=2, factor=1.0), [[0, 0, -0.5], [-1, -1.5, 0]])
-    check(advantages.overlong_penalty(lengths, max_length=4, buffer=1, factor=1.0), [[0, 0, 0], [-1, -2, 0]])
-    check(
-        advantages.overlong_penalty(lengths.double(), max_length=4, buffer=4, factor=0.5),
-        [[0, -0.25, -0.375], [-0.5, -0.625, -0.125]],
-    )
-
-
-@pytest.mark.parametrize(("max_length", "buffer"), [(4, 0), (4, -1), (4, 5)])
-def test_overlong_penalty_rejects_a_bad_buffer(max_length, buffer):
-    with pytest.raises(ValueError, match=f"max_length {max_length} and buffer {buffer}"):
-        advantages.overlong_penalty(torch.ones(1, 2), max_length=max_length, buffer=buffer, factor=1.0)
-
-
-def test_informative_groups_matches_hand_values():
-    rewards = torch.tensor(
-        [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [NAN, 1.0, 1.0], [NAN, 0.0, 1.0], [NAN, NAN, 1.0], [NAN] * 3]
-    )
-    actual = advantages.informative_groups(rewards)
-    assert actual.dtype == torch.bool
-    assert actual.tolist() == [False, True, False, True, False, False]
-
-
-def test_informative_groups_are_those_with_a_grpo_advantage():
-    rewards = torch.randint(0, 2, (64, 3)).float() * 0.1
-    rewards[torch.rand(64, 3) < 0.2] = NAN
-    rewards[(~rewards.isnan()).sum(-1) == 1] = NAN
-    has_signal = (advantages.grpo(rewards, torch.ones(64, 3)) != 0).any(-1)
-    assert torch.equal(advantages.informative_groups(rewards), has_signal)
-
-
 # --- every public function ---
 
 PG, BT = torch.linspace(0, 1, 12).reshape(3, 4), torch.linspace(-1, 1, 30).reshape(5, 6)
@@ -512,8 +476,6 @@ CALLS = {
     "gae": (gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
     "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
     "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),
-    "overlong_penalty": (advantages.overlong_penalty, [PG * 9], {"max_length": 8, "buffer": 4, "factor": 1.0}),
-    "informative_groups": (advantages.informative_groups, [PG], {}),
     "of_groups": (advantages.of_groups, [PG], {}),
 }
 
@@ -539,21 +501,16 @@ def test_functions_keep_the_dtype(name):
     for dtype in (torch.float32, torch.float64):
         out = function(*[x.to(dtype) for x in tensors], **options)
         for result in out if isinstance(out, tuple) else (out,):
-            assert result.dtype == (torch.bool if name == "informative_groups" else dtype)
+            assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"overlong_penalty", "informative_groups", "of_groups", "gae"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"of_groups", "gae"}))
 def test_functions_raise_on_shape_mismatch(name):
     function, tensors, options = CALLS[name]
     for i, tensor in enumerate(tensors):
         for wrong in (tensor[:-1], tensor[..., None]):
             with pytest.raises(AssertionError, match="unexpected shapes"):
                 function(*tensors[:i], wrong, *tensors[i + 1 :], **options)
-
-
-def test_informative_groups_raises_on_wrong_rank():
-    with pytest.raises(AssertionError, match="unexpected shapes"):
-        advantages.informative_groups(torch.ones(3))
 
 
 @pytest.mark.parametrize("name", ["gae", "returns_to_go", "whiten"])

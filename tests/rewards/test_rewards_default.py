@@ -4,12 +4,10 @@ import json
 
 import launch
 import pytest
-import torch
 from launch import ROOT
 
 from data import arithmetic, gsm8k
 from rewards import by_data_source, length_penalty
-from rl.formulas.advantages import overlong_penalty
 
 TAGGED = "<start_working_out>x</end_working_out>\n<SOLUTION>{}</SOLUTION>"
 ADD = "def add(a, b):\n    return a + b"
@@ -112,12 +110,11 @@ def test_the_linear_penalty_is_the_used_share_of_the_limit():
 @pytest.mark.parametrize(
     "limit, buffer, factor", [(20480, 4096, 1.0), (1024, 256, 1.0), (100, 100, 0.5), (7, 3, 2.0), (1, 1, 1.0)]
 )
-def test_the_overlong_penalty_is_the_trainers(limit, buffer, factor):
+def test_the_overlong_penalty_is_that_of_train_dapo(limit, buffer, factor):
     for length in {0, 1, limit // 2, limit - buffer, limit - buffer + 1, limit - 1, limit}:
         info = lengths(length, limit)
         penalty = length_penalty.overlong("any", "text", "", info, buffer=buffer, factor=factor)
-        formula = overlong_penalty(torch.tensor(length), max_length=limit, buffer=buffer, factor=factor)
-        assert penalty == pytest.approx(formula.item(), abs=1e-6)
+        assert penalty == pytest.approx(-factor * max(0, (length - (limit - buffer)) / buffer), abs=1e-6)
         assert (penalty < 0) == (length > limit - buffer)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dapo
 import train_grpo
+import train_grpo_variants
 from rl.data.batching import make_batch
 from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
@@ -74,7 +75,7 @@ def batches_by_hand(rounds, args):
     What waits comes first, then rounds are sampled until there are enough.
     """
     rounds, waiting, steps = list(rounds), [], []
-    for _ in range(args.total_training_steps):
+    for _ in range(args.data.total_training_steps):
         own = []
         while len(waiting) < args.train_batch_size:
             own.append(rounds.pop(0))
@@ -91,7 +92,7 @@ def plain_dapo(task, args, steps):
     optimizer, reports = torch.optim.AdamW(actor.parameters(), weight_decay=args.weight_decay), []
 
     def logp_of(x):
-        return h.logp_of(actor, h.hidden_before(actor, x["prompt"], x["ids"]), x["ids"], args.temperature)
+        return h.logp_of(actor, h.hidden_before(actor, x["prompt"], x["ids"]), x["ids"], args.decoding.temperature)
 
     free = args.max_response_length - args.overlong_buffer_len  # tokens that cost nothing
     for k, (batch, rounds, waiting) in enumerate(steps):
@@ -109,8 +110,8 @@ def plain_dapo(task, args, steps):
                 if x["score"] is not None:
                     x["A"] = (x["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
                 ratio = x["old"] - x["logp"]
-                ratio = ratio.sum() if args.rollout_is == "sequence" else ratio
-                x["weight"] = ratio.exp().clamp(max=args.rollout_is_threshold)
+                ratio = ratio.sum() if args.correction.rollout_is == "sequence" else ratio
+                x["weight"] = ratio.exp().clamp(max=args.correction.rollout_is_threshold)
 
         groups = [group for one_round in rounds for group in one_round] or batch
         everything = [s for group in groups for s in scores_of(group)]
@@ -192,7 +193,8 @@ def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled,
     assert all(line["actor/grad_norm"] > 0.3 for line in dapo.lines(1))
     assert max(line["actor/pg_clipfrac"] for line in dapo.lines(1)) > 0.02
     assert any(waiting for _, _, waiting in steps[:-1])  # and is learned from a step later
-    assert any((x["weight"] == args.rollout_is_threshold).any() for batch, _, _ in steps for g in batch for x in g)
+    largest = args.correction.rollout_is_threshold
+    assert any((x["weight"] == largest).any() for batch, _, _ in steps for g in batch for x in g)
     batches, every = ([g for step in steps for g in step[0]], [g for one_round in rounds for g in one_round])
     assert any(x["cut"] for g in batches for x in g) and not all(x["cut"] for g in batches for x in g)
     if case == "punished":
@@ -209,11 +211,13 @@ def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled,
 # Sampling until full
 
 
-def test_without_its_four_parts_dapo_is_grpo(dapo, task, tmp_path):
+@pytest.mark.parametrize(("script", "mode"), [(train_grpo, "token-mean"), (train_grpo_variants, "seq-mean-token-mean")])
+def test_without_its_four_parts_dapo_is_grpo(script, mode, dapo, task, tmp_path):
     """Data order, seeds, weights and all metrics that both have, bit for bit."""
-    shared = dict(total_training_steps=3, ppo_mini_batch_size=2, lr=3e-3, loss_agg_mode="seq-mean-token-mean")
+    shared = dict(total_training_steps=3, ppo_mini_batch_size=2, lr=3e-3)
     dapo(
         **shared,
+        loss_agg_mode=mode,
         filter_groups=False,
         gen_batch_size=None,
         overlong_buffer_len=0,
@@ -222,7 +226,8 @@ def test_without_its_four_parts_dapo_is_grpo(dapo, task, tmp_path):
         rollout_is="none",
         weight_decay=0.01,
     )
-    train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "grpo", **shared)))
+    shared |= dict(loss_agg_mode=mode) if script is train_grpo_variants else {}
+    script.main(build(script.Args, **h.grpo_settings(task, tmp_path / "grpo", **shared)))
     h.assert_same(dapo.weights(1, 3), h.weights(tmp_path / "grpo" / "global_step_3"))
     of_grpo = h.timeless(h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl"))
     for line, expected in zip(h.timeless(dapo.lines(1)), of_grpo, strict=True):

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 import train_prime
 from rl.flags import build
 from rl.model import load as models
-from rl.model import sharding
 from rl.run import run
 from rl.sampling.engines import hf
 
@@ -29,6 +28,70 @@ def task(tmp_path_factory):
 @pytest.fixture
 def prime(task, tmp_path):
     return h.Runs(train_prime, partial(h.prime_settings, task), tmp_path)
+
+
+def cross_entropy(q, right, beta):
+    """PRM's loss of a response: q (), the sum of its tokens' log-ratios."""
+    p = torch.sigmoid(beta * q)
+    return -(p.log() if right else (1 - p).log())
+
+
+def add_token_rewards(group, beta):
+    """To each response, a dict with the log-ratios "q" of its tokens: the rewards "r" of the tokens."""
+    for x in group:
+        x["r"] = [beta * y for y in x["q"][:-1]] + [0.0]
+
+
+def divide_by_the_largest_sum(responses):
+    """Of token rewards, from any token to the end."""
+    largest = max(abs(sum(x["r"][t:])) for x in responses for t in range(len(x["r"])))
+    for x in responses:
+        x["r"] = [y / (largest + 1e-6) for y in x["r"]]
+
+
+def add_returns(group, dpo_coef, gt_coef):
+    """To each response, a dict with the rewards "r" of its tokens and a "score": the "returns" of its tokens."""
+    n = len(group)
+    means = [statistics.mean(y["r"]) for y in group]
+    for x in group:
+        others = [y for y in group if y is not x]
+        if n > 1:
+            process = [(n * y - sum(means)) / (n - 1) for y in x["r"]]
+            outcome = x["score"] - statistics.mean(y["score"] for y in others)
+        else:
+            process, outcome = x["r"], x["score"]
+        total = [dpo_coef * y for y in process]
+        total[-1] += gt_coef * outcome
+        x["returns"] = [sum(total[t:]) for t in range(len(total))]
+
+
+def test_what_the_steps_are_compared_with_is_verls():
+    """`compute_ce_dpo_loss_rm` before its mean; then `compute_rm_score`, `prime_norm` and
+    `compute_rloo_advantage_return` with both weights 5; beta is 0.05.
+    """
+    of_tokens = [[[0.3, -0.2, 0.5], [-0.4, 0.1], [0.2, 0.2, -0.6, 0.8]], [[1, -1], [0.5, 0.6, 0.7], [-0.3]]]
+    right = [[1, 0, 0], [1, 1, 0]]
+    groups = [[dict(q=q, score=a) for q, a in zip(*pair, strict=True)] for pair in zip(of_tokens, right, strict=True)]
+    responses = sum(groups, [])
+    losses = [cross_entropy(torch.tensor(sum(x["q"])).double(), x["score"], 0.05).item() for x in responses]
+    assert losses == pytest.approx(
+        [0.678259676, 0.685675305, 0.708259676, 0.693147181, 0.649159339, 0.685675305], abs=1e-7
+    )
+    for group in groups:
+        add_token_rewards(group, 0.05)
+    divide_by_the_largest_sum(responses)
+    for group in groups:
+        add_returns(group, 5, 5)
+    expected = [
+        [7.159051654, 4.621219008, 5.492415289],
+        [-4.242392563, -2.007584711],
+        [-1.893950413, -3.749977273, -5.606004133, -2.007584711],
+        [5.378735538, 0.530338842],
+        [4.090880166, 2.651512397, 0.530338842],
+        [-6.969661158],
+    ]
+    for x, returns in zip(responses, expected, strict=True):
+        assert x["returns"] == pytest.approx(returns, abs=1e-8)
 
 
 def plain_prime(task, args, rounds, judge, factors):
@@ -62,8 +125,8 @@ def plain_prime(task, args, rounds, judge, factors):
         for mini in minis:
             loss = 0.0
             for x in mini:
-                p = torch.sigmoid(args.prime_beta * (logp(prm, x) - x["ref"]).sum())
-                loss = loss - (p.log() if x["right"] else (1 - p).log()) / len(mini)
+                q = (logp(prm, x) - x["ref"]).sum()
+                loss = loss + cross_entropy(q, x["right"], args.prime_beta) / len(mini)
             found.append((loss.item(), step_of(prm, loss)))
         return found
 
@@ -90,39 +153,27 @@ def plain_prime(task, args, rounds, judge, factors):
         minis = [[x for group in mini for x in group] for mini in minis]
         for x in sum(minis, []):
             with torch.no_grad():
-                x["ref"], x["old"] = logp(reference, x), logp(policy, x, args.temperature)
+                x["ref"], x["old"] = logp(reference, x), logp(policy, x, args.decoding.temperature)
         learned = learn(minis) if args.prime_update == "before" else None
         for x in sum(minis, []):
             with torch.no_grad():
-                q = logp(prm, x) - x["ref"]
-            x["r"], x["q"] = [args.prime_beta * y for y in q.tolist()[:-1]] + [0.0], q.sum().item()
-        if args.prime_norm == "batch_norm":
-            largest = max(abs(sum(x["r"][t:])) for x in sum(minis, []) for t in range(len(x["r"])))
-            for x in sum(minis, []):
-                x["r"] = [y / (largest + 1e-6) for y in x["r"]]
+                x["q"] = (logp(prm, x) - x["ref"]).tolist()
         for group in kept:
-            n = len(group)
-            for x in group:
-                others = [y for y in group if y is not x]
-                means = {id(y): statistics.mean(y["r"]) for y in group}
-                if n > 1:
-                    process = [(n * y - sum(means.values())) / (n - 1) for y in x["r"]]
-                    outcome = x["score"] - statistics.mean(y["score"] for y in others)
-                else:
-                    process, outcome = x["r"], x["score"]
-                total = [args.reward_dpo_coef * y for y in process]
-                total[-1] += args.reward_gt_coef * outcome
-                x["returns"] = [sum(total[t:]) for t in range(len(total))]
+            add_token_rewards(group, args.prime_beta)
+        if args.prime_norm == "batch_norm":
+            divide_by_the_largest_sum(sum(minis, []))
+        for group in kept:
+            add_returns(group, args.reward_dpo_coef, args.reward_gt_coef)
         returns = [y for x in sum(minis, []) for y in x["returns"]]
         mean, std = statistics.mean(returns), (statistics.variance(returns) + 1e-8) ** 0.5
         norms, losses = [], []
         for mini in minis:
             count, loss, bonus = sum(len(x["ids"]) for x in mini), 0.0, 0.0
             for x in mini:
-                every = policy.lm_head(h.hidden_before(policy, x["prompt"], x["ids"])) / args.temperature
+                every = policy.lm_head(h.hidden_before(policy, x["prompt"], x["ids"])) / args.decoding.temperature
                 every = every.log_softmax(-1)
                 bonus = bonus - args.entropy_coeff * (every.exp() * every).sum() / count
-                ratio = (logp(policy, x, args.temperature) - x["old"]).exp()
+                ratio = (logp(policy, x, args.decoding.temperature) - x["old"]).exp()
                 advantage = (torch.tensor(x["returns"], dtype=torch.float64) - mean) / std
                 bounds = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
                 weight = h.weight_by_hand(args, x["old"], x["engine"])
@@ -140,7 +191,7 @@ def plain_prime(task, args, rounds, judge, factors):
                 "reward_model/grad_norm": statistics.mean(x for _, x in learned),
                 "reward_model/lr": args.prm_lr * factor,
                 "reward_model/reward": statistics.mean(sum(x["r"]) for x in sum(minis, [])),
-                "reward_model/raw_reward": statistics.mean(x["q"] for x in sum(minis, [])),
+                "reward_model/raw_reward": statistics.mean(sum(x["q"]) for x in sum(minis, [])),
                 "train/informative_prompts": len(informative),
             }
         )
@@ -204,7 +255,7 @@ def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinit
         noted = lambda *a, name=name, original=original: happened.append(name) or original(*a)  # noqa: E731
         monkeypatch.setattr(run, name, noted)
 
-    def clip(model, max_norm, original=sharding.clip_grad_norm):
+    def clip(model, max_norm, original=train_prime.clip_grad_norm):
         norm = original(model, max_norm)
         happened.append("clip")
         return math.inf if happened.count("clip") == 1 else norm  # the first is that of the reward model
@@ -213,7 +264,7 @@ def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinit
         happened.append("sample")
         return original(*a, **kw)
 
-    monkeypatch.setattr(sharding, "clip_grad_norm", clip)
+    monkeypatch.setattr(train_prime, "clip_grad_norm", clip)
     monkeypatch.setattr(train_prime, "sample_groups", sample)
     prime(prm_offload=True, total_training_steps=1)
     assert happened[:5] == ["offload", "sample", "onload", "clip", "clip"] and "offload" in happened[5:]
