@@ -110,23 +110,6 @@ class Ranks:
         high, low = self.all_reduce_max(edges).tolist()
         return -low, high
 
-    def kth_largest(self, x: torch.Tensor, mask: torch.Tensor, k: int) -> float:
-        """The limit that k of the entries of x with mask 1 on all data ranks reach, more if several are equal to it.
-
-        Infinity without such entries, or with k = 0. Found by halving the interval between the extremes 60 times, with
-        one number exchanged each time. All data ranks must enter.
-        """
-        own = x[mask > 0].double()
-        low, high = self.extremes(x, mask)
-        high = math.nextafter(high, math.inf)  # `low` is reached by all, `high` by none
-        if k < 1 or not math.isfinite(low):
-            return math.inf
-        for _ in range(60):
-            middle = (low + high) / 2
-            enough = self.all_reduce_sum((own >= middle).sum().double()).item() >= k
-            low, high = (middle, high) if enough else (low, middle)
-        return low
-
     def send(self, parcels: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Give each data rank its parcel, and get those of all of them for this one. All data ranks must enter.
 

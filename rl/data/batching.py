@@ -212,11 +212,11 @@ def _shared(responses: Sequence[Response]) -> list[int]:
         if (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index):
             shared.append(here.shared)
         else:
-            shared.append(_common(above.prompt_ids, here.prompt_ids))
+            shared.append(common_prefix(above.prompt_ids, here.prompt_ids))
     return shared
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """How many entries two arrays begin with alike."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])

@@ -15,6 +15,7 @@ on the micro-batches, and is the same in every pass over the responses.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,11 +115,13 @@ def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> 
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
     """
     x = x.double()
-    reached = among & (x >= ranks.kth_largest(x, among, k))
-    smallest = -ranks.all_reduce_max(torch.cat([-x[reached], x.new_tensor([-torch.inf])]).max())  # of those reached
-    above, equal = reached & (x > smallest), reached & (x == smallest)
-    left = k - int(ranks.all_reduce_sum(above.sum()))
-    return above | (equal & (ties >= ranks.kth_largest(ties, equal, left)))
+    own = np.stack([x[among].numpy(), ties[among].numpy()])  # (2, n)
+    own = own[:, np.lexsort(own[::-1])[::-1][:k]]
+    every = np.concatenate(ranks.all_gather([own]), 1)  # the best of each rank: the k best of all are among them
+    if k < 1 or every.shape[1] == 0:
+        return torch.zeros_like(among)
+    least, tie = every[:, np.lexsort(every[::-1])[::-1][:k][-1]].tolist()
+    return among & ((x > least) | ((x == least) & (ties >= tie)))
 
 
 def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:

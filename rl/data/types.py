@@ -114,6 +114,12 @@ class Response:
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
 
+    @classmethod
+    def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
+        """What other ranks have to know of a sample."""
+        known = len(s.response_ids), int(s.response_mask.sum()), shared, s.finish_reason, s.policy_versions, s.turns
+        return cls(s.row_index, score._replace(text=""), *known, rank, number)
+
     @property
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""

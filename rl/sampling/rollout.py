@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import progress
-from rl.data.batching import collate
+from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, take_rows
 from rl.flags import Positive, PositiveShare, Share, TopK
@@ -130,15 +130,8 @@ def as_sample(completion: Completion, row: dict) -> Sample:
             f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
             f"{row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
         )
-    return Sample(
-        row["prompt_ids"],
-        ids,
-        np.ones(len(ids)),
-        logprobs,
-        completion.finish_reason,
-        row["row_index"],
-        completion.policy_versions,
-    )
+    versions, ones = completion.policy_versions, np.ones(len(ids))
+    return Sample(row["prompt_ids"], ids, ones, logprobs, completion.finish_reason, row["row_index"], versions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,22 +150,10 @@ def gather_responses(
     """
     own = []
     for number, (s, score) in enumerate(zip(own_samples, own_scores, strict=True)):
-        above = own_samples[number - 1] if number else None
-        shared = _shared(above, s) if above is not None and above.row_index == s.row_index else 0
-        own.append(
-            Response(
-                s.row_index,
-                score._replace(text=""),
-                len(s.response_ids),
-                int(s.response_mask.sum()),
-                shared,
-                s.finish_reason,
-                s.policy_versions,
-                s.turns,
-                ranks.data_rank,
-                number,
-            )
-        )
+        shared, above = 0, own_samples[number - 1] if number else None
+        if above is not None and above.row_index == s.row_index:
+            shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
+        own.append(Response.of(s, score, shared=shared, rank=ranks.data_rank, number=number))
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
     every = ranks.all_gather(own)
     samples = iter(own_samples)
@@ -194,22 +175,10 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
         for i, ids in enumerate(row["given"]):
             zeros = np.zeros(len(ids))
             sample = Sample(row["prompt_ids"], ids, zeros + 1, zeros, "stop", row["row_index"])
-            responses.append(
-                Response(
-                    row["row_index"],
-                    Score("", float(i == 0), {}, "ok", 0.0),
-                    len(ids),
-                    len(ids),
-                    0,
-                    "stop",
-                    (0, 0),
-                    1,
-                    rank,
-                    NO_NUMBER,
-                    sample.prompt_ids,
-                    sample if rank == ranks.data_rank else None,
-                )
-            )
+            score = Score("", float(i == 0), {}, "ok", 0.0)
+            known = Response.of(sample, score, shared=0, rank=rank, number=NO_NUMBER)
+            own = sample if rank == ranks.data_rank else None
+            responses.append(replace(known, prompt_ids=sample.prompt_ids, sample=own))
     return responses
 
 
@@ -217,13 +186,6 @@ def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: S
     """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
     place = {row["row_index"]: i for i, row in enumerate(rows)}
     return sorted([*given, *sampled], key=lambda response: place[response.row_index])  # stable
-
-
-def _shared(a: Sample, b: Sample) -> int:
-    """Tokens that two samples of one prompt have in common at their start, the prompt included."""
-    n = min(len(a.response_ids), len(b.response_ids))
-    different = np.flatnonzero(a.response_ids[:n] != b.response_ids[:n])
-    return len(a.prompt_ids) + (int(different[0]) if len(different) else n)
 
 
 def scores_of(responses: Sequence[Response]) -> torch.Tensor:

@@ -7,10 +7,9 @@ must not talk to each other: that is what ranks that share a sequence would be.
 """
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -109,7 +108,10 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     mean, var = found["moments"] = ranks.moments(logp, mask)
     found["mean"] = ranks.mean(logp, mask)
     found["whitened"] = advantages.whiten(logp, mask, mean=mean, var=var)
-    found["limits"] = [ranks.kth_largest(logp, mask, k) for k in (0, 1, 2, 7, 10**6)]
+    ties = token_selection.uniform(batch.rows.tolist(), mask.shape[1], seed=3)
+    found["largest"] = [
+        logp[token_selection.largest(logp, mask.bool(), k, ranks, ties=ties)].tolist() for k in (0, 1, 2, 7, 10**6)
+    ]
     # Log-probs and advantages of which many are equal.
     ready = replace(batch, old_logp=logp.round(), advantages=(batch.rows % 3 - 1.0)[:, None] * mask)
     choose = partial(token_selection.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
@@ -172,10 +174,11 @@ def measure(ranks: Ranks) -> dict:
     return found | collectives(ranks) | {"state": waiting_groups.to_state([groups[i] for i in (1, 4, 6)])}
 
 
-class Args(NamedTuple):
+@dataclass(frozen=True)
+class Args:
     """See `main`."""
 
-    out: Path
+    out: Path = Path()
 
 
 def main(args: Args) -> None:
