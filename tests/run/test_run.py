@@ -15,8 +15,10 @@ import sft
 from rl import stop
 from rl.flags import build
 from rl.model import load as models
-from rl.run import checkpoint, last_words, watchdog
+from rl.run import checkpoint, watchdog
+from rl.run.checkpoint_files import list_steps
 from rl.run.run import Run
+from rl.sampling.evaluation import Evaluation
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -38,7 +40,7 @@ def start(task, tmp_path, monkeypatch):
         args = build(sft.Args, **h.sft_settings(task, tmp_path / "run", total_training_steps=5, **changes))
         run = Run(args, AutoTokenizer.from_pretrained(task.model), 5)
         runs.append(run)
-        policy = models.load_policy(args, run.ranks)
+        policy = models.load_policy(args.model, run.ranks, args.lora, args.memory, longest=args.max_length, seed=0)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
         run.resume({"actor": (policy, optimizer)}, about="a test")
 
@@ -51,7 +53,6 @@ def start(task, tmp_path, monkeypatch):
 
     yield make
     stop.end()
-    last_words.stop()
     watchdog.stop()
     for run in runs:
         run.folder.lock.close()
@@ -79,9 +80,9 @@ def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, f
     run, _, update = start(save_freq=freq)
     found = []
     for step in range(6):
-        run.begin(step, {"step": step})
-        checkpoint._settle(run.folder)
-        found.append(checkpoint.list_steps(run.folder.root))
+        run.save_and_begin(step, {"step": step})
+        run.saver.settle()
+        found.append(list_steps(run.folder.root))
         update()
     assert found == [[s for s in expected if s <= step] for step in range(6)]
     assert [checkpoint.load_states(run.folder.root / f"global_step_{s}") for s in expected] == [
@@ -92,8 +93,8 @@ def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, f
 def test_a_resumed_run_says_which_steps_are_left(start, capsys):
     for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
         run, _, _ = start(save_freq=saved)
-        run.begin(saved, {})
-        checkpoint._settle(run.folder)
+        run.save_and_begin(saved, {})
+        run.saver.settle()
         run.folder.lock.close()
         capsys.readouterr()
         run, _, _ = start()
@@ -105,8 +106,8 @@ def test_a_resumed_run_says_which_steps_are_left(start, capsys):
 def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with(start):
     run, policy, update = start(save_freq=2)
     update()
-    run.begin(2, {"mine": 1})
-    checkpoint._settle(run.folder)
+    run.save_and_begin(2, {"mine": 1})
+    run.saver.settle()
     written = (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns
     trained = weights(policy)
     run.folder.lock.close()
@@ -114,12 +115,12 @@ def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with
     run, policy, update = start(save_freq=2)
     assert (run.start, run.state, run.states) == (2, {"mine": 1}, [{"mine": 1}])
     h.assert_same(weights(policy), trained)
-    run.begin(2, {"mine": 2})
+    run.save_and_begin(2, {"mine": 2})
     ask()
     with pytest.raises(Left):  # which saves nothing either: it is on disk
-        run.leave_if_asked()
+        run.exit_if_asked()
     assert (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns == written
-    assert checkpoint.list_steps(run.folder.root) == [2]
+    assert list_steps(run.folder.root) == [2]
 
 
 def test_a_new_run_has_no_state(start):
@@ -130,18 +131,18 @@ def test_a_new_run_has_no_state(start):
 @pytest.mark.parametrize("how", ["saved", "left"])
 def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch):
     run, policy, update = start(save_freq=1 if how == "saved" else -1)
-    run.begin(0, {})
+    run.save_and_begin(0, {})
     update()
     before, go_on = weights(policy), threading.Event()
     state = {"list": [1, [2]], "array": np.arange(3), "deep": {"rows": [np.zeros((2, 2), np.float32)]}}
-    write = checkpoint._write
+    write = checkpoint.Saver._write
 
     def slow_write(*args):
         assert go_on.wait(60)
         write(*args)
 
-    monkeypatch.setattr(checkpoint, "_write", slow_write)
-    run.begin(1, state)
+    monkeypatch.setattr(checkpoint.Saver, "_write", slow_write)
+    run.save_and_begin(1, state)
     state["list"][1].append(3)
     state["array"] += 7
     state["deep"]["rows"][0][:] = 9
@@ -149,11 +150,11 @@ def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch)
     go_on.set()
     if how == "saved":
         update()
-        checkpoint._settle(run.folder)
+        run.saver.settle()
     else:
         ask()
         with pytest.raises(Left):
-            run.leave_if_asked()
+            run.exit_if_asked()
     path = run.folder.root / "global_step_1"
     [then] = checkpoint.load_states(path)
     assert then.keys() == {"list", "array", "deep"} and then["list"] == [1, [2]]
@@ -161,10 +162,39 @@ def test_what_is_changed_after_begin_is_saved_as_it_was(start, how, monkeypatch)
     h.assert_same(saved_weights(path), before)
 
 
+def test_the_next_optimizer_step_waits_until_all_is_copied(start, monkeypatch):
+    run, policy, update = start(save_freq=1)
+    run.saver.wait_until_copied()  # nothing was saved
+    run.save_and_begin(0)
+    update()
+    expected, go_on, copy = weights(policy), threading.Event(), checkpoint.Saver._copy
+
+    def slow_copy(*args):
+        assert go_on.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(checkpoint.Saver, "_copy", slow_copy)
+    for step, change in ((1, update), (2, run.saver.wait_until_copied)):
+        go_on.clear()
+        before = weights(policy)
+        run.save_and_begin(step)
+        changing = threading.Thread(target=change)
+        changing.start()
+        changing.join(0.3)
+        assert changing.is_alive()
+        h.assert_same(weights(policy), before)
+        go_on.set()
+        changing.join(60)
+        assert not changing.is_alive()
+    assert not any(torch.equal(x, expected[name]) for name, x in weights(policy).items())
+    run.saver.settle()
+    h.assert_same(saved_weights(run.folder.root / "global_step_1"), expected)
+
+
 def test_a_state_that_cannot_be_held_is_refused_by_the_first_begin(start):
     run, _, _ = start()
     with pytest.raises(TypeError, match="the state of the loop has a set in it"):
-        run.begin(0, {"seen": {1, 2}})
+        run.save_and_begin(0, {"seen": {1, 2}})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,53 +203,54 @@ def test_a_state_that_cannot_be_held_is_refused_by_the_first_begin(start):
 
 def test_an_optimizer_step_holds_the_run_until_the_next_begin(start):
     run, policy, update = start()
-    clock = run.begin(0, {})
+    clock = run.save_and_begin(0, {})
     clock("gen")
     update()  # its hook holds
     ask()
     assert not stop.requested()  # long waits go to their end: what they wait for will be used
-    run.leave_if_asked()
+    run.exit_if_asked()
     clock("update")
     update()
-    run.leave_if_asked()
-    assert checkpoint.list_steps(run.folder.root) == []
+    run.exit_if_asked()
+    assert list_steps(run.folder.root) == []
     made = weights(policy)
-    clock = run.begin(1, {"made": 1})
+    clock = run.save_and_begin(1, {"made": 1})
     assert stop.requested()
+    clock("gen")  # a clock only measures
+    assert list_steps(run.folder.root) == []
     with pytest.raises(Left, match="0"):
-        clock("gen")
-    assert checkpoint.list_steps(run.folder.root) == [1]  # the whole step, though nobody asked for a save
+        run.exit_if_asked()
+    assert list_steps(run.folder.root) == [1]  # the whole step, though nobody asked for a save
     h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
     assert checkpoint.load_states(run.folder.root / "global_step_1") == [{"made": 1}]
 
 
-@pytest.mark.parametrize("where", ["clock", "leave_if_asked"])
-def test_before_the_first_optimizer_step_a_run_leaves_with_what_the_step_began_with(start, where):
+def test_before_the_first_optimizer_step_a_run_leaves_with_what_the_step_began_with(start):
     run, policy, update = start()
-    run.begin(0, {})
+    run.save_and_begin(0, {})
     update()
     made = weights(policy)
-    clock = run.begin(1, {"made": 1})
+    clock = run.save_and_begin(1, {"made": 1})
     clock("gen")
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)  # a backward pass changes nothing that is saved
     ask()
     with pytest.raises(Left, match="0"):
-        clock("update") if where == "clock" else run.leave_if_asked()
+        run.exit_if_asked()
     h.assert_same(saved_weights(run.folder.root / "global_step_1"), made)
     assert h.read_jsonl(run.folder.root / "STATUS.json")[0]["state"] == "stopped"
 
 
 def test_max_hours_hold_too(start):
     run, _, update = start(max_hours=1e-7)
-    clock = run.begin(0, {})
+    clock = run.save_and_begin(0, {})
     update()
     clock("update")
-    run.leave_if_asked()
-    clock = run.begin(1, {})
+    run.exit_if_asked()
+    run.save_and_begin(1, {})
     with pytest.raises(Left):
-        clock("gen")
-    assert checkpoint.list_steps(run.folder.root) == [1]
+        run.exit_if_asked()
+    assert list_steps(run.folder.root) == [1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,10 +261,10 @@ def test_alarms_are_heard_with_any_logger_and_one_that_names_no_metric_is_told_o
     alarms = ("train/loss>1", "train/los>1", "val/loss>2", "val/accuracy<0")
     run, _, update = start(alarms=alarms, logger=(), save_freq=0)
     for step in (0, 1):
-        run.begin(step, state={})
+        run.save_and_begin(step, state={})
         update()
         run.log_step(step + 1, {"train/loss": 0.5 + step}, tokens=1)  # a progress line needs no other metric
-        run.log_evaluation(step + 1, {"val/loss": 3.0})
+        run.log_evaluation(step + 1, Evaluation({"val/loss": 3.0}, []))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("ALARM", "--alarms"))]
     assert lines == [
         "--alarms train/los>1: step 1 has no metric 'train/los', so it raises no alarm; did you mean train/loss?",

@@ -1,6 +1,6 @@
 """What a run leaves behind: metrics.jsonl always, trackers when asked for, and nothing from ranks other than 0.
 
-And that no tracker and no full disk can delay or stop it. About 25 s, most of it imports in other processes.
+And that no tracker and no full disk can stop it. About 20 s, most of it imports in other processes.
 """
 
 import contextlib
@@ -11,9 +11,7 @@ import math
 import os
 import resource
 import shutil
-import signal
-import socket
-import time
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +21,7 @@ import pytest
 
 from rl.console import progress, progress_line, say, show_sample
 from rl.run import tracking
-from rl.run.tracking import Tracker, _drop_after, redact, secrets
-from rl.run.tracking_worker import Reader
+from rl.run.tracking import Logging, Tracker, _drop_after, redact, secrets
 
 
 @dataclass(frozen=True)
@@ -32,15 +29,12 @@ class Config:
     lr: float = 1e-6
     files: tuple[str, ...] = ("a.parquet",)
     where: Path = Path("x")
-    val_files: tuple[str, ...] = ("b.parquet",)
-    test_freq: int = 2
-    logger: tuple[str, ...] = ("console",)
-    project_name: str = "project"
-    experiment_name: str = "experiment"
+    logging: Logging = Logging()
 
 
-def tracker(folder, start=0, backends=("console",), enabled=True, total_steps=6, **config):
-    return Tracker(str(folder), Config(logger=backends, **config), start, total_steps, enabled=enabled)
+def tracker(folder, start=0, backends=("console",), enabled=True, evaluates=True):
+    names = dict(project_name="project", experiment_name="experiment")
+    return Tracker(folder, Config(logging=Logging(logger=backends, **names)), start, evaluates, enabled=enabled)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,9 +54,9 @@ def test_every_step_is_a_line_of_strict_json(tmp_path, capsys):
     ]
     assert capsys.readouterr().out == "step 1 | fine\n"
     config = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
-    trackers = {"logger": ["console"], "project_name": "project", "experiment_name": "experiment"}
-    own = {"lr": 1e-6, "files": ["a.parquet"], "where": "x", "val_files": ["b.parquet"], "test_freq": 2}
-    assert config == own | trackers
+    logging = {"logger": ["console"], "project_name": "project", "experiment_name": "experiment"}
+    logging |= {"alarms": [], "prometheus_port": None}
+    assert config == {"lr": 1e-6, "files": ["a.parquet"], "where": "x"} | logging
 
 
 def test_lines_are_there_as_soon_as_they_are_logged(tmp_path):
@@ -102,7 +96,7 @@ def test_console_is_a_backend_that_can_be_left_out(tmp_path, capsys):
 
 def test_other_ranks_write_nothing_and_start_no_tracker(tmp_path, capsys):
     t = tracker(tmp_path / "run", backends=("console", "wandb", "tensorboard", "swanlab"), enabled=False)
-    assert not t.workers
+    assert not t.trackers
     t.log(1, {"a": 1.0}, "a line")
     t.log_generations(1, "val", [{"prompt": "p", "response": "r", "score": 1.0}])
     t.print("a text")
@@ -125,15 +119,9 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path):
     tracker(tmp_path, start=4)  # evaluates step 4 again
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:6]
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0, 2, 2]
-    tracker(tmp_path, start=2, test_freq=3)  # evaluates step 3, not step 2, of which the evaluation stays
+    tracker(tmp_path, start=2, evaluates=False)  # the evaluation of step 2 stays
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0, 2, 2]
-    tracker(tmp_path, start=2, test_freq=-1)
-    tracker(tmp_path, start=2, val_files=())
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]
-    shutil.copytree(tmp_path, tmp_path / "ended")
-    tracker(tmp_path / "ended", start=2, test_freq=3, total_steps=2)  # the last step is always evaluated
-    assert (tmp_path / "ended" / "metrics.jsonl").read_text().splitlines() == before[:3]
     tracker(tmp_path, start=2)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:3]  # to the digit, time included
     assert [g["step"] for g in h.read_jsonl(tmp_path / "generations.jsonl")] == [0, 0]
@@ -221,29 +209,12 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path
         str(tmp_path / "generations.jsonl"),
     ]
     t.log(5, {"a": 2.5})
-    assert capsys.readouterr().err == f"{tmp_path}/metrics.jsonl can be written again; 0 lines are missing\n"
-    t.close()  # one more chance for the responses
-    assert capsys.readouterr().err == f"{tmp_path}/generations.jsonl can be written again; 0 lines are missing\n"
+    assert capsys.readouterr().err == f"{tmp_path}/metrics.jsonl can be written again; no line is missing\n"
+    t.close()  # writes the responses
+    assert capsys.readouterr().err == f"{tmp_path}/generations.jsonl can be written again; no line is missing\n"
     lines = h.read_jsonl(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["a"]) for line in lines] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0), (5, 2.5)]
     assert [line["step"] for line in h.read_jsonl(tmp_path / "generations.jsonl")] == [2, 2, 3, 3, 4, 4]
-
-
-def test_what_is_kept_in_memory_is_bounded_and_what_is_lost_is_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tracking, "PENDING_BYTES", 4500)
-    t = tracker(tmp_path)
-    with files_end_after(100):
-        for step in range(1, 6):
-            t.log_generations(step, "val", [{"text": "t" * 1950}])  # about 2000 bytes: two fit besides 100 on disk
-    assert 3800 < len(t.pending["generations.jsonl"]) <= 4500
-    t.log_generations(6, "val", [{"text": "after"}])
-    assert [line["step"] for line in h.read_jsonl(tmp_path / "generations.jsonl")] == [1, 2, 6]
-    t.close()
-    err = capsys.readouterr().err.splitlines()
-    assert err[1:] == [
-        f"{tmp_path}/generations.jsonl can be written again; 3 lines are missing",
-        f"{tmp_path}/generations.jsonl lacks 3 lines, which could not be written",
-    ]
 
 
 def test_a_disk_that_stays_full_is_no_error(tmp_path, capsys):
@@ -296,25 +267,20 @@ def test_values_of_variables_that_look_secret_are_not_in_the_config(tmp_path, mo
 TRACK = """
 import os, sys
 from dataclasses import dataclass
-from rl.run.tracking import Tracker
+from rl.run.tracking import Logging, Tracker
 
 @dataclass
 class Config:
     lr: float = 0.0078125
     judge: str = "http://judge/?key=" + os.environ["DUMMY_API_KEY"]
-    test_freq: int = -1
-    logger: tuple[str, ...] = tuple(sys.argv[2:])
-    project_name: str = "my-project"
-    experiment_name: str = "my-experiment"
+    logging: Logging = Logging("my-experiment", "my-project", logger=tuple(sys.argv[2:]))
 
-t = Tracker(sys.argv[1], Config(), 0, 6, enabled=True)
+t = Tracker(sys.argv[1], Config(), 0, False, enabled=True)
+print("a line", "of the run")
 t.log(1, {"critic/score/mean": 1.15625, "actor/grad_norm": float("nan")}, "a line")
-t.log_generations(2, "val", [{"prompt": "a prompt", "response": "a response", "score": None}])
+t.log_generations(2, "val", [{"prompt": "a prompt", "response": "a response", "score": None, "tokens": {"text": []}}])
 t.log(2, {"critic/score/mean": 2.15625, "actor/grad_norm": 3.5})
 t.close()
-
-LAZY = {"wandb", "swanlab", "tensorboard", "torch.utils.tensorboard", "torch", "vllm"}
-assert not LAZY & set(sys.modules), LAZY & set(sys.modules)
 """
 SECRET = "sekret-4711"
 
@@ -326,7 +292,8 @@ def tracked(tmp_path_factory):
     backends = [b for b in ("wandb", "swanlab", "tensorboard") if importlib.util.find_spec(b)]
     settings = dict(WANDB_MODE="offline", SWANLAB_MODE="offline", DUMMY_API_KEY=SECRET)
     output = launch.run("-c", TRACK, folder, *backends, **settings)
-    assert "a line" not in output  # console was not asked for
+    assert "a line\n" not in output  # console was not asked for
+    assert "a line of the run\n" in output and "gets nothing more" not in output
     return folder
 
 
@@ -334,6 +301,11 @@ def test_files_do_not_depend_on_the_trackers(tracked):
     lines = h.read_jsonl(tracked / "metrics.jsonl")
     assert [line["critic/score/mean"] for line in lines] == [1.15625, 2.15625]
     assert h.read_jsonl(tracked / "generations.jsonl")[0]["response"] == "a response"
+
+
+def test_wandb_does_not_get_what_a_run_prints(tracked):
+    files = [file for file in (tracked / "wandb").rglob("*") if file.is_file()]
+    assert [file for file in files if b"a line of the run" in file.read_bytes()] == []
 
 
 def test_no_file_of_a_run_or_its_trackers_holds_a_secret(tracked):
@@ -350,7 +322,7 @@ def test_tensorboard_holds_every_value(tracked, tmp_path, sent):
     if sent == "later, by hand":
         for name in ("config.json", "metrics.jsonl", "generations.jsonl"):
             shutil.copy(tracked / name, tmp_path)
-        launch.run("-m", "rl.run.tracking_worker", "tensorboard", tmp_path, "my-project", "my-experiment")
+        launch.run("-m", "rl.run.tracking", "tensorboard", tmp_path, "my-project", "my-experiment")
         tracked = tmp_path
     events = EventAccumulator(str(tracked / "tensorboard"))
     events.Reload()
@@ -391,200 +363,111 @@ def test_swanlab_holds_every_value(tracked):
 # ---------------------------------------------------------------------------------------------------------------------
 # Trackers that fail
 
-STEPS = 20
-TIMED = f"""
-import json, os, signal, sys, time
+FAULTY = """
+import json, sys
+from pathlib import Path
 from dataclasses import dataclass
-from rl.run import tracking
+from rl.run.tracking import Logging, Tracker
 
 @dataclass
 class Config:
     lr: float = 1.0
-    test_freq: int = -1
-    logger: tuple[str, ...] = tuple(sys.argv[3:])
-    project_name: str = "my-project"
-    experiment_name: str = "my-experiment"
+    logging: Logging = Logging("my-experiment", "my-project", logger=("tensorboard", sys.argv[2]))
 
-def seconds(call, *args):
-    begin = time.monotonic()
-    call(*args)
-    return time.monotonic() - begin
-
-tracking.CLOSE_S = float(sys.argv[2])
-begin = time.monotonic()
-t = tracking.Tracker(sys.argv[1], Config(), 0, 6, enabled=True)
-start = time.monotonic() - begin
-logs = []
-for step in range(1, {STEPS} + 1):
-    t.log_generations(step, "val", [dict(response="r" * 100_000)])
-    logs.append(seconds(t.log, step, dict(a=1.0)))
-    time.sleep(0.05)
-close = seconds(t.close, tracking.CLOSE_S)
-print()
-print("TIMES", json.dumps([start, max(logs), close]))
-"""
-FAKE = """
-import os, time
-def go(place):
-    if os.environ["FAULT"] == place + " hangs":
-        print("fake hangs", flush=True)
-        time.sleep(1000)
-    if os.environ["FAULT"] == place + " raises":
-        raise ValueError("out of order")
-    if os.environ["FAULT"] == place + " exits":
-        raise SystemExit(1)
-def init(**settings): go("init")
-def log(values, step): go("log")
-def finish(*state): go("finish")
-def Text(text): return text
-class State: CRASHED = None
-go("import")
-if os.environ["FAULT"] == "missing": raise ImportError("No module named 'swanlab'")
+t = Tracker(sys.argv[1], Config(), 0, False, enabled=True)
+for step in (1, 2, 3):
+    t.log_generations(step, "val", [dict(response="r")])
+    t.log(step, dict(a=1.0))
+t.close()
+print("the end")
 """
 
 
-def black_hole() -> socket.socket:
-    """A server that lets anybody connect (the kernel does) and never says a word."""
-    return socket.create_server(("127.0.0.1", 0), backlog=100)
+class Fake:
+    """A swanlab that raises or exits in one of its calls, and notes all of them."""
+
+    Settings, Text = dict, str
+
+    def __init__(self, fault, how):
+        self.fault, self.how, self.calls = fault, how, []
+
+    def call(self, name):
+        self.calls.append(name)
+        if self.fault == name:
+            raise self.how
+
+    def init(self, **settings):
+        self.call("init")
+
+    def log(self, values, step):
+        self.call("log")
+
+    def finish(self):
+        self.call("finish")
 
 
-# name: backend, seconds that close may take, what the run says, environment
-HANGS = "could not be finished within"
+HOW = {"raises": ValueError("out of\n order"), "exits": SystemExit(1), "lacks": ImportError("No module named 'x'")}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("fault", ["import", "init", "log", "finish"])
+def test_a_tracker_that_raises_is_told_once_and_gets_nothing_more(tmp_path, capsys, monkeypatch, fault, how):
+    fake, how = Fake(fault, HOW[how]), HOW[how]
+    monkeypatch.setitem(sys.modules, "swanlab", fake)
+    if fault == "import":
+        monkeypatch.delitem(sys.modules, "swanlab")
+        (tmp_path / "swanlab.py").write_text(f"raise {how!r}")
+        monkeypatch.syspath_prepend(tmp_path)
+    t = tracker(tmp_path / "run", backends=("swanlab", "console"))
+    for step in (1, 2):
+        t.log_generations(step, "val", [{"response": "r"}])
+        t.log(step, {"a": 1.0}, f"step {step}")
+    t.close()
+    expected = {"import": [], "init": ["init"], "log": ["init", "log"], "finish": ["init", *["log"] * 4, "finish"]}
+    assert fake.calls == expected[fault]
+    out, err = capsys.readouterr()
+    words = f"{type(how).__name__}: {' '.join(str(how).split())}"
+    hint = " (pip install swanlab)" if isinstance(how, ImportError) else ""
+    assert out == "step 1\nstep 2\n" and err == (
+        f"swanlab gets nothing more: {words}{hint}. The numbers are in {tmp_path}/run/metrics.jsonl; to send them "
+        f"later: python -m rl.run.tracking swanlab {tmp_path}/run project experiment\n"
+    )
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        assert [line["step"] for line in h.read_jsonl(tmp_path / "run" / name)] == [1, 2]
+
+
+# name: backend, what the run says, environment
 FAULTS = {
-    "wandb in a black hole": ("wandb", 6, HANGS, {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://HOLE"}),
-    "wandb refused": ("wandb", 6, HANGS, {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}),
-    "wandb without a key": ("wandb", 30, "gets nothing more: UsageError: No API key configured", {}),
-    "swanlab in a black hole": ("swanlab", 6, HANGS, {"SWANLAB_API_KEY": "a" * 21, "SWANLAB_API_HOST": "http://HOLE"}),
-    "swanlab without a key": ("swanlab", 30, "gets nothing more: KeyFileError: api key not configured", {}),
-    "missing": ("swanlab", 30, "gets nothing: ImportError: No module named 'swanlab' (pip install swanlab)", {}),
-    "init exits": ("swanlab", 30, "gets nothing more: SystemExit: 1", {}),
-    "log raises": ("swanlab", 30, "refused a line of step 1: ValueError: out of order", {}),
-    "log hangs": ("swanlab", 3, HANGS, {}),
-    "finish hangs": ("swanlab", 3, HANGS, {}),
+    "wandb refused": ("wandb", "CommError: ", {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}),
+    "wandb without a key": ("wandb", "UsageError: No API key configured", {}),
+    "swanlab without a key": ("swanlab", "KeyFileError: api key not configured", {}),
 }
 
 
 @pytest.fixture(scope="module")
 def faulty_runs(tmp_path_factory):
-    """Runs with each of FAULTS, some at a time: {name: (folder, output)}."""
-    folder = tmp_path_factory.mktemp("faulty")
-    (folder / "fake").mkdir()
-    (folder / "fake" / "swanlab.py").write_text(FAKE)
-    results, names = {}, list(FAULTS)
-    with black_hole() as hole, pytest.MonkeyPatch.context() as m:
-        for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE"):
-            m.delenv(name, raising=False)
-        for some in (names[:5], names[5:]):
-            running = {}
-            for name in some:
-                backend, close_s, _, environment = FAULTS[name]
-                if not importlib.util.find_spec(backend):
-                    continue
-                environment = {
-                    k: v.replace("HOLE", f"127.0.0.1:{hole.getsockname()[1]}") for k, v in environment.items()
-                }
-                paths = str(launch.ROOT) if "swanlab" in name or "wandb" in name else f"{launch.ROOT}:{folder / 'fake'}"
-                environment |= {"HOME": folder, "FAULT": name, "PYTHONPATH": paths}
-                running[name] = launch.start("-c", TIMED, folder / name, close_s, backend, **environment)
-            results |= {name: (folder / name, launch.finish(process)) for name, process in running.items()}
-    return results
+    """Runs with each of FAULTS, all at once, since they mostly wait: {name: (folder, output)}."""
+    folder, running = tmp_path_factory.mktemp("faulty"), {}
+    unset = dict.fromkeys(("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE"))
+    for name, (backend, _, environment) in FAULTS.items():
+        if importlib.util.find_spec(backend):
+            own = {"HOME": folder, "WANDB_INIT_TIMEOUT": 3} | environment
+            running[name] = launch.start("-c", FAULTY, folder / name, backend, **unset | own)
+    return {name: (folder / name, launch.finish(process)) for name, process in running.items()}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_no_fault_of_a_tracker_delays_or_stops_a_run(faulty_runs, name):
+def test_no_server_out_of_reach_stops_a_run(faulty_runs, name):
     if name not in faulty_runs:
         pytest.skip("not installed")
-    backend, close_s, message, _ = FAULTS[name]
+    backend, words, _ = FAULTS[name]
     folder, output = faulty_runs[name]
-    start, log, close = json.loads(output.split("TIMES ")[1].splitlines()[0])
-    assert start < 2 and log < 1, output  # a process is started, lines are written: milliseconds
-    assert close < close_s + 2, output
     said = [line for line in output.splitlines() if "he numbers are in" in line]
-    assert len(said) == 1 and f"{backend} {message}" in said[0] and str(folder / "metrics.jsonl") in said[0], output
-    assert "Traceback" not in output
+    assert len(said) == 1 and f"{backend} gets nothing more: {words}" in said[0], output
+    assert str(folder / "metrics.jsonl") in said[0] and "the end\n" in output
     for file in ("metrics.jsonl", "generations.jsonl"):
-        assert [line["step"] for line in h.read_jsonl(folder / file)] == list(range(1, STEPS + 1))
-
-
-@pytest.fixture
-def hanging(tmp_path, monkeypatch):
-    """A swanlab that never comes back from init."""
-    (tmp_path / "swanlab.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("FAULT", "init hangs")
-
-
-def test_a_tracker_killed_from_outside_is_reported_once(tmp_path, capsys, hanging):
-    t = tracker(tmp_path / "run", backends=("swanlab",))
-    worker = t.workers["swanlab"]
-    assert os.getsid(worker.pid) == worker.pid  # so Ctrl-C does not reach it
-    t.log(1, {"a": 1.0})
-    assert capsys.readouterr().err == ""
-    worker.kill()
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-    t.log(2, {"a": 1.0})
-    t.log(3, {"a": 1.0})
-    t.close()
-    assert capsys.readouterr().err == (
-        f"swanlab gets nothing more, its process ended with -9; the numbers are in {tmp_path}/run/metrics.jsonl\n"
-    )
-    assert len(h.read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
-
-
-def test_a_run_in_a_hurry_leaves_its_trackers_to_themselves(tmp_path, monkeypatch, hanging):
-    monkeypatch.setattr(tracking, "CLOSE_S", 1.2)
-    t = tracker(tmp_path / "run", backends=("swanlab",))
-    worker = t.workers["swanlab"]
-    begin = time.monotonic()
-    t.close(0.1)
-    assert time.monotonic() - begin < 1 and worker.poll() is None
-    assert worker.wait(10) == 0 and time.monotonic() - begin > 1
-
-
-def test_a_tracker_does_not_outlive_a_killed_run_for_long(tmp_path, hanging):
-    code = TIMED.split("for step")[0] + "print(t.workers['swanlab'].pid, flush=True); time.sleep(1000)"
-    run = launch.start("-c", code, tmp_path / "run", 1.2, "swanlab", PYTHONPATH=f"{launch.ROOT}:{tmp_path}")
-    worker = int(run.stdout.readline())
-    while "fake hangs" not in run.stdout.readline():
-        assert run.poll() is None
-    os.kill(worker, signal.SIGTERM)  # a scheduler sends it to everybody; the worker stays with the run
-    run.kill()
-    output = launch.finish(run)  # ends when the worker has let go of stderr
-    assert "swanlab could not be finished within 1 s of the run's end." in output
-    launch.until(lambda: not launch.alive(worker), 10)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a tracker's process reads
-
-
-def append(file, *lines, end="\n"):
-    with open(file, "a") as f:
-        f.write("\n".join(json.dumps(line) for line in lines) + end)
-
-
-def test_a_tracker_sees_steps_in_order_and_whole_lines_only(tmp_path):
-    metrics, generations = tmp_path / "metrics.jsonl", tmp_path / "generations.jsonl"
-    append(metrics, {"step": 1, "old": 0.5})
-    reader = Reader(tmp_path, (metrics.stat().st_size, 0))
-    assert reader.read(last=False) == []
-    append(generations, {"step": 2, "kind": "val", "r": "a"}, {"step": 2, "kind": "val", "r": "b"})
-    assert reader.read(last=False) == []  # metrics of step 1 might follow
-    append(metrics, {"step": 1, "new": 0.5}, {"step": 2, "loss": 0.25}, end="")
-    val = [{"step": 2, "kind": "val", "r": "a"}, {"step": 2, "kind": "val", "r": "b"}]
-    assert reader.read(last=False) == [(1, "", [{"step": 1, "new": 0.5}])]  # half of a line of step 2 is there
-    append(metrics, end="\n")
-    append(generations, {"step": 2, "kind": "train", "r": "c"}, {"step": 3, "kind": "val", "r": "d"})
-    append(metrics, {"step": 2, "more": 0.125})
-    groups = reader.read(last=False)
-    assert {step for step, _, _ in groups} == {2} and (2, "val", val) in groups
-    assert (2, "train", [{"step": 2, "kind": "train", "r": "c"}]) in groups
-    assert [lines for _, kind, lines in groups if not kind] == [
-        [{"step": 2, "loss": 0.25}],
-        [{"step": 2, "more": 0.125}],
-    ]
-    assert reader.read(last=True) == [(3, "val", [{"step": 3, "kind": "val", "r": "d"}])]
-    assert reader.read(last=True) == []
+        assert [line["step"] for line in h.read_jsonl(folder / file)] == [1, 2, 3]
+    assert list((folder / "tensorboard").iterdir())  # which has no fault
 
 
 # ---------------------------------------------------------------------------------------------------------------------
