@@ -72,7 +72,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # what pulls the student to the teacher: the advantage of the sampled token, or a distance of distributions
     loss_mode: Literal[*DISTANCES] = "sampled"
     distillation_loss_coef: NotNegative = 1.0  # weight of that advantage, or of the distance
-    distill_top_k: TopK = 64  # the teacher's most likely tokens that a distance looks at; -1 all
+    distill_top_k: TopK = 64  # the teacher's most likely tokens that a distance looks at; -1 all, if these are few
     jsd_beta: Share = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl; both ends excluded
     reward_coef: NotNegative = 0.0  # weight of the advantage that GRPO computes from the scores
     # how the losses of tokens become one number; Dr. GRPO: seq-mean-token-sum-norm, GRPO's paper: seq-mean-token-mean
