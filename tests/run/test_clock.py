@@ -6,9 +6,8 @@ import time
 import pytest
 from helpers_data import ranks_without_group
 
-from rl.flags import parse_alarm
+from rl.run.alarms import alarms, parse_alarm
 from rl.run.clock import Clock
-from rl.run.run import alarms
 
 NAN, INF = math.nan, math.inf
 

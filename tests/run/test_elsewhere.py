@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 def test_a_copy_of_a_script_with_a_flag_of_its_own_runs_in_a_folder_of_its_own(tmp_path):
     task, text = h.make_task(tmp_path / "task"), (launch.ROOT / "train_grpo.py").read_text()
     for old, new in (
-        ("    # --- optimizer\n", "    # --- optimizer\n    advantage_scale: Positive = 1.0  # of every advantage\n"),
-        ("ADVANTAGES[args.adv_estimator]", "args.advantage_scale * ADVANTAGES[args.adv_estimator]"),
+        ("    seed: int = 0", "    advantage_scale: Positive = 1.0  # of every advantage\n    seed: int = 0"),
+        ("advantages_PG = ((", "advantages_PG = args.advantage_scale * (("),
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)

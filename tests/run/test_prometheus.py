@@ -14,6 +14,7 @@ import train_grpo
 from rl.flags import build
 from rl.ranks import Ranks
 from rl.run.prometheus import Exporter, name_of
+from rl.run.tracking import Logging
 
 DASHBOARD = launch.ROOT / "docs" / "grafana.json"
 
@@ -111,7 +112,7 @@ def test_other_ranks_serve_nothing_and_hear_of_a_refusal():
     other = OtherRank(1, 2, torch.device("cpu"), torch.float32, data_rank=1, data_size=2, group=None, data_group=None)
     (port,) = launch.free_ports(1)
     with pytest.raises(ValueError, match="Address already in use"):
-        Exporter(build(train_grpo.Args, prometheus_port=port), other)
+        Exporter(Logging(prometheus_port=port), other)
     socket.create_server(("127.0.0.1", port)).close()
 
 
