@@ -108,6 +108,7 @@ def _chat_text(
 
 
 def named(row: Row) -> str:
+    """A row in messages: `row 3`."""
     return f"row {row.get('row_index', '?')}"
 
 

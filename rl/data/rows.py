@@ -235,5 +235,6 @@ def _check_encodable(text: str, where: str) -> None:
 
 
 def shown(value: Any) -> str:
+    """A value with its type, in messages; long ones are cut."""
     text = f"{value!r} ({type(value).__name__})"
     return text if len(text) <= 200 else f"{text[:150]}... ({type(value).__name__})"

@@ -1,162 +1,95 @@
-"""Scripts repeat each other on purpose, so that a diff of two of them shows the algorithm; nothing else may differ.
+"""Scripts repeat each other on purpose, so that each can be read alone. What they repeat must stay the same.
 
-The rule: in every section, two scripts differ by exactly the numbers of lines written down here. Who mends a line that
-they share, in one of them only, changes these numbers.
+A block is a run of statements, without comments and spaces. Who mends one in a script mends it in all that have it.
 """
 
-import difflib
+import ast
 import re
-from collections import Counter
 
 import pytest
 from launch import ROOT
 
-# First lines of sections. Phases 1 to 3 of RL scripts are one, "step", since DAPO repeats them in a loop of its own.
-MARKS = r"import (math)$|(ADVANTAGES|PAIRS|DISTANCES) = |@(dataclass)|def (\w+)\(|    for (step) in "
-MARKS += r"| +# ([4-9])\. |    run\.(close)\("
-OWN = {"header", "ADVANTAGES", "PAIRS", "DISTANCES", "learn_rewards", "6"}  # each script's own
-LINES = {  # section -> how many lines only the first script of a pair has there, and how many only the second
-    ("train_grpo", "train_ppo"): {
-        "math": (4, 5),
-        "dataclass": (16, 20),
-        "validate": (7, 2),
-        "main": (5, 11),
-        "step": (2, 3),
-        "4": (1, 1),
-        "5": (3, 5),
-        "7": (13, 34),
-        "8": (5, 5),
-        "9": (1, 1),
-        "close": (0, 0),
-    },
-    ("train_grpo", "train_dapo"): {
-        "math": (4, 14),
-        "dataclass": (28, 22),
-        "validate": (7, 7),
-        "main": (6, 12),
-        "step": (8, 28),
-        "4": (1, 4),
-        "5": (8, 2),
-        "7": (11, 2),
-        "8": (4, 9),
-        "9": (0, 0),
-        "close": (0, 0),
-    },
-    ("train_grpo", "train_reinforce"): {
-        "math": (3, 3),
-        "dataclass": (13, 9),
-        "validate": (7, 2),
-        "main": (1, 3),
-        "step": (3, 9),
-        "4": (1, 2),
-        "5": (1, 1),
-        "7": (3, 1),
-        "8": (2, 5),
-        "9": (0, 0),
-        "close": (0, 0),
-    },
-    ("train_grpo", "train_dpo"): {
-        "math": (6, 5),
-        "dataclass": (33, 14),
-        "validate": (7, 14),
-        "main": (9, 9),
-        "step": (7, 6),
-        "4": (4, 11),
-        "5": (7, 1),
-        "7": (28, 13),
-        "8": (8, 5),
-        "9": (0, 0),
-        "close": (0, 0),
-    },
-    ("train_grpo", "train_distill"): {
-        "math": (4, 5),
-        "dataclass": (25, 17),
-        "validate": (7, 22),
-        "main": (5, 6),
-        "step": (1, 1),
-        "4": (1, 1),
-        "5": (6, 4),
-        "7": (13, 9),
-        "8": (3, 1),
-        "9": (0, 0),
-        "close": (0, 0),
-    },
-    ("train_grpo", "train_prime"): {
-        "math": (7, 8),
-        "dataclass": (29, 19),
-        "validate": (7, 6),
-        "main": (9, 16),
-        "step": (6, 6),
-        "4": (1, 10),
-        "5": (6, 10),
-        "7": (18, 8),
-        "8": (8, 11),
-        "9": (0, 0),
-        "close": (0, 0),
-    },
-    ("sft", "train_reward"): {
-        "math": (3, 2),
-        "dataclass": (10, 11),
-        "encode": (10, 16),
-        "main": (10, 13),
-        "step": (17, 25),
-        "4": (3, 4),
-        "close": (0, 0),
-    },
+FAMILY = ["train_grpo_variants", "train_dapo", "train_reinforce", "train_distill", "train_prime"]
+CLIPPED = ["train_ppo", *FAMILY[1:]]  # scripts that have the clipped loss in their own lines
+SUPERVISED = ("sft", "train_reward")
+# name -> scripts, of which the first is the model; the first and the last statement of the block
+BLOCKS = {
+    "a round begins": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.wake()", "if step == total_steps:"),
+    "sampling": (["train_grpo", "train_ppo", FAMILY[0], *FAMILY[3:]], "own_rows, seed = ", "clock('gen')"),
+    "engine checked": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.sleep()", "clock('verify')"),
+    "clipped policy loss": (["train_grpo", *CLIPPED], "ratio = ", "pg_loss = pg_loss * weights"),
+    "learning rate": (["train_grpo", *FAMILY[:4], "train_dpo"], "lr = args.lr", "optimizer.param_groups[0]['lr'] = lr"),
+    "optimizer step": (["train_grpo", *FAMILY, "train_dpo"], "norm = clip_grad_norm(", "norms.append("),
+    "end": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "run.close(scorer, engine)", "return "),
+    "step of demonstrations": (list(SUPERVISED), "norm = clip_grad_norm(", "clock('update')"),
 }
-REARRANGED = {("train_dapo", "step")}  # pushes the weights before phase 1
+# Statements that a script has beside those of a block, and names that stand for another of the model.
+OWN = {
+    "train_ppo": ["run.onload()"],
+    "train_prime": ["run.onload()"],
+    "train_reinforce": ["own_samples = own_samples["],
+}
+NAMES = {"train_ppo": {"actor": "policy"}, "train_reward": {"model": "policy"}}
 
 
-def sections(text: str) -> dict[str, list[str]]:
-    """The lines of a script by section, without indentation and blank lines."""
-    result, name = {"header": []}, "header"
-    for line in text.splitlines():
-        if found := re.match(MARKS, line):
-            name = next(filter(None, found.groups()))
-            assert name not in result, f"two sections are called {name!r}"
-            result[name] = []
-        result[name] += [line.strip()] if line.strip() else []
-    return result
+def statements(source: str) -> list[str]:
+    """All statements of main, also those within others, one after the other; compound ones by their first line."""
+    [main] = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef) and x.name == "main"]
+    found = []
+
+    def visit(body: list[ast.stmt]) -> None:
+        for node in body:
+            found.append(ast.unparse(node).splitlines()[0])
+            for inner in ("body", "orelse"):
+                visit(getattr(node, inner, []))
+
+    visit(main.body)
+    return found
 
 
-def own_lines(left: list[str], right: list[str]) -> tuple[int, int]:
-    """How many lines only the left side has, and how many only the right one; two of a kind are two."""
-    return (Counter(left) - Counter(right)).total(), (Counter(right) - Counter(left)).total()
+def block(source: str, script: str, first: str, last: str) -> list[str]:
+    """The statements of a block, in the names of the model script."""
+    names, found, inside = NAMES.get(script, {}), [], False
+    for line in statements(source):
+        line = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), line)
+        if line.startswith(first):
+            found, inside = [], True  # the last run that begins so, up to its end
+        if inside and not any(line.startswith(own) for own in OWN.get(script, [])):
+            found.append(line)
+        if inside and line.startswith(last):
+            return found
+    raise AssertionError(f"{script}.py has no block from {first!r} to {last!r}")
 
 
-def same_order(left: list[str], right: list[str]) -> bool:
-    """Whether the lines that each side has once stand in the same order."""
-    once = {line for line in left if left.count(line) == right.count(line) == 1}
-    return [line for line in left if line in once] == [line for line in right if line in once]
+def read(script: str) -> str:
+    return (ROOT / f"{script}.py").read_text()
 
 
-@pytest.mark.parametrize("pair", LINES, ids="-".join)
-def test_scripts_differ_where_they_should_and_nowhere_else(pair):
-    left, right = (sections((ROOT / f"{script}.py").read_text()) for script in pair)
-    assert (left.keys() & right.keys()) - OWN == LINES[pair].keys() == (left.keys() | right.keys()) - OWN
-    for name, written in LINES[pair].items():
-        found = own_lines(left[name], right[name])
-        ordered = same_order(left[name], right[name]) or (pair[1], name) in REARRANGED
-        assert found == written and ordered, (
-            f"{pair[0]}.py (-) and {pair[1]}.py (+) have drifted apart in {name!r}: {found}, not {written} lines of "
-            f"their own, {'in the same' if ordered else 'the others in another'} order. Mended something? Mend it in "
-            "both. If they are meant to differ, write that down here.\n"
-            + "\n".join(difflib.unified_diff(left[name], right[name], n=0, lineterm=""))
-        )
+CASES = [(name, script) for name, (scripts, _, _) in BLOCKS.items() for script in scripts[1:]]
 
 
-@pytest.mark.parametrize("pair", LINES, ids="-".join)
-def test_what_is_mended_in_one_script_only_is_noticed(pair):
-    """Each line that both have is changed, removed, added to or moved: in one script, and then in both."""
-    scripts = [sections((ROOT / f"{script}.py").read_text()) for script in pair]
-    for name, written in LINES[pair].items():
-        left, right = scripts[0][name], scripts[1][name]
-        shared = [line for line in left if left.count(line) == right.count(line) == 1]
-        for line in shared:
-            for mended in ([], [line + "  # mended"], [line, "mended()"]):
-                one, other = ([y for x in side for y in (mended if x == line else [x])] for side in (left, right))
-                assert own_lines(one, other) == written
-                assert own_lines(one, right) != written != own_lines(left, other), line
-        for a, b in zip(shared, shared[1:], strict=False):
-            swapped = [{a: b, b: a}.get(line, line) for line in left]
-            assert (pair[1], name) in REARRANGED or not (same_order(swapped, right) or same_order(right, swapped))
+@pytest.mark.parametrize(("name", "script"), CASES, ids=str)
+def test_what_scripts_repeat_is_the_same(name, script):
+    scripts, first, last = BLOCKS[name]
+    model = block(read(scripts[0]), scripts[0], first, last)
+    assert block(read(script), script, first, last) == model, f"{script}.py and {scripts[0]}.py: mend both"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_line_that_is_mended_in_one_script_only_is_noticed(name):
+    scripts, first, last = BLOCKS[name]
+    model = block(read(scripts[0]), scripts[0], first, last)
+    source = ast.unparse(ast.parse(read(scripts[1])))
+    same = {value: key for key, value in NAMES.get(scripts[1], {}).items()}
+    for line in model[1:-1]:
+        own = re.sub(r"\w+", lambda word: same.get(word[0], word[0]), line)
+        mended = own[:-1] + " + 0" + own[-1] if own.endswith(")") else own + " + 0" if "=" in own else None
+        if mended is not None:
+            assert own in source, own
+            assert block(source.replace(own, mended), scripts[1], first, last) != model, own
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", *FAMILY, "train_dpo"])
+def test_the_nine_phases_stand_in_their_order(script):
+    found = list(dict.fromkeys(re.findall(r"^ +# (\d)[ab]?\. ", read(script), re.MULTILINE)))
+    assert found == [str(i) for i in range(1, 10)]
