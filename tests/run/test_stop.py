@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rl import stop
 from rl.run import checkpoint, checkpoint_tensors
+from rl.run.checkpoint_files import list_steps
 from rl.sampling.engines import hf, vllm
 
 OUT_WITHIN_S = 10
@@ -53,7 +54,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 ASKED_TOGETHER = """
 import os, signal, time
 import torch.distributed as dist
-from rl.run import stop
+from rl import stop
 
 dist.init_process_group("gloo")
 stop.start(None)
@@ -131,7 +132,7 @@ def ask_while_saving():
         ask()
         time.sleep(0.5)
 
-    h.at_call(checkpoint, "_write", 1, act)
+    h.at_call(checkpoint.Saver, "_write", 1, act)
 
 
 def rewards_sleep(n, folder):
@@ -217,7 +218,7 @@ class Chain:
         assert run.ends() == [128 + signal.SIGTERM] * self.ranks, run.log.read_text()[-6000:]
         assert time.monotonic() - float((self.folder / "asked").read_text()) < 2
         assert "asked to stop before the first step" in run.log.read_text()
-        assert self.status() == ("running", 0) and checkpoint.list_steps(self.run_dir) == []
+        assert self.status() == ("running", 0) and list_steps(self.run_dir) == []
 
     def left_at(self, run, step, *, asked_at=None, code=0):
         codes = run.ends()
@@ -228,7 +229,7 @@ class Chain:
         if asked_at is not None:  # not by --max-hours
             print(f"{self.script} left at step {step} in {ended - asked_at:.2f} s")
             assert ended - asked_at < OUT_WITHIN_S
-        steps = checkpoint.list_steps(self.run_dir)
+        steps = list_steps(self.run_dir)
         if code == 0:
             assert self.status() == ("stopped", step)
             assert steps[-1:] == ([step] if step else [])
@@ -260,7 +261,7 @@ class Chain:
     def ends_like_the_unbroken_one(self, fault=None, **changes):
         run = self.start(fault, **changes)
         assert run.ends() == [0] * self.ranks, run.log.read_text()[-6000:]
-        last = checkpoint.list_steps(self.unbroken)[-1]
+        last = list_steps(self.unbroken)[-1]
         assert self.status() == ("completed", last)
         self.assert_same(last)
         lines = [h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (self.run_dir, self.unbroken)]
@@ -427,7 +428,7 @@ def test_torchrun_passes_the_request_on(torchrun_asked):
     run_dir, output, seconds = torchrun_asked
     assert output.count("asked to stop") == 2 and "Received 15 death signal" in output and seconds < OUT_WITHIN_S
     assert "forcefully exiting" not in output  # which is what it says before it kills
-    (step,) = checkpoint.list_steps(run_dir)
+    (step,) = list_steps(run_dir)
     status = json.loads((run_dir / "STATUS.json").read_text())
     assert (status["state"], status["step"]) == ("stopped", step) and 1 <= step < 10_000
     assert h.read_jsonl(run_dir / "metrics.jsonl")[-1]["step"] == step
@@ -447,7 +448,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
     assert run.ends(90) == [0]
     assert time.monotonic() - float((tmp_path / "asked").read_text()) < OUT_WITHIN_S
     assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["state"] == "stopped"
-    assert checkpoint.list_steps(tmp_path / "run") == [1]
+    assert list_steps(tmp_path / "run") == [1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -457,7 +458,7 @@ def test_vllm_is_left_in_the_middle_of_a_generation(task, tmp_path):
 SILENT = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-from rl.run import stop
+from rl import stop
 
 stop.start()
 if sys.argv[2] == "armed":
