@@ -18,9 +18,10 @@ from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.types import Sampling
-from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK, check_limits, parse
+from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK, check_limits
 from rl.model.checks import check_context
 from rl.ranks import init_ranks, shutdown_ranks
+from rl.run.arguments import parse
 from rl.run.metrics import of_scoring
 from rl.sampling.engines import EngineFlags, check_engine_flags, make_engine
 from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k

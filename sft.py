@@ -29,13 +29,13 @@ from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_sft_rows
 from rl.data.types import Batch, Sample, take_rows
-from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share, parse
+from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.load import load_policy
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
-from rl.run.arguments import LoggingSupervised, Supervised, check
+from rl.run.arguments import LoggingSupervised, Supervised, check, parse
 from rl.run.run import Run
 from rl.sampling.evaluation import Evaluation
 

@@ -34,14 +34,14 @@ import torch
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, TopK, parse
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
 from rl.model.load import load_policy, weights_for_engine
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.model.teacher import Teacher, add_teacher, check_teacher, load_teacher, token_distances
 from rl.run import metrics
-from rl.run.arguments import RL, LoggingRL
+from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling import correction

@@ -33,13 +33,13 @@ from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.token_selection import TokenSelection
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, parse
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
-from rl.run.arguments import RL, LoggingRL
+from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling import correction

@@ -5,8 +5,8 @@
 
 Proximal Policy Optimization (arXiv 1707.06347) for language models (InstructGPT, arXiv 2203.02155). The actor is the
 policy, the model that answers. The reward r_t is the score of the response at its last token, and 0 at all others. The
-critic is a second model: before each token t it predicts the sum of the rewards from t on, the value V_t. l_t is the
-log-probability of token t given the tokens before it; l_old and V_old are l and V when the step began:
+critic is a second model: before each token t it predicts the sum of the rewards from t on, the value V_t. With l_t the
+log-probability of token t given the tokens before it, and l_old, V_old, A and R computed when the step begins:
 
     TD error      delta_t = r_t + gamma V_{t+1} - V_t       how much better token t was than predicted
     advantage     A_t     = delta_t + gamma lam A_{t+1}     generalized advantage estimation (GAE, arXiv 1506.02438)
@@ -34,7 +34,7 @@ from torch import Tensor
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share, parse
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import losses, schedule
 from rl.model.critic import check_critic, fixed_values, load_critic, token_values
 from rl.model.kl_terms import KLTerms
@@ -42,7 +42,7 @@ from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
-from rl.run.arguments import RL, LoggingRL
+from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling import correction
@@ -118,10 +118,10 @@ def main(args: Args) -> dict[str, float]:
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
     run = Run(args, tokenizer, total_steps)
-    ranks, sizes = run.ranks, dict(longest=longest, seed=args.seed)
-    actor = load_policy(args.model, ranks, args.lora, args.memory, **sizes)
-    engine = make_engine(args.model, ranks, args.rollout, **sizes)
-    critic = load_critic(args.critic_model or args.model, ranks, args.lora, args.memory, **sizes)
+    ranks, critic_path = run.ranks, args.critic_model or args.model
+    actor = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
+    critic = load_critic(critic_path, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, actor, args.memory, longest=longest) if args.kl.is_used else None
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
@@ -241,7 +241,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"critic/vf_loss": vf_loss})
                 means.over_tokens(mask, {"critic/vf_clipfrac": (clipped_error > error).float()})
                 if "actor" not in lrs:
-                    continue
+                    continue  # --critic-warmup
 
                 # The actor. The gradient of the ratio is ratio * gradient of logp. Where the clip decides, it is 0.
                 logp, entropy = token_logprobs(actor, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)

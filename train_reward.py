@@ -29,12 +29,12 @@ from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, take_rows
-from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share, parse
+from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model import reward_model
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
-from rl.run.arguments import LoggingSupervised, Supervised, check
+from rl.run.arguments import LoggingSupervised, Supervised, check, parse
 from rl.run.run import Run
 from rl.sampling.evaluation import Evaluation
 

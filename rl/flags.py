@@ -12,14 +12,8 @@ script's Args nests groups; on the command line they are flat, and --help shows 
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
-
-import tyro
-
-from rl.console import outlive_output, say
-from rl.ranks import die_with_launcher
 
 T = TypeVar("T")
 
@@ -43,23 +37,6 @@ PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x
 TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
 Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
-
-
-def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
-    """The Args of a script from its command line. Under torchrun, this process dies with the launcher from here on.
-
-    What a script leaves behind is its folder, so a closed or full stdout does not change its exit code. `hint` is
-    printed after the error if the command line has a flag that the script does not have, or a value that is none.
-    """
-    die_with_launcher()
-    if "checkpoints" in {field.name for field in dataclasses.fields(cls)}:
-        outlive_output()
-    try:
-        return tyro.cli(cls, description=description, config=(tyro.conf.OmitArgPrefixes,))
-    except SystemExit as end:
-        if end.code and hint:
-            say(hint, sys.stderr)
-        raise
 
 
 def build(cls: type[T], **values: Any) -> T:

@@ -3,7 +3,7 @@
     stop.start(max_hours)
     for step in ...:
         stop.arm(save_and_close)             # what leaving takes, as of the last completed step
-        ...  stop.exit_if_asked(ranks)  ...  # wherever all ranks pass: leave, if any of them was asked to
+        ...  stop.exit_if_asked(group)  ...  # wherever all ranks pass: leave, if any of them was asked to
         stop.hold()                          # weights change: not before the next `arm`
 
 A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
@@ -21,9 +21,6 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-
-from rl.console import let_go_of_output
-from rl.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: signals this close together are one
@@ -138,14 +135,13 @@ def hold() -> None:
     _held = True
 
 
-def exit_if_asked(ranks: Ranks) -> None:
-    """End this process, with exit code 0, if any rank was asked to stop. All ranks must enter. See `hold`."""
-    if _held or not _any_rank(_asked(), ranks.group):
+def exit_if_asked(group: dist.ProcessGroup) -> None:
+    """End this process, with exit code 0, if any rank of the group was asked to stop; all must enter. See `hold`."""
+    if _held or not _any_rank(_asked(), group):
         return
     for call in _leave:
         call()
-    dist.barrier(group=ranks.group)
-    let_go_of_output()
+    dist.barrier(group=group)
     os._exit(0)  # workers and engines end with it; taking them down one by one could hang
 
 

@@ -6,11 +6,14 @@ class Args(RL):
     logging: LoggingRL = LoggingRL(experiment_name="my_run")  # another default of a flag in a group
 """
 
-from dataclasses import dataclass
-from typing import Any
+import sys
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
+import tyro
 
+from rl.console import outlive_output, say
 from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Free, check_limits, flat
@@ -18,6 +21,7 @@ from rl.model import lora
 from rl.model.checks import check_trainable
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
+from rl.ranks import die_with_launcher
 from rl.run.alarms import parse_alarm
 from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingRL, LoggingSupervised
@@ -26,6 +30,8 @@ from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
 from rl.scoring.pool import Rewards, Scoring
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -143,3 +149,20 @@ def _check_rl(args: Any) -> None:
             f"--ppo-max-token-len-per-gpu {max_tokens} cannot hold one conversation of "
             f"--reward-model-max-length {rewards.reward_model_max_length} tokens; change one of them"
         )
+
+
+def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
+    """The Args of a script from its command line. Under torchrun, this process dies with the launcher from here on.
+
+    What a script leaves behind is its folder, so a closed or full stdout does not change its exit code. `hint` is
+    printed after the error if the command line has a flag that the script does not have, or a value that is none.
+    """
+    die_with_launcher()
+    if "checkpoints" in {field.name for field in fields(cls)}:
+        outlive_output()
+    try:
+        return tyro.cli(cls, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as end:
+        if end.code and hint:
+            say(hint, sys.stderr)
+        raise

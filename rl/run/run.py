@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl import stop
-from rl.console import progress_line, show_sample
+from rl.console import let_go_of_output, progress_line, show_sample
 from rl.data.types import Batch, Response, Sample, Score
 from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
@@ -117,7 +117,7 @@ class Run:
         last = step == self.total_steps
         if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
             self.saver.save(step, self.trained, encoded)
-        stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close)
+        stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close, let_go_of_output)
         self.step, self.clock = step, Clock(self.ranks)
         return self.clock
 
@@ -125,7 +125,7 @@ class Run:
         """Save and end this process, with exit code 0, if any rank was asked to stop by SIGTERM, Ctrl-C or --max-hours.
         Does nothing once the step has begun to change weights. All ranks must enter.
         """
-        stop.exit_if_asked(self.ranks)
+        stop.exit_if_asked(self.ranks.group)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether held-out data is evaluated when `step` steps have been made: before the first if --val-before-train,

@@ -414,11 +414,12 @@ RANK_1_FULL = f"""
 import sys
 sys.path[:0] = [{str(launch.TESTS)!r}, {str(HERE)!r}]
 from rl import flags
+from rl.run import arguments
 from rl.run import checkpoint
 import sft, test_checkpoint_faults as faults
 
 checkpoint._write = faults.full_disk_at(2, rank=1)
-sft.main(flags.parse(sft.Args, None))
+sft.main(arguments.parse(sft.Args, None))
 """
 
 

@@ -179,6 +179,7 @@ def test_a_finished_run_trains_no_further(task, unbroken, tmp_path):
 KILLED_WHILE_SAVING = """
 import os, signal
 from rl import flags
+from rl.run import arguments
 from rl.run import export
 import sft
 
@@ -188,7 +189,7 @@ def write(path, *rest, original=export.write_huggingface):
     original(path, *rest)
 
 export.write_huggingface = write
-sft.main(flags.parse(sft.Args, None))
+sft.main(arguments.parse(sft.Args, None))
 """
 
 

@@ -24,7 +24,7 @@ import train_reinforce
 import train_reward
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share, build
-from rl.run import checkpoint
+from rl.run import arguments, checkpoint
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -286,7 +286,7 @@ def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
 )
 def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script, words, found, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--rollout-n", "3", *words])
-    args = flags.parse(script.Args, None)
+    args = arguments.parse(script.Args, None)
     assert (getattr(args, "rollout_is", None), args.max_logprob_gap) == found
     assert args.rollout_n == 3 and args.lr == (1.0 if "--lr" in words else script.Args.lr)
 
@@ -312,7 +312,7 @@ def help_of(capsys, monkeypatch):
     def show(cls):
         monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
         with pytest.raises(SystemExit) as ended:
-            flags.parse(cls, "A description.")
+            arguments.parse(cls, "A description.")
         assert ended.value.code == 0
         boxes = {}
         for line in capsys.readouterr().out.splitlines():

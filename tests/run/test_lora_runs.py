@@ -20,7 +20,7 @@ import train_reward
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
-from rl.run import checkpoint
+from rl.run.checkpoint_files import list_steps
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -57,7 +57,7 @@ def test_a_killed_run_with_adapters_ends_as_if_nothing_had_happened(task, unbrok
     settings = h.ppo_settings(task, tmp_path, **PPO)
     entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 3]}
     assert launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)[0] == -signal.SIGKILL
-    assert checkpoint.list_steps(tmp_path) in ([1], [1, 2])
+    assert list_steps(tmp_path) in ([1], [1, 2])
     train_ppo.main(build(train_ppo.Args, **settings))
     one, two = tmp_path / "global_step_3", unbroken / "global_step_3"
     h.assert_same(h.saved_state(one), h.saved_state(two))
@@ -172,7 +172,7 @@ def test_a_push_that_forgets_adapters_ends_the_run(task, tmp_path, monkeypatch, 
         for i, (name, x) in enumerate(original(policy, ranks)):
             yield name, base[name] if forgotten == "all" or i % 2 else x
 
-    monkeypatch.setattr(models, "weights_for_engine", push)
+    monkeypatch.setattr(train_grpo, "weights_for_engine", push)
     settings = h.grpo_settings(task, tmp_path, lora_rank=4, lr=1e-2, total_training_steps=4)
     with pytest.raises(RuntimeError, match="does not hold the policy's weights") as error:
         train_grpo.main(build(train_grpo.Args, **settings))

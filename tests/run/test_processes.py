@@ -14,12 +14,13 @@ import os, sys, time
 from dataclasses import make_dataclass
 from pathlib import Path
 from rl import flags
+from rl.run import arguments
 from rl.ranks import init_ranks
 
 if sys.argv[2] == "joined":
     init_ranks()
 else:
-    flags.parse(make_dataclass("Args", [("words", flags.tyro.conf.Positional[tuple[str, ...]])]), None)
+    arguments.parse(make_dataclass("Args", [("words", arguments.tyro.conf.Positional[tuple[str, ...]])]), None)
 Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """

@@ -401,8 +401,9 @@ def no_network(event, arguments):
 sys.addaudithook(no_network)
 import train_grpo
 from rl import flags
+from rl.run import arguments
 
-train_grpo.main(flags.parse(train_grpo.Args, None))
+train_grpo.main(arguments.parse(train_grpo.Args, None))
 """
 
 

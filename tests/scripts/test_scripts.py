@@ -39,6 +39,7 @@ from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.ranks import Ranks
+from rl.run import arguments
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -228,7 +229,7 @@ def test_help_explains_every_flag(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as end:
-        flags.parse(SCRIPTS[name].Args, SCRIPTS[name].__doc__)
+        arguments.parse(SCRIPTS[name].Args, SCRIPTS[name].__doc__)
     assert end.value.code == 0
     text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
     blocks = dict(re.findall(r"^ {1,3}--([a-z][a-z0-9-]*)(.*?)(?=^ {1,3}--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
