@@ -9,7 +9,7 @@ those of train_grpo.py. What changes, with s_i the score of response i and L_i i
     clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 7
     dynamic sampling    a group with equal scores has advantage 0, so others are sampled until
                         P groups have max s_i > min s_i                                                   phases 1 to 3
-    token-level loss    the mean is over all tokens of a mini-batch, not over means of responses          phase 7
+    token-level loss    the mean is over all tokens of a mini-batch, as in train_grpo.py already          phase 7
     overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the last tokens
                         before the limit cost more and more; free + buffer = limit                        phase 6
                         with --overlong-filtering a response cut at the limit is not learned from         phase 4
