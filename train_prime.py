@@ -230,7 +230,7 @@ def main(args: Args) -> dict[str, float]:
         means_PG = ranks.all_rows(own_means, batch.rows, len(responses)).view(-1, args.rollout_n)
         factor_PG, baseline_PG = implicit_reward.leave_one_out(means_PG.where(scores_PG.isfinite(), math.nan))
         process = rewards * factor_PG.view(-1, 1)[batch.rows] - baseline_PG.view(-1, 1)[batch.rows]  # (b, T)
-        outcome_PG = advantages.rloo(scores_PG, scores_PG)  # score less the mean of the others in its group; no lengths needed
+        outcome_PG = advantages.rloo(scores_PG, scores_PG)  # score less the mean of the other scores; reads no lengths
         outcome = torch.where(is_last, outcome_PG.view(-1, 1)[batch.rows], 0.0)  # (b, T)
         total = args.reward_dpo_coef * process + args.reward_gt_coef * outcome
         returns = advantages.returns_to_go(total, mask, gamma=1.0)  # R_t = total_t + R_{t+1}
