@@ -18,18 +18,23 @@ import train_dapo
 import train_distill
 import train_dpo
 import train_grpo
+import train_grpo_variants
 import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share, build
-from rl.run import arguments, checkpoint
+from rl.run import arguments
+from rl.run.checkpoint_files import list_steps
+from rl.run.tracking import LoggingRL
+from rl.sampling.engines import Rollout
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
 TRAINING = {
     "grpo": train_grpo,
+    "grpo_variants": train_grpo_variants,
     "ppo": train_ppo,
     "dapo": train_dapo,
     "reinforce": train_reinforce,
@@ -101,8 +106,14 @@ REFUSED_AND_TAKEN = {
 }
 
 
-def fields(script):
-    return {field.name for field in dataclasses.fields(script.Args)}
+def names_of(script):
+    return set(flags.flat(script.Args()))
+
+
+def numbers_of(script):
+    """The flags whose value is one number, or None."""
+    hints = {name: str(hint) for name, _, hint in flags._each(script.Args())}
+    return {name for name, hint in hints.items() if re.search(r"\b(int|float)\b", hint) and "tuple" not in hint}
 
 
 def limit_of(script, flag):
@@ -117,44 +128,41 @@ def limit_of(script, flag):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
     script = SCRIPTS[name]
-    hints = {field.name: str(field.type) for field in dataclasses.fields(script.Args)}
-    numbers = {flag for flag, hint in hints.items() if re.search(r"\b(int|float)\b", hint) and "tuple" not in hint}
-    assert numbers - {"temperature", *ANY_NUMBER} == LIMITS.keys() & hints.keys()
-    flags.check(script.Args())
+    numbers = numbers_of(script)
+    assert numbers - {"temperature", *ANY_NUMBER} == LIMITS.keys() & names_of(script)
+    flags.check_limits(script.Args())
     for flag in numbers:
         with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} nan must be a number"):
-            flags.check(dataclasses.replace(script.Args(), **{flag: math.nan}))
+            flags.check_limits(build(script.Args, **{flag: math.nan}))
     for flag in numbers - set(ANY_NUMBER):
         words = limit_of(script, flag)
         refused, taken = REFUSED_AND_TAKEN[words]
         for value in refused:
             with pytest.raises(ValueError) as error:
-                flags.check(dataclasses.replace(script.Args(), **{flag: value}))
+                flags.check_limits(build(script.Args, **{flag: value}))
             assert str(error.value) == f"--{flag.replace('_', '-')} {value} must be {words}"
         for value in taken:
-            args = dataclasses.replace(script.Args(), **{flag: value})
+            args = build(script.Args, **{flag: value})
             try:
-                flags.check(args)
+                flags.check_limits(args)
             except ValueError as error:  # beyond another flag, not beyond its own limit
-                assert " must be " not in str(error) and flag.startswith(
-                    ("max_", "ppo_", "val_n", "rollout_", "ref_update", "accuracy_")
-                ), error
+                assert " must be " not in str(error) and flag.startswith(("rollout_", "accuracy_")), error
 
 
 def test_a_lower_bound_is_not_above_its_upper_one():
     bounds = dict(rollout_mask_threshold=1.5, rollout_mask_threshold_lower=1.5)
-    flags.check(build(train_grpo.Args, **bounds))
+    flags.check_limits(build(train_grpo.Args, **bounds))
     words = "--rollout-mask-threshold-lower 1.5 is above --rollout-mask-threshold 1.4; lower it"
     with pytest.raises(ValueError, match=words):
-        flags.check(build(train_grpo.Args, **bounds | dict(rollout_mask_threshold=1.4)))
+        flags.check_limits(build(train_grpo.Args, **bounds | dict(rollout_mask_threshold=1.4)))
     with pytest.raises(ValueError, match="--clip-cov-lb 6 is above --clip-cov-ub 5.0; lower it"):
-        flags.check(build(train_grpo.Args, clip_cov_lb=6))
+        flags.check_limits(build(train_grpo_variants.Args, clip_cov_lb=6))
     with pytest.raises(ValueError, match="--accuracy-lower-bound 0.9 is above --accuracy-upper-bound 0.8; lower it"):
-        flags.check(build(train_prime.Args, accuracy_lower_bound=0.9))
+        flags.check_limits(build(train_prime.Args, accuracy_lower_bound=0.9))
 
 
 def test_no_limit_is_of_a_flag_that_is_none():
-    every = set().union(*map(fields, SCRIPTS.values()))
+    every = set().union(*map(names_of, SCRIPTS.values()))
     assert {*LIMITS, *ANY_NUMBER, *MAY_CHANGE} <= every and not LIMITS.keys() & set(ANY_NUMBER)
 
 
@@ -190,14 +198,14 @@ class Typed:
     ],
 )
 def test_a_limit_is_found_wherever_it_stands_in_the_type(changes, words):
-    flags.check(Typed())
-    flags.check(Typed(count=3, other=None, share=None, several=(), mixed=1, switch=True))
+    flags.check_limits(Typed())
+    flags.check_limits(Typed(count=3, other=None, share=None, several=(), mixed=1, switch=True))
     with pytest.raises(ValueError, match=words):
-        flags.check(Typed(**changes))
+        flags.check_limits(Typed(**changes))
 
 
 def test_free_is_found_wherever_it_stands_in_the_type():
-    assert flags.free(Typed) == {"count", "other", "both"}
+    assert flags.free(Typed()) == {"count", "other", "both"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,14 +214,14 @@ def test_free_is_found_wherever_it_stands_in_the_type():
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_resumed_run_may_change_these_and_no_other(name):
-    assert flags.free(TRAINING[name].Args) == MAY_CHANGE & fields(TRAINING[name])
+    assert flags.free(TRAINING[name].Args()) == MAY_CHANGE & names_of(TRAINING[name])
 
 
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
         grad_clip seed lora_rank lora_alpha target_modules""".split()
     for script in (sft, train_reward):
-        assert fields(script) - flags.free(script.Args) == set(kept)
+        assert names_of(script) - flags.free(script.Args()) == set(kept)
 
 
 OWN = """    my_share: Share | None = 0.25  # words of mine about a share
@@ -225,9 +233,12 @@ OWN = """    my_share: Share | None = 0.25  # words of mine about a share
 def mine(tmp_path_factory):
     """A copy of sft.py with two flags of its own: nothing but the line of each is written."""
     file = tmp_path_factory.mktemp("mine") / "my_sft.py"
-    text = (launch.ROOT / "sft.py").read_text().replace("import AtLeast1,", "import AtLeast1, Free,")
-    assert text.count("    # --- optimizer\n") == 1
-    file.write_text(text.replace("    # --- optimizer\n", f"    # --- optimizer\n{OWN}"))
+    text = (launch.ROOT / "sft.py").read_text()
+    changes = {"import AtLeast1,": "import AtLeast1, Free, Share,", "    seed: int = 0": f"{OWN}    seed: int = 0"}
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file.write_text(text)
     spec = importlib.util.spec_from_file_location("my_sft", file)
     module = sys.modules["my_sft"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -240,7 +251,7 @@ def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_pa
 
     def train(steps, **changes):
         settings = h.sft_settings(task, tmp_path / "run", total_training_steps=steps, lr_scheduler_type="constant")
-        mine.main(mine.Args(**settings | changes))
+        mine.main(build(mine.Args, **settings | changes))
 
     with pytest.raises(ValueError, match="--my-share 1.5 must be within 0 and 1"):
         train(1, my_share=1.5)
@@ -255,40 +266,54 @@ def test_a_flag_of_ones_own_has_its_limit_and_its_place_in_resuming(mine, tmp_pa
         train(2, my_share=None)
     train(2, my_pace=8)
     train(3, my_share=0.5, force_resume=True)
-    assert checkpoint.list_steps(tmp_path / "run") == [1, 2, 3]
+    assert list_steps(tmp_path / "run") == [1, 2, 3]
 
 
 def test_a_reference_that_follows_the_policy_is_no_base_of_adapters():
     with pytest.raises(
         ValueError, match="--ref-update-steps 5: with --lora-rank 8 the reference is the policy without"
     ):
-        flags.check(build(train_grpo.Args, ref_update_steps=5, lora_rank=8))
+        arguments.check(build(train_grpo_variants.Args, ref_update_steps=5, lora_rank=8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Defaults that another flag changes
+# Flags by name, wherever they stand
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "found"),
-    [
-        (train_grpo, [], ("none", None)),
-        (train_grpo, ["--rollout-quantization", "fp8"], ("token", 0.3)),
-        (train_dapo, ["--rollout-quantization", "fp8"], ("token", 0.3)),
-        (train_ppo, ["--rollout-quantization", "fp8", "--rollout-is", "none"], ("none", 0.3)),
-        (train_grpo, ["--max-logprob-gap", "0.1", "--rollout-quantization", "fp8", "--lr", "1"], ("token", 0.1)),
-        (train_grpo, ["--rollout-quantization", "none"], ("none", None)),
-        (train_distill, ["--rollout-quantization", "fp8"], ("token", 0.3)),
-        (train_prime, ["--rollout-quantization", "fp8"], ("token", 0.3)),
-        (train_dpo, ["--rollout-quantization", "fp8"], (None, 0.3)),
-    ],
-    ids=str,
-)
-def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script, words, found, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["script.py", "--rollout-n", "3", *words])
-    args = arguments.parse(script.Args, None)
-    assert (getattr(args, "rollout_is", None), args.max_logprob_gap) == found
-    assert args.rollout_n == 3 and args.lr == (1.0 if "--lr" in words else script.Args.lr)
+def test_build_and_change_find_a_flag_in_its_group_and_refuse_what_is_none():
+    args = build(train_grpo.Args, lr=1e-5, lora_rank=8, experiment_name="mine", engine="hf")
+    assert (args.lr, args.lora.lora_rank, args.logging.experiment_name, args.rollout.engine) == (1e-5, 8, "mine", "hf")
+    assert args.logging.alarms == train_grpo.Args().logging.alarms and args.rollout_n == 8
+    other = flags.change(args, lora_rank=0, rollout_n=4)
+    assert (other.lora.lora_rank, other.rollout_n, other.lr, args.lora.lora_rank) == (0, 4, 1e-5, 8)
+    assert flags.flat(other) == flags.flat(args) | {"lora_rank": 0, "rollout_n": 4}
+    with pytest.raises(TypeError, match=r"Args has no flags \['adv_estimator', 'lora'\]"):
+        build(train_grpo.Args, adv_estimator="rloo", lora=8)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_flag_of_a_script_stands_twice(name):
+    every = [flag for flag, _, _ in flags._each(SCRIPTS[name].Args())]
+    assert len(every) == len(set(every))
+
+
+def test_the_command_line_reaches_every_group(monkeypatch):
+    words = ["--lr", "1", "--lora-rank", "3", "--no-compile", "--experiment-name", "x", "--alarms", "a>1", "b<2"]
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    args = arguments.parse(train_grpo.Args, None)
+    changes = dict(lr=1.0, lora_rank=3, compile=False, experiment_name="x", alarms=("a>1", "b<2"))
+    assert args == build(train_grpo.Args, **changes)
+
+
+def test_a_flag_that_a_script_lacks_ends_with_the_name_of_the_script_that_has_it(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--adv-estimator", "rloo"])
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse(train_grpo.Args, None, hint="that one has it")
+    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1] == "that one has it"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantized rollouts
 
 
 @pytest.mark.parametrize(
@@ -297,7 +322,25 @@ def test_quantized_rollouts_are_corrected_unless_the_flags_say_otherwise(script,
 def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, words):
     assert not torch.cuda.is_available()
     with pytest.raises(ValueError, match=f"--rollout-quantization fp8 {words}"):
-        flags.check(build(train_grpo.Args, engine=engine, rollout_quantization="fp8"))
+        arguments.check(build(train_grpo.Args, engine=engine, rollout_quantization="fp8"))
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "prime"])  # train_dapo.py always corrects
+def test_quantized_rollouts_want_a_word_about_their_correction(name, monkeypatch, tiny_model):
+    """The policy that samples is not quite the one that learns."""
+    script = TRAINING[name]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    quantized = dict(model=tiny_model, rollout_quantization="fp8", max_prompt_length=8, max_response_length=8)
+    with pytest.raises(ValueError, match="--rollout-quantization fp8: .*; add --rollout-is token, .*-is none"):
+        arguments.check(build(script.Args, **quantized))
+    for choice in ("token", "none"):
+        arguments.check(build(script.Args, **quantized, rollout_is=choice))
+    arguments.check(build(script.Args, **quantized | dict(rollout_quantization="none")))
+
+
+def test_preference_pairs_have_no_policy_loss_to_correct():
+    assert "rollout_is" not in names_of(train_dpo) and "rollout_quantization" in names_of(train_dpo)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,10 +359,10 @@ def help_of(capsys, monkeypatch):
         assert ended.value.code == 0
         boxes = {}
         for line in capsys.readouterr().out.splitlines():
-            if title := re.fullmatch(r" ((?:[a-z]+ )?options) *", line):
+            if title := re.fullmatch(r" (?:([a-z]+) )?options *", line):
                 boxes[title[1]] = box = {}
             elif flag := re.match(r"  (?:-h, )?--([a-z0-9][a-z0-9-]*)", line):
-                box[flag[1]] = line.strip().partition("  ")[2].strip()
+                box[flag[1].replace("-", "_")] = line.strip().partition("  ")[2].strip()
             elif line[:8].isspace() and line.strip():
                 box[list(box)[-1]] = f"{box[list(box)[-1]]} {line.strip()}".strip()
         return boxes
@@ -327,43 +370,24 @@ def help_of(capsys, monkeypatch):
     return show
 
 
-GROUPS = {
-    "rl": [
-        "algorithm",
-        "lora",
-        "choice",
-        "correction",
-        "data",
-        "scoring",
-        "engine",
-        "memory",
-        "checkpoints",
-        "logging",
-    ],
-    "supervised": ["algorithm", "lora", "data", "memory", "checkpoints", "logging"],
-    "eval": ["algorithm", "engine", "scoring"],
-}
+def groups_of(args):
+    """{name of a group: its flags} of Args, and None: its own ones."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    groups = {name: list(flags.flat(value)) for name, value in values.items() if dataclasses.is_dataclass(value)}
+    return {None: [name for name in values if name not in groups], **groups}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of, name):
-    script = SCRIPTS[name]
-    kind = "eval" if name == "eval" else "supervised" if name in ("sft", "reward") else "rl"
-    boxes = help_of(script.Args)
-    missing = {"choice"} if name != "grpo" else set()
-    missing |= {"correction"} if name == "dpo" else set()
-    groups = [group for group in GROUPS[kind] if group not in missing]
-    assert list(boxes) == ["options", *(f"{group} options" for group in groups)]
-    spelled = [flag.replace("-", "_") for box in list(boxes.values())[1:] for flag in box]
-    assert len(spelled) == len(set(spelled)) and set(spelled) == fields(script)
-    inherited = {name for base in script.Args.__bases__ for name in (field.name for field in dataclasses.fields(base))}
-    own = [name for name in script.Args.__annotations__ if name not in inherited]
-    assert [flag.replace("-", "_") for flag in boxes["algorithm options"]] == own
-    for box in list(boxes.values())[1:]:
+    args = SCRIPTS[name].Args()
+    boxes = help_of(type(args))
+    assert boxes[None].pop("help") == "show this help message and exit"
+    assert list(boxes)[0] is None and {title: list(box) for title, box in boxes.items()} == groups_of(args)
+    for box in boxes.values():
         for flag, text in box.items():
             comment, default = re.fullmatch(r"(.*) \(default: (.*)\)", text).groups()
             assert len(comment.split()) >= 2, flag
-            value = getattr(script.Args(), flag.replace("-", "_"))
+            value = flags.flat(args)[flag]
             assert default.replace("'", "").split() == [
                 str(x) for x in (value if isinstance(value, tuple) else [value])
             ]
@@ -371,29 +395,25 @@ def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of,
 
 def test_help_has_the_words_of_the_comments(help_of, mine):
     boxes = help_of(mine.Args)
-    assert boxes["algorithm options"]["my-share"] == "words of mine about a share (default: 0.25)"
-    assert boxes["algorithm options"]["my-pace"] == "words of mine about a pace (default: 7)"
-    lr = "AdamW's learning rate after warm-up; LoRA wants about ten times that of full training (default: 1e-05)"
-    assert boxes["algorithm options"]["lr"] == lr
+    assert boxes[None]["my_share"] == "words of mine about a share (default: 0.25)"
+    assert boxes[None]["my_pace"] == "words of mine about a pace (default: 7)"
     saving = "save every this many steps and at the end; -1 only at the end; 0 never (default: -1)"
-    assert boxes["checkpoints options"]["save-freq"] == saving
-    demonstrations = "parquet or jsonl with `prompt` (text or messages) and `response`, or with `messages`"
-    assert boxes["data options"]["train-files"] == f"{demonstrations} (default: data/sft.parquet)"  # as the script says
-    boxes = help_of(train_dapo.Args)
-    bound = "rounds of sampling in a step after which the run gives up filling its batch (default: 10)"
-    assert boxes["algorithm options"]["max-num-gen-batches"] == bound
-    assert boxes["data options"]["total-training-steps"] == "overrides --total-epochs (default: None)"
+    assert boxes["checkpoints"]["save_freq"] == saving
+    assert boxes["logging"]["experiment_name"].endswith("(default: sft)")  # as the script says
+    assert help_of(train_dapo.Args)["data"]["total_training_steps"] == "overrides --total-epochs (default: None)"
 
 
 @dataclass(frozen=True)
 class Derived(train_grpo.Args):
     my_list: list[int] = dataclasses.field(default_factory=lambda: [1, 2])  # numbers of mine
-    test_freq: int = 3  # my words about evaluation
+    logging: LoggingRL = LoggingRL(log_samples_freq=3)
+    rollout: Rollout = Rollout(engine="hf")
 
 
 def test_help_of_args_that_extend_a_scripts_own(help_of):
     boxes = help_of(Derived)
-    assert list(boxes) == ["options", *(f"{group} options" for group in GROUPS["rl"])]
-    assert list(boxes["algorithm options"])[0] == "model" and list(boxes["algorithm options"])[-1] == "my-list"
-    assert boxes["algorithm options"]["my-list"] == "numbers of mine (default: 1 2)"
-    assert boxes["logging options"]["test-freq"] == "my words about evaluation (default: 3)"
+    assert set(boxes) == set(groups_of(train_grpo.Args()))
+    assert list(boxes[None])[1] == "model" and list(boxes[None])[-1] == "my_list"
+    assert boxes[None]["my_list"] == "numbers of mine (default: 1 2)"
+    assert boxes["logging"]["log_samples_freq"].endswith("(default: 3)")
+    assert boxes["rollout"]["engine"].endswith("(default: hf)")

@@ -30,7 +30,7 @@ class Rollout(EngineFlags):
     # float32, 0.06 in bfloat16, 0.3 with --rollout-quantization
     max_logprob_gap: Free[Positive | None] = None
     # vLLM's weights in eight bits, on a GPU that computes with them, such as an H100; needs --rollout-is
-    rollout_quantization: Literal["none", "fp8"] = "none"
+    rollout_quantization: Free[Literal["none", "fp8"]] = "none"
 
     @property
     def is_quantized(self) -> bool:
