@@ -179,34 +179,24 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
     assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
 
 
-def without_rounding(lines):
-    """Metrics as they are, but for the means of losses, whose sums may have another order."""
-    exact = [{name: x for name, x in line.items() if name not in LOSSES} for line in lines]
-    return exact, [{name: line[name] for name in line.keys() & LOSSES} for line in lines]
-
-
-LOSSES = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, dict(ppo_mini_batch_size=2, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_high=0.01, clip_ratio_low=0.01)],
     ids=["defaults", "two updates with a KL loss"],
 )
-def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_path):
-    """Bit by bit: weights, moments, and all metrics but the means of losses, which are equal to rounding."""
-    settings = dict(total_training_steps=4, lr=1e-2, ppo_max_token_len_per_gpu=128) | changes
+def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_path, sometimes):
+    """Bit by bit: weights, moments and metrics. Some responses have no score."""
+    settings = dict(total_training_steps=4, lr=1e-2, ppo_max_token_len_per_gpu=128, custom_reward_function=sometimes)
+    settings |= changes
     for module in (train_grpo, train_grpo_variants):
         module.main(build(module.Args, **h.grpo_settings(task, tmp_path / module.__name__, **settings)))
     plain, variant = (tmp_path / name for name in ("train_grpo", "train_grpo_variants"))
     h.assert_same(*(h.saved_state(folder / "global_step_4") for folder in (plain, variant)))
-    (exact, means), (others, other_means) = (
-        without_rounding(h.timeless(h.read_jsonl(folder / "metrics.jsonl"))) for folder in (plain, variant)
-    )
-    assert exact == others and len(exact) == 4 and all(line["actor/grad_norm"] > 0.1 for line in exact)
-    for mean, other in zip(means, other_means, strict=True):
-        assert mean == pytest.approx(other, abs=1e-7)
-    assert all(line["actor/pg_clipfrac"] > 0.05 for line in exact) == bool(changes)
+    lines, others = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (plain, variant))
+    assert lines == others and len(lines) == 4
+    assert min(line["actor/grad_norm"] for line in lines) > 0.1
+    assert (max(line["actor/pg_clipfrac"] for line in lines) > 0.2) == bool(changes)
+    assert any(0 < line["reward/none_frac"] < 1 for line in lines)
     assert len(h.saved_state(plain / "global_step_4")) > 60  # weights and both moments
 
 
