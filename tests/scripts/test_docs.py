@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from rl.console import SHOWN
 from rl.flags import build, check_limits, flat
+from rl.formulas import advantages, losses
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -140,6 +141,28 @@ def test_a_page_has_the_deviations_of_its_script_under_the_same_numbers(name):
     assert numbers in ([], in_page)
     assert in_page == [str(i + 1) for i in range(len(in_header))] and len(in_page) >= 3
     assert set(ARXIV.findall(header)) <= set(ARXIV.findall(page))
+
+
+def test_the_worked_numbers_of_grpo_are_right():
+    page = " ".join((ROOT / "docs" / "train_grpo.md").read_text().split())
+    mean, std = advantages.of_groups(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+    found = ((torch.tensor([1.0, 0.0, 0.0, 1.0]) - mean) / (std + 1e-6)).flatten().tolist()
+    assert f"standard deviation (with G - 1 = 3 in the denominator) is {std.item():.3f}" in page and mean.item() == 0.5
+    assert "the advantages are " + ", ".join(f"{x:.3f}" for x in found) in page
+    rows = re.findall(r"\| (-?0\.866) \| ([\d.]+) \| (\S+) \| (\S+) \| (\S+) \| (\w+)", page)
+    assert len(rows) == 7
+    for advantage, ratio, free, bounded, said, happens in rows:
+        A, logp = torch.tensor([[float(advantage)]]), torch.tensor([[float(ratio)]]).log().requires_grad_()
+        expected = -A.item() * float(ratio), -A.item() * min(max(float(ratio), 0.8), 1.2)
+        assert (float(free), float(bounded)) == pytest.approx(expected, abs=6e-4)
+        loss, _ = losses.ppo_clip(
+            logp, 0 * logp.detach(), A, torch.ones(1, 1), clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0
+        )
+        loss.sum().backward()
+        assert float(said) == pytest.approx(loss.item(), abs=6e-4)
+        assert happens == ("clipped" if logp.grad == 0 and float(ratio) < 2 else "dual" if logp.grad == 0 else "pushed")
+    kl = losses.kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), "k3").item()
+    assert f"With l = -1.0 and l_ref = -1.5 this is {kl:.3f}." in page
 
 
 def anchors(text: str) -> set[str]:
