@@ -58,6 +58,19 @@ def choose(
     return path, records[0]
 
 
+def check_mode(resume_mode: str) -> None:
+    """Raise ValueError, before the run's folder is made, if --resume-mode names a folder that is no checkpoint."""
+    if resume_mode not in ("auto", "disable") and not (pathlib.Path(resume_mode) / "MANIFEST.json").is_file():
+        raise _no_checkpoint(resume_mode, "no MANIFEST.json")
+
+
+def _no_checkpoint(resume_mode: str, problem: str) -> ValueError:
+    return ValueError(
+        f"--resume-mode {resume_mode}: not a complete checkpoint ({problem}); give auto, disable or a global_step_N "
+        "folder"
+    )
+
+
 def find(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | None:
     """The checkpoint to resume from, every byte of it compared with its manifest. All ranks must enter.
 
@@ -76,10 +89,7 @@ def find(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | N
     if resume_mode != "auto":
         path = pathlib.Path(resume_mode)
         if problem := _problem(path, ranks):
-            raise ValueError(
-                f"--resume-mode {resume_mode}: not a complete checkpoint ({problem}); give auto, disable or a "
-                "global_step_N folder"
-            )
+            raise _no_checkpoint(resume_mode, problem)
         inside = path.resolve().parent == root.resolve()
         if steps and not (inside and steps[-1] <= trainer_state(path)["step"]):
             raise ValueError(

@@ -52,6 +52,7 @@ class Run:
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)
         self.exporter = Exporter(args.logging, self.ranks)
+        resume.check_mode(args.checkpoints.resume_mode)
         names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
         self.folder = RunFolder(name_of(args.checkpoints.default_local_dir, names), self.ranks, total_steps)
         self.resume_from, record = resume.choose(args, tokenizer, self.folder)
