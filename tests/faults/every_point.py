@@ -19,7 +19,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model.sharding import shard
 from rl.ranks import init_ranks
-from rl.run import checkpoint, loop_state
+from rl.run import checkpoint, loop_state, resume, run_folder
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
 
@@ -38,15 +38,11 @@ def main(task: Path, root: Path) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     complete, found, busy = [], [], True
 
-    def open_run(folder: Path) -> checkpoint.Folder:
-        args = build(
-            train_grpo.Args,
-            model=str(task / "model"),
-            train_files=(str(task / "train.parquet"),),
-            default_local_dir=str(folder),
-            max_ckpt_to_keep=1,
-        )
-        return checkpoint.open_folder(args, tokenizer, 10, ranks)
+    def open_run(root: Path) -> tuple[checkpoint.Saver, Path | None]:
+        args = build(train_grpo.Args, model=str(task / "model"), train_files=(str(task / "train.parquet"),))
+        folder = run_folder.RunFolder(root, ranks, 10)
+        resume_from, record = resume.choose(args, tokenizer, folder)
+        return checkpoint.Saver(folder, record, tokenizer, keep=1, resume_from=resume_from), resume_from
 
     def look(event: str, arguments: tuple) -> None:
         nonlocal busy
@@ -56,10 +52,10 @@ def main(task: Path, root: Path) -> None:
         copy = root.with_name("copy")
         shutil.copytree(root, copy)
         json.loads((copy / "STATUS.json").read_text())  # whole, whenever somebody reads it
-        run = open_run(copy)
+        opened, resume_from = open_run(copy)
         names = sorted(p.name for p in copy.iterdir())
-        found.append([event, run.resume_from and digest(run.resume_from), names])
-        checkpoint.close(run)
+        found.append([event, resume_from and digest(resume_from), names])
+        opened.close("completed", 10)
         shutil.rmtree(copy)
         busy = False
 
@@ -68,12 +64,12 @@ def main(task: Path, root: Path) -> None:
             for parameter in policy.parameters():
                 parameter.add_(1.0)
         state = loop_state.encode({"step": step, "array": torch.arange(3).numpy()})
-        checkpoint.save(run, step, {"actor": (policy, optimizer)}, state)
-        checkpoint._settle(run)  # the writing thread has looked around, at each of its file operations
+        saver.save(step, {"actor": (policy, optimizer)}, state)
+        saver.settle()  # the writing thread has looked around, at each of its file operations
         complete.append(digest(root / f"global_step_{step}"))
 
     sys.addaudithook(look)
-    run = open_run(root)
+    saver, _ = open_run(root)
     save(1)
     busy = False
     save(2)

@@ -19,7 +19,7 @@ from rl.flags import build
 from rl.model import load as models
 from rl.model.sharding import shard
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run import checkpoint, loop_state
+from rl.run import checkpoint, loop_state, resume, run_folder
 
 
 def main(model: str, train_file: str, root: str) -> None:
@@ -27,27 +27,30 @@ def main(model: str, train_file: str, root: str) -> None:
     policy = shard(models.load_causal_lm(model, ranks), ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     trained = {"actor": (policy, optimizer)}
-    args = build(train_grpo.Args, model=model, train_files=(train_file,), default_local_dir=root, max_ckpt_to_keep=2)
-    run = checkpoint.open_folder(args, AutoTokenizer.from_pretrained(model), 33, ranks)
-    checkpoint._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
+    args = build(train_grpo.Args, model=model, train_files=(train_file,))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    folder = run_folder.RunFolder(root, ranks, 33)
+    resume_from, record = resume.choose(args, tokenizer, folder)
+    saver = checkpoint.Saver(folder, record, tokenizer, keep=2, resume_from=resume_from)
+    checkpoint.Saver._write = faults.full_disk_at(10, 31, 32, 33, rank=1)
     failures, busy, end = [], 0, ""
     for step in range(1, 34):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.fill_(step)
-        checkpoint.save(run, step, trained, loop_state.encode({"rank": ranks.rank, "step": step}))
-        failures.append(run.failures)
-        checkpoint.wait_until_copied(run)
+        saver.save(step, trained, loop_state.encode({"rank": ranks.rank, "step": step}))
+        failures.append(saver.failures)
+        saver.wait_until_copied()
         for parameter in policy.parameters():
             parameter.data.fill_(-1.0)  # of no step: what is saved must be of the moment of the call
         for i in range(20):
-            writing = not run.pending[1].done()
+            writing = not saver.pending[1].done()
             total = ranks.all_reduce_sum(torch.tensor(1.0))
             assert total == ranks.size
             busy += writing
             time.sleep(0.001 * ((step + i + 2 * ranks.rank) % 3))
     try:
-        checkpoint.close(run)
+        saver.close("completed", 33)
     except RuntimeError as error:
         end = str(error)
     print(json.dumps({"rank": ranks.rank, "failures": failures, "busy": busy, "end": end}), flush=True)
