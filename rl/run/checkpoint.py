@@ -35,7 +35,6 @@ from rl.ranks import PATIENCE
 from rl.run import checkpoint_files as files
 from rl.run import checkpoint_tensors as tensors
 from rl.run import loop_state
-from rl.run.checkpoint_files import list_steps  # noqa: F401
 from rl.run.checkpoint_tensors import Trained
 from rl.run.export import Export, Exporter
 from rl.run.loop_state import LoopState

@@ -21,6 +21,7 @@ from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
 from rl.flags import build
 from rl.run import checkpoint
+from rl.run.checkpoint_files import list_steps
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -340,7 +341,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     assert rounds[3] > 0
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=0)
     assert status == -signal.SIGKILL, output
-    saved = checkpoint.list_steps(run_dir)
+    saved = list_steps(run_dir)
     assert saved in ([1, 2], [1, 2, 3])  # it may have died while step 3 was written
     state = carried(run_dir / f"global_step_{saved[-1]}")
     assert state["surplus"] and state["drawn"] == sum(rounds[: saved[-1]])
