@@ -165,7 +165,7 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # a checkpoint has it if it changes
     run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=f"{about}\n{scorer.report}")
-    kl_coef = run.state.get("kl_coef", args.kl_coef)  # of a resumed run, as the controller has left it
+    kl_coef = run.state.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates

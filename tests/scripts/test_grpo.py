@@ -200,6 +200,15 @@ def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_p
     assert len(h.saved_state(plain / "global_step_4")) > 60  # weights and both moments
 
 
+def test_a_resumed_run_has_the_kl_coef_of_the_controller_or_else_that_of_the_flag(task, tmp_path):
+    for kind, expected in (("fixed", 0.5), ("adaptive", 0.1 * (1 - 0.2 * 16 / 40))):  # the KL is 0
+        changes = dict(use_kl_in_reward=True, kl_ctrl_type=kind, kl_horizon=40, lr=0.0, kl_coef=0.1)
+        for steps, more in ((1, {}), (2, dict(kl_coef=0.5, force_resume=True))):
+            settings = h.grpo_settings(task, tmp_path / kind, **changes | more | dict(total_training_steps=steps))
+            metrics = train_grpo_variants.main(build(train_grpo_variants.Args, **settings))
+        assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(expected)
+
+
 def test_flags_of_the_variants_are_those_of_grpo_and_more():
     """With the same types and defaults. train_grpo.py names the other script when it does not know a flag."""
     plain, family = flat(train_grpo.Args()), flat(train_grpo_variants.Args())
