@@ -13,7 +13,7 @@ from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
-from rl.run.tracking import redact, secrets
+from rl.run.tracking import without_secrets
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
 
@@ -42,7 +42,7 @@ def choose(
             f"{path} is beyond the {last} steps of this run; raise --total-training-steps (or --total-epochs) to train "
             "on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
         )
-    found = "\n".join(differences(then, records[0], _as_json(type(args)()), free(args)))
+    found = "\n".join(differences(then, records[0], without_secrets(type(args)()), free(args)))
     if found and not args.checkpoints.force_resume:
         raise ValueError(
             f"{path} comes from a run with other settings; go back to them, choose another --experiment-name, or add "
@@ -132,7 +132,7 @@ def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) ->
     probe = tokenizer(PROBE)["input_ids"]  # merges, normalizer and post-processor show in it
     return {
         "script": pathlib.Path(inspect.getfile(type(args))).stem,
-        "args": _as_json(args),
+        "args": without_secrets(args),
         "total_steps": total_steps,
         "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in flat(args)["train_files"]],
         "tokenizer_sha256": files.hash_of(
@@ -167,8 +167,3 @@ def differences(then: dict[str, Any], now: dict[str, Any], defaults: dict[str, A
 
 def _spelled(flag: str) -> str:
     return f"--{flag.replace('_', '-')}"
-
-
-def _as_json(args: Any) -> dict[str, Any]:
-    """All flags of Args, without secrets."""
-    return redact(json.loads(json.dumps(flat(args), default=str)), secrets())

@@ -58,7 +58,7 @@ class LoggingSupervised(Logging):
 class Tracker:
     """Writes the records of a run on rank 0; does nothing on other ranks.
 
-    config.json has the flags, without `secrets`; metrics.jsonl a line for each step and evaluation; generations.jsonl a
+    config.json has the flags without secrets, metrics.jsonl a line for each step and evaluation, generations.jsonl a
     line for each response that is shown.
 
     Args: args, of the script; start, the step from which the run is resumed: lines that it will write again are
@@ -85,7 +85,7 @@ class Tracker:
             _set_aside(self.run_dir)
         for lines in (self.metrics, self.generations):
             _drop_after(lines.file, start, evaluates=evaluates)
-        config = redact(json.loads(json.dumps(flat(args), default=str)), secrets())
+        config = without_secrets(args)
         (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
 
         def connect(name: str) -> None:
@@ -195,21 +195,19 @@ class Lines:
             say(f"{self.file} lacks {lines} lines, which could not be written", sys.stderr)
 
 
-def secrets() -> list[str]:
-    """Values of environment variables whose names look secret, if they have SECRET_LENGTH characters, longest first."""
-    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH}
-    return sorted(values, key=len, reverse=True)
+def without_secrets(args: Any) -> dict[str, Any]:
+    """All flags of Args as JSON, with *** for the value of each environment variable whose name looks secret."""
+    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH}
+    secrets = sorted(found, key=len, reverse=True)  # one may be a part of another
 
+    def hidden(value: Any) -> Any:
+        if isinstance(value, list):
+            return [hidden(item) for item in value]
+        for secret in secrets if isinstance(value, str) else ():
+            value = value.replace(secret, "***")
+        return value
 
-def redact(value: Any, secrets: Sequence[str]) -> Any:
-    """JSON with *** for every occurrence of a secret in its strings; keys stay."""
-    if isinstance(value, dict):
-        return {name: redact(item, secrets) for name, item in value.items()}
-    if isinstance(value, list):
-        return [redact(item, secrets) for item in value]
-    for secret in secrets if isinstance(value, str) else ():
-        value = value.replace(secret, "***")
-    return value
+    return {name: hidden(value) for name, value in json.loads(json.dumps(flat(args), default=str)).items()}
 
 
 def _set_aside(run_dir: pathlib.Path) -> None:
