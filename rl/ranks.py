@@ -165,8 +165,8 @@ def init_ranks(*, patient: bool = False) -> Ranks:
 
 
 def wait_without_end(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group wait for each other as long as it takes, for a run that rl/run/watchdog.py ends if it
-    hangs. The limits of torch would end one that goes on after it was suspended, since they count that time.
+    """Let the ranks of a group wait for each other as long as it takes: rl/run/watchdog.py ends a run that hangs, after
+    --stall-timeout. The limits of torch are shorter: half an hour with gloo, ten minutes with NCCL.
     """
     dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
 
