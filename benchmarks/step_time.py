@@ -42,7 +42,7 @@ from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
-from rl.sampling.engines import vllm  # noqa: E402
+from rl.sampling.engines import vllm, vllm_requests  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -234,6 +234,8 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
         load_weights=True,
         quantization=args.rollout.rollout_quantization,
     )
+    if isinstance(engine.core, vllm_requests.Shortcuts):
+        vllm_requests.drop_shortcuts(engine.core.scheduler)
     from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
     sampling = SamplingParams(

@@ -42,6 +42,7 @@ LONGEST = (
     "test_engines",
     "test_requests",
     "test_tracking",
+    "test_shortcuts",
     "test_critic",
     "test_shared_prompt",
     "test_logprobs",

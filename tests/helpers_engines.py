@@ -1,6 +1,8 @@
 """What the tests of engines share: prompts, pushes, and what a policy makes of the responses that an engine sampled."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,6 +11,7 @@ from rl.data.batching import collate
 from rl.data.types import Sample, Sampling
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import full_tensors
+from rl.sampling.engines import vllm, vllm_requests
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
@@ -88,3 +91,18 @@ def logp_of(policy, prompt_ids, response_ids, temperature=TEMPERATURE):
     size = len(response_ids)
     batch = collate([Sample(prompt_ids, response_ids, [1] * size, [0.0] * size, "stop", 0)], pad_id=0)
     return token_logprobs(policy, batch, sampling=Sampling(temperature=temperature))[0][0, len(prompt_ids) :]
+
+
+@contextmanager
+def without_shortcuts(engine: vllm.Engine) -> Iterator[None]:
+    """All tokens of the engine pass through vLLM's scheduler meanwhile."""
+    if not isinstance(engine.core, vllm_requests.Shortcuts):  # as on every version that is not in TESTED
+        yield
+        return
+    shortcuts, scheduler = engine.core, engine.core.scheduler
+    vllm_requests.drop_shortcuts(scheduler)
+    engine.core = vllm_requests.Requests(engine.llm)
+    try:
+        yield
+    finally:
+        engine.core, shortcuts.growing = shortcuts, vllm_requests.take_shortcuts(scheduler)

@@ -1,10 +1,12 @@
 """One engine of each kind for all tests of a file: to start vLLM takes as long as most of them together."""
 
+import contextlib
 from collections.abc import Iterator
 
 import helpers_scripts as h
 import pytest
 import torch
+from helpers_engines import without_shortcuts
 from torch import nn
 
 from rl.model.load import load_causal_lm
@@ -26,7 +28,7 @@ def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
 
 @pytest.fixture(scope="module")
 def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
-    """vLLM."""
+    """vLLM, with shortcuts."""
     h.needs_vllm()
     engine = vllm.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
     yield engine
@@ -37,6 +39,14 @@ def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
 def engine(request) -> Engine:
     """An engine that other tests have used, so a test must push the weights it wants to see."""
     return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(params=["hf", "vllm", "vllm without shortcuts"])
+def every_engine(request) -> Iterator[Engine]:
+    """Also vLLM without the shortcuts, as on a version that nobody has tested them with."""
+    engine = request.getfixturevalue(f"{request.param.split()[0]}_engine")
+    with without_shortcuts(engine) if "without" in request.param else contextlib.nullcontext():
+        yield engine
 
 
 @pytest.fixture

@@ -1,9 +1,14 @@
 """Requests in flight: added, ended and aborted at any time, each with limits of its own, while weights are pushed."""
 
+import sys
+from types import ModuleType
+from unittest import mock
+
 import launch
 import numpy as np
 import pytest
 import torch
+from helpers_data import ranks_without_group
 from helpers_engines import (
     PROMPTS,
     TEMPERATURE,
@@ -13,15 +18,16 @@ from helpers_engines import (
     plain,
     push,
     truncated,
+    without_shortcuts,
 )
 from transformers import AutoTokenizer
 
 from rl.data.types import Request, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import hf
+from rl.sampling.engines import hf, vllm, vllm_requests
 from rl.sampling.engines.base import StopTexts
-from rl.sampling.rollout import seeded
+from rl.sampling.rollout import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)
 SIX = [Request(key, prompt, WARM) for key, prompt in zip("abcdef", [*PROMPTS, PROMPTS[1]], strict=True)]  # fit at once
@@ -54,8 +60,8 @@ def assert_scored(policy, request, completion):
 # --- each request by itself
 
 
-def test_requests_have_their_own_keys_limits_and_ways_of_sampling(engine, policy):
-    push(engine, policy)
+def test_requests_have_their_own_keys_limits_and_ways_of_sampling(every_engine, policy):
+    push(every_engine, policy)
     requests = [
         Request("text", PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=1)),
         Request(7, PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=9)),
@@ -63,7 +69,7 @@ def test_requests_have_their_own_keys_limits_and_ways_of_sampling(engine, policy
         Request(frozenset({1}), PROMPTS[3], Sampling(temperature=1.0, top_k=3, max_tokens=11)),
         Request(None, PROMPTS[4], Sampling(temperature=2.0, top_p=0.8, max_tokens=4)),
     ]
-    done, model = by_key(run(engine, requests)), plain(policy)
+    done, model = by_key(run(every_engine, requests)), plain(policy)
     assert done.keys() == {request.key for request in requests}
     for key, prompt, way in requests:
         c = done[key]
@@ -75,17 +81,17 @@ def test_requests_have_their_own_keys_limits_and_ways_of_sampling(engine, policy
             allowed = truncated(row, temperature=way.temperature or 1.0, top_k=way.top_k, top_p=way.top_p)
             assert logprob == pytest.approx(np.log(allowed[token]), abs=1e-4)
             assert way.temperature or token == np.argmax(row)
-    assert len(done[7].token_ids) > 1 and not engine.has_requests()
+    assert len(done[7].token_ids) > 1 and not every_engine.has_requests()
 
 
-def test_requests_added_while_others_are_sampled(engine, policy):
-    push(engine, policy)
-    done = run(engine, SIX, steps=4)
+def test_requests_added_while_others_are_sampled(every_engine, policy):
+    push(every_engine, policy)
+    done = run(every_engine, SIX, steps=4)
     late = [
         Request("late", PROMPTS[3], Sampling(temperature=TEMPERATURE, max_tokens=2)),
         Request("later", [5, 6], WARM),
     ]
-    done += run(engine, late, seed=1)
+    done += run(every_engine, late, seed=1)
     found = by_key(done)
     assert found.keys() == {*"abcdef", "late", "later"}
     for request in (*SIX, *late):
@@ -93,53 +99,53 @@ def test_requests_added_while_others_are_sampled(engine, policy):
     order = [c.key for c in done]
     lasting = [key for key in "abcdef" if len(found[key].token_ids) == 12]
     assert len(lasting) >= 2
-    for key in lasting:  # the plain engine finishes a batch first
-        assert (order.index("late") > order.index(key)) == isinstance(engine, hf.Engine)
+    for key in lasting:  # the plain every_engine finishes a batch first
+        assert (order.index("late") > order.index(key)) == isinstance(every_engine, hf.Engine)
 
 
-def test_more_requests_than_sequences_wait_for_room(engine, policy):
-    push(engine, policy)
+def test_more_requests_than_sequences_wait_for_room(every_engine, policy):
+    push(every_engine, policy)
     requests = [Request(i, PROMPTS[i % 5], Sampling(temperature=TEMPERATURE, max_tokens=1 + i % 7)) for i in range(20)]
-    first = run(engine, requests, steps=1)
+    first = run(every_engine, requests, steps=1)
     assert {c.key for c in first} <= set(range(8)) and {0, 7} <= {c.key for c in first}  # of one token each
-    found = by_key(first + run(engine))
+    found = by_key(first + run(every_engine))
     assert found.keys() == set(range(20))
     for request in requests:
         assert_scored(policy, request, found[request.key])
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_a_key_that_is_in_flight_is_refused(engine, policy, running):
-    push(engine, policy)
-    done = run(engine, SIX[:3], steps=int(running))
+def test_a_key_that_is_in_flight_is_refused(every_engine, policy, running):
+    push(every_engine, policy)
+    done = run(every_engine, SIX[:3], steps=int(running))
     for keys in (["c"], ["new", "b"], ["new", "new"]):
         with pytest.raises(ValueError, match=f"a request with the key '{keys[-1]}' is in flight already"):
-            engine.add([Request(key, PROMPTS[0], WARM) for key in keys])
-    done += run(engine)
+            every_engine.add([Request(key, PROMPTS[0], WARM) for key in keys])
+    done += run(every_engine)
     assert by_key(done).keys() == {"a", "b", "c"}  # and "new" was not taken
-    again = by_key(run(engine, SIX[:3]))
+    again = by_key(run(every_engine, SIX[:3]))
     assert again.keys() == {"a", "b", "c"}  # keys that have come back are free
 
 
-def test_a_request_that_could_outgrow_the_engine_is_refused_by_its_own_limit(engine):
+def test_a_request_that_could_outgrow_the_engine_is_refused_by_its_own_limit(every_engine):
     long = [1] * 310
     fits, grows = (Request(n, long, Sampling(max_tokens=n)) for n in (10, 11))
     with pytest.raises(ValueError, match="may have 321 tokens, but the engine was made for 320"):
-        engine.add([fits, grows])
-    assert not engine.has_requests()
-    [completion] = run(engine, [fits])
+        every_engine.add([fits, grows])
+    assert not every_engine.has_requests()
+    [completion] = run(every_engine, [fits])
     assert completion.key == 10
 
 
 # --- abort
 
 
-def test_an_aborted_request_gives_what_it_has_so_far(engine, policy):
-    push(engine, policy)
-    whole = by_key(run(engine, SIX))
-    done = run(engine, SIX, steps=5)
+def test_an_aborted_request_gives_what_it_has_so_far(every_engine, policy):
+    push(every_engine, policy)
+    whole = by_key(run(every_engine, SIX))
+    done = run(every_engine, SIX, steps=5)
     gone = [key for key in "abcdef" if len(whole[key].token_ids) == 12][:2]
-    aborted = engine.abort([gone[0], "nobody", gone[1]])
+    aborted = every_engine.abort([gone[0], "nobody", gone[1]])
     assert by_key(aborted).keys() == set(gone)
     for request in SIX:
         if request.key in gone:
@@ -148,8 +154,8 @@ def test_an_aborted_request_gives_what_it_has_so_far(engine, policy):
             assert c.token_ids == whole[c.key].token_ids[:5]
             assert c.logprobs == pytest.approx(whole[c.key].logprobs[:5], abs=1e-5)
             assert_scored(policy, request, c)
-    assert engine.abort(gone) == []
-    done += run(engine, seed=1)
+    assert every_engine.abort(gone) == []
+    done += run(every_engine, seed=1)
     found = by_key(done)
     assert found.keys() == set("abcdef") - set(gone)
     for request in SIX:
@@ -157,22 +163,22 @@ def test_an_aborted_request_gives_what_it_has_so_far(engine, policy):
             assert_scored(policy, request, found[request.key])
 
 
-def test_abort_of_all_leaves_nothing(engine, policy):
-    push(engine, policy)
+def test_abort_of_all_leaves_nothing(every_engine, policy):
+    push(every_engine, policy)
     requests = [Request(i, PROMPTS[i % 5], WARM) for i in range(11)]  # of which three have to wait
-    done = run(engine, requests, steps=3)
-    engine.add([Request("new", PROMPTS[0], WARM)])
-    aborted = by_key(engine.abort())
-    assert not engine.has_requests() and aborted.keys() | by_key(done).keys() == {*range(11), "new"}
+    done = run(every_engine, requests, steps=3)
+    every_engine.add([Request("new", PROMPTS[0], WARM)])
+    aborted = by_key(every_engine.abort())
+    assert not every_engine.has_requests() and aborted.keys() | by_key(done).keys() == {*range(11), "new"}
     assert {c.finish_reason for c in aborted.values()} == {"abort"}
     for key in (*(range(8, 11) if not done else ()), "new"):
         assert aborted[key].token_ids == aborted[key].logprobs == []
     assert any(len(aborted[key].token_ids) == 3 for key in range(8) if key in aborted)
-    again = by_key(run(engine, requests))  # keys and engine are free
+    again = by_key(run(every_engine, requests))  # keys and every_engine are free
     assert again.keys() == set(range(11))
     for request in requests:
         assert_scored(policy, request, again[request.key])
-    assert engine.abort() == []
+    assert every_engine.abort() == []
 
 
 # --- what ends a response
@@ -183,18 +189,18 @@ def first_with(tokenizer, ids, text):
     return next(n for n in range(1, len(ids) + 1) if text in tokenizer.decode(ids[:n]))
 
 
-def test_a_stop_text_ends_its_own_request_with_the_token_that_completes_it(engine, policy, tiny_model):
-    push(engine, policy)
+def test_a_stop_text_ends_its_own_request_with_the_token_that_completes_it(every_engine, policy, tiny_model):
+    push(every_engine, policy)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     requests = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, _ in SIX]
-    whole = by_key(run(engine, requests))
+    whole = by_key(run(every_engine, requests))
     key = next(key for key in "bcdef" if len(whole[key].token_ids) > 12)
     text = tokenizer.decode(whole[key].token_ids[6:8])
     assert len(text) >= 2
     length = first_with(tokenizer, whole[key].token_ids, text)
     stopping = Sampling(temperature=TEMPERATURE, max_tokens=40, stop=("no such text", text))
     mixed = [x._replace(sampling=stopping) if x.key == key else x for x in requests]
-    found = by_key(run(engine, mixed))
+    found = by_key(run(every_engine, mixed))
     assert found[key].token_ids == whole[key].token_ids[:length] and found[key].finish_reason == "stop"
     assert 1 < length <= 8
     for request in mixed:
@@ -205,26 +211,26 @@ def test_a_stop_text_ends_its_own_request_with_the_token_that_completes_it(engin
             assert c.finish_reason == "stop" or len(c.token_ids) == 40
 
 
-def test_a_stop_text_that_is_complete_at_the_limit_ends_the_response(engine, policy, tiny_model):
-    push(engine, policy)
+def test_a_stop_text_that_is_complete_at_the_limit_ends_the_response(every_engine, policy, tiny_model):
+    push(every_engine, policy)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    whole = by_key(run(engine, SIX))
+    whole = by_key(run(every_engine, SIX))
     cut = [c for c in whole.values() if c.finish_reason == "length"]
     texts = {c.key: tokenizer.decode(c.token_ids[-2:]) for c in cut}  # of which some are complete no earlier
     [key, *_] = [c.key for c in cut if first_with(tokenizer, c.token_ids, texts[c.key]) == len(c.token_ids)]
     way = Sampling(temperature=TEMPERATURE, max_tokens=12, stop=(texts[key],))
-    found = by_key(run(engine, [x._replace(sampling=way) if x.key == key else x for x in SIX]))
+    found = by_key(run(every_engine, [x._replace(sampling=way) if x.key == key else x for x in SIX]))
     assert found == whole | {key: whole[key]._replace(finish_reason="stop")}
 
 
-def test_stop_tokens_of_one_request_do_not_end_the_others(engine, policy):
-    push(engine, policy)
+def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
+    push(every_engine, policy)
     requests = [Request(key, PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=40)) for key in range(8)]
-    whole = by_key(run(engine, requests))
+    whole = by_key(run(every_engine, requests))
     token = next(t for t in whole[0].token_ids[4:] if sum(t in whole[key].token_ids for key in range(1, 8)) >= 3)
     length = whole[0].token_ids.index(token) + 1
     way = Sampling(temperature=TEMPERATURE, max_tokens=40, stop_token_ids=(token, 79))
-    found = by_key(run(engine, [requests[0]._replace(sampling=way), *requests[1:]]))
+    found = by_key(run(every_engine, [requests[0]._replace(sampling=way), *requests[1:]]))
     assert found[0].token_ids == whole[0].token_ids[:length] and found[0].finish_reason == "stop"
     passed = [c for c in found.values() if c.key != 0 and token in c.token_ids[:-1]]
     assert passed and all(c.finish_reason == "stop" or len(c.token_ids) == 40 for c in found.values())
@@ -252,20 +258,20 @@ def test_stop_texts_over_the_borders_of_tokens_and_letters():
 # --- pushes of weights
 
 
-def test_a_push_while_requests_are_in_flight(engine, policy, tiny_model, world):
+def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, world):
     """Tokens so far keep the log-probs of the old weights, the next ones have those of the new weights after them."""
     newer = shard(load_causal_lm(tiny_model, world), world)
     change(newer, scale=0.05)
-    push(engine, policy)
-    version = engine.policy_version
+    push(every_engine, policy)
+    version = every_engine.policy_version
     short = Request("short", PROMPTS[0], Sampling(temperature=TEMPERATURE, max_tokens=2))
     long = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, _ in SIX]
     waiting = [Request(key, PROMPTS[1], WARM) for key in ("waits 1", "waits 2", "waits 3")]
-    done = run(engine, [short, *long, *waiting], steps=5)
-    push(engine, newer)
-    assert engine.policy_version == version + 1
+    done = run(every_engine, [short, *long, *waiting], steps=5)
+    push(every_engine, newer)
+    assert every_engine.policy_version == version + 1
     after = Request("after", PROMPTS[4], WARM)
-    done += run(engine, [after], seed=1)
+    done += run(every_engine, [after], seed=1)
     found = by_key(done)
     assert found.keys() == {"short", *"abcdef", "waits 1", "waits 2", "waits 3", "after"}
 
@@ -291,24 +297,88 @@ def test_a_push_while_requests_are_in_flight(engine, policy, tiny_model, world):
     assert_scored(newer, after, found["after"])
 
 
-def test_a_request_that_waits_for_room_while_weights_are_pushed_begins_with_the_new_ones(engine, policy):
-    push(engine, policy)
-    version = engine.policy_version
+def test_a_request_that_waits_for_room_while_weights_are_pushed_begins_with_the_new_ones(every_engine, policy):
+    push(every_engine, policy)
+    version = every_engine.policy_version
     requests = [Request(i, PROMPTS[i % 5], Sampling(temperature=TEMPERATURE, max_tokens=20)) for i in range(11)]
-    done = run(engine, requests, steps=1)
+    done = run(every_engine, requests, steps=1)
     change(policy, scale=0.05)
-    push(engine, policy)
-    found = by_key(done + run(engine))
+    push(every_engine, policy)
+    found = by_key(done + run(every_engine))
     for request in requests[8:]:
         assert found[request.key].policy_versions == (version + 1, version + 1)
         assert_scored(policy, request, found[request.key])
     assert (version, version + 1) in {found[key].policy_versions for key in range(8)}
 
 
-def test_an_aborted_request_says_which_weights_it_has_seen(engine, policy):
-    push(engine, policy)
-    version = engine.policy_version
-    run(engine, [Request("a", PROMPTS[2], WARM)], steps=2)
-    push(engine, policy)
-    [c] = engine.abort(["a"])
+def test_an_aborted_request_says_which_weights_it_has_seen(every_engine, policy):
+    push(every_engine, policy)
+    version = every_engine.policy_version
+    run(every_engine, [Request("a", PROMPTS[2], WARM)], steps=2)
+    push(every_engine, policy)
+    [c] = every_engine.abort(["a"])
     assert len(c.token_ids) == 2 and c.policy_versions[0] == version
+
+
+# --- vLLM with and without shortcuts
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        dict(max_tokens=60),
+        dict(max_tokens=30, stop_token_ids=tuple(range(20, 30))),
+        dict(max_tokens=30, top_k=10, top_p=0.9, temperature=1.3),
+        dict(max_tokens=30, temperature=0.0),
+        dict(max_tokens=40, stop=("1", "+")),
+    ],
+    ids=str,
+)
+def test_vllm_without_shortcuts_gives_the_same_responses(vllm_engine, policy, way):
+    push(vllm_engine, policy)
+    sampling = Sampling(**dict(n=4, temperature=TEMPERATURE) | way)
+    rows = [{"prompt_ids": prompt, "row_index": i} for i, prompt in enumerate(PROMPTS)]
+    ours, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
+    with without_shortcuts(vllm_engine):
+        theirs, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
+    again, _ = sample_groups(vllm_engine, rows, sampling, seed=3)
+    assert len(ours) == 20 and sum(len(s.response_ids) for s in ours) > 100
+    for one, other, third in zip(ours, theirs, again, strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist() == third.response_ids.tolist()
+        assert one.rollout_logprobs.tolist() == other.rollout_logprobs.tolist() == third.rollout_logprobs.tolist()
+        assert one.finish_reason == other.finish_reason == third.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [
+        ("0.26.0", "Shortcuts"),
+        ("0.28.0", "Shortcuts"),
+        ("0.28.12rc1", "Shortcuts"),
+        ("0.32.0", "Shortcuts"),
+        ("0.27.0", "Requests"),
+        ("0.260.1", "Requests"),
+        ("0.2.6", "Requests"),
+        ("1.26.0", "Requests"),
+        ("0.33.0", "Requests"),
+    ],
+)
+def test_the_way_to_sample_is_chosen_by_the_version(monkeypatch, version, kind):
+    for name in ("Shortcuts", "Requests"):
+        monkeypatch.setattr(vllm_requests, name, lambda llm, name=name: (name, llm))
+    assert vllm_requests.connect("an llm", version) == (kind, "an llm")
+
+
+@pytest.mark.parametrize(("rank", "version", "lines"), [(0, "0.99.1", 1), (1, "0.99.1", 0), (0, "0.28.0", 0)])
+def test_a_version_that_is_not_tested_is_said_in_one_line(monkeypatch, capsys, tiny_model, rank, version, lines):
+    llm = mock.MagicMock()
+    fake, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
+    fake.LLM, fake.__version__, distributed.parallel_state = lambda *_, **__: llm, version, None
+    for module in (fake, distributed):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(vllm_requests, "Shortcuts", lambda llm: "shortcuts")
+    engine = vllm.Engine(tiny_model, ranks_without_group(rank, 2), torch.float32, max_model_len=64)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == lines
+    assert all(line.startswith("vLLM 0.99.1 was not tested with our shortcuts") for line in printed)
+    assert (engine.core == "shortcuts") == (version == "0.28.0")

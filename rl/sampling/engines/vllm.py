@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModel
 
+from rl.console import say
 from rl.data.types import Completion, Request, Sampling
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import StopTexts, check_request
-from rl.sampling.engines.vllm_requests import Requests
+from rl.sampling.engines.vllm_requests import Requests, connect
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
@@ -102,7 +103,9 @@ class Engine:
         self.group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
         self.can_sleep, self.max_model_len = free_cache_engine and not on_cpu, max_model_len
         self.stop_texts = StopTexts(model)
-        self.core = Requests(self.llm)
+        self.core = connect(self.llm, vllm.__version__)
+        if type(self.core) is Requests and ranks.is_main:
+            say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
         self.in_flight: dict[str, InFlight] = {}  # by vLLM's name of the request, of all ranks that share this engine
         self.watched: set[str] = set()  # those of them whose text may end them
         self.new: list[Request] = []  # that vLLM does not know yet
