@@ -1,25 +1,25 @@
 """Advantage estimators: how much better than expected was a response, or a token?
 
-P prompts, G responses to each, B = P * G sequences, T tokens.
+P prompts, G responses to each, B = P * G sequences, T tokens. Every function is pure, keeps the floating dtype it is
+given, and asserts the shapes it expects.
 
-The (P, G) family takes one reward and one length a response. A NaN reward marks a response that could not be scored: it
-leaves the statistics of its group and of the batch, and its advantage is exactly 0. One rule holds for a response that
-is the only scored one of its group: there is nothing to compare it with, so its baseline is 0. `lengths` (int or float,
-number of policy tokens) is part of every signature, so that a script can swap estimators; some do not use it. What only
-one of them needs comes by name, and `**_` takes it in the others.
+The estimators from `grpo` to `reinforce_plus_plus_baseline` have one signature, so that a script can swap them:
 
-The (B, T) family works on tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts, padding and
-observations; what stands where the mask is 0, NaN included, never reaches a result.
+    advantages (P, G) = f(rewards (P, G), lengths (P, G), ...)
 
-Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects.
+NaN in `rewards` marks a response that could not be scored: it leaves the statistics of its group and of the batch, and
+its advantage is exactly 0. The only scored response of a group has nothing to compare with, so its baseline is 0.
+`lengths` is the number of policy tokens >= 0. What only one estimator needs comes by name, and `**_` takes it in the
+others.
+
+The functions below them work on (B, T) tokens. A mask is 1 (or True) on tokens that the policy sampled, 0 on prompts,
+padding and observations; what stands where the mask is 0, NaN included, never reaches a result.
 """
 
 import torch
 from torch import Tensor
 
-
-def _shapes(*tensors: Tensor) -> str:
-    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
+from rl.formulas.shared import check_shapes
 
 
 def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
@@ -36,11 +36,11 @@ def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
     return torch.where(used, above - mean, 0.0)
 
 
-def _centred(rewards: Tensor, weights: Tensor) -> Tensor:
+def _centred(rewards: Tensor, weights: Tensor | float = 1.0) -> Tensor:
     """Rewards minus the weighted mean of their group; unscored gives 0, a lone scored one keeps its own."""
     scored = ~rewards.isnan()
     alone = scored.sum(-1, keepdim=True) == 1
-    return torch.where(scored & alone, rewards, _deviation(rewards, weights * scored, dim=-1))
+    return torch.where(scored & alone, rewards, _deviation(rewards, weights * scored.to(rewards.dtype), dim=-1))
 
 
 def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
@@ -53,13 +53,12 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation (ddof=1) of the scored rewards of each group.
 
-    A group with fewer than two scored rewards has mean 0 and std 1: there is nothing to compare. The mean of equal
-    rewards is exactly that reward, so that reward - mean is exactly 0: a plain mean of three times 0.1 would leave
-    1e-9, which a division by std + 1e-6 turns into an advantage. Example: [1, 0, 0] -> 1/3, 0.5774.
+    A group with fewer than two scored rewards has mean 0 and std 1. The mean of equal rewards is exactly that reward,
+    see `_deviation`. Example: [1, 0, 0] -> 1/3, 0.5774.
 
     Args: rewards (P, G) float, NaN = not scored. Returns: two tensors (P, 1).
     """
-    assert rewards.dim() == 2, _shapes(rewards)
+    check_shapes(rewards, dims=2)
     scored = ~rewards.isnan()
     num_scored = scored.sum(-1, keepdim=True)
     lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
@@ -73,14 +72,12 @@ def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:
     """Group-relative advantage: reward against the mean and standard deviation of its group.
 
-    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO).
-    The standard deviation is unbiased (ddof=1). A group of one has mean 0 and std 1; a group of equal rewards gives
-    exactly 0. Example: rewards [1, 0, 0] -> mean 1/3, std 0.5774 -> [1.1547, -0.5774, -0.5774].
+    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO); see `of_groups`.
+    A group of equal rewards gives exactly 0. Example: rewards [1, 0, 0] -> [1.1547, -0.5774, -0.5774].
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300; Understanding R1-Zero-Like Training, 2503.20783 (Dr. GRPO).
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     mean, std = of_groups(rewards)
     return ((rewards - mean) / (std + eps if norm_by_std else 1.0)).nan_to_num()
 
@@ -92,14 +89,13 @@ def grpo_batch(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     than two. One scale for all groups: one with little spread is not blown up, as in `grpo`. `rewards` must hold every
     group of the step. Example: rewards [[1, 0], [0, 0]] -> std 0.5 -> [[1, -1], [0, 0]].
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: Tricks or Traps? A Deep Dive into RL for LLM Reasoning (Lite PPO), arXiv 2508.08221.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     scored = (~rewards.isnan()).to(rewards.dtype)
     spread = _deviation(rewards.flatten(), scored.flatten(), dim=0)
     std = (spread.square().sum() / (scored.sum() - 1).clamp(min=1)).sqrt()
-    return _centred(rewards, torch.ones_like(rewards)) / (torch.where(std > 0, std, 1.0) + eps)
+    return _centred(rewards) / (torch.where(std > 0, std, 1.0) + eps)
 
 
 def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
@@ -109,30 +105,27 @@ def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) 
     of reward 1 among n with 0 otherwise has A = n - 1. A group with one scored response has baseline 0, so it gets
     r / (r + eps). For rewards that are never negative. Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1].
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: Maximum Likelihood Reinforcement Learning (MaxRL), arXiv 2602.02710.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     mean = rewards.nanmean(-1, keepdim=True)  # NaN if none is scored, and then nothing below is above 0
-    return torch.where(mean > 0, _centred(rewards, torch.ones_like(rewards)) / (mean + eps), 0.0)
+    return torch.where(mean > 0, _centred(rewards) / (mean + eps), 0.0)
 
 
 def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Only the best response of a group counts, by how far it is ahead of the second best.
 
-    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g unbiased; 0 for all others, and for all if two share the best.
-    Its gradient is that of the expected best reward of a group (pass@G for right and wrong). A group with one scored
-    response has r_(2) = 0 and std 1. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
+    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `of_groups`; 0 for all others, and for all if two share the
+    best. Its gradient is that of the expected best reward of a group (pass@G for right and wrong). A group with one
+    scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: Optimizing Language Models for Inference Time Objectives using RL, arXiv 2503.19595.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
     ranked, order = rewards.nan_to_num(-torch.inf).sort(-1, descending=True)
     lead = ranked[:, :1] - torch.where(num_scored > 1, ranked[:, 1:2], 0.0) if rewards.shape[1] > 1 else ranked
-    std = _centred(rewards, torch.ones_like(rewards)).square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)
-    best = torch.where(num_scored > 0, lead / (torch.where(num_scored > 1, std.sqrt(), 1.0) + eps), 0.0)
+    best = torch.where(num_scored > 0, lead / (of_groups(rewards)[1] + eps), 0.0)
     return torch.zeros_like(rewards).scatter(-1, order[:, :1], best)
 
 
@@ -144,18 +137,14 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
     different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i; a response
     without any part gets 0 and leaves the moments. `parts` must hold every group of the step.
 
-    Args: rewards (P, G), not used; lengths (P, G) >= 0; parts (K, P, G) float, NaN = not scored; weights, K numbers, or
-    none: all 1.
-    Returns: (P, G).
+    Args: rewards is not used; parts (K, P, G) float, NaN = not scored; weights, K numbers, or none: all 1.
     Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
     """
-    shapes = _shapes(rewards, lengths, parts)
-    assert parts.dim() == 3 and parts.shape[1:] == rewards.shape == lengths.shape, shapes
-    assert len(weights) in (0, len(parts)), f"{shapes}, {len(weights)} weights"
+    check_shapes(rewards[None], lengths[None], parts[:1], dims=3)
+    assert len(weights) in (0, len(parts)), f"unexpected shapes: {tuple(parts.shape)}, {len(weights)} weights"
     weights = weights or (1.0,) * len(parts)
     total = sum(w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
-    tokens = lengths.to(parts.dtype) * ~parts.isnan().all(0)
-    return _whitened(total, tokens, eps=1e-8)
+    return _whitened(total, lengths.to(parts.dtype) * ~parts.isnan().all(0), eps=1e-8)
 
 
 def rloo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
@@ -164,56 +153,55 @@ def rloo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     A_i = r_i - sum_{j != i} r_j / (n - 1) = (r_i - mean_g) * n / (n - 1), n scored responses; n = 1 gives r_i.
     Example: rewards [1, 0, 0] -> [1, -0.5, -0.5].
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: Back to Basics: Revisiting REINFORCE Style Optimization, arXiv 2402.14740.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
-    return _centred(rewards, torch.ones_like(rewards)) * num_scored / (num_scored - 1).clamp(min=1)
+    return _centred(rewards) * num_scored / (num_scored - 1).clamp(min=1)
 
 
 def opo(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Advantage against the length-weighted baseline, which minimises the variance of the policy gradient.
 
-    A_i = r_i - sum_g L_j r_j / sum_g L_j; a group of one has baseline 0.
-    In a larger group a response without tokens weighs nothing and gets 0.
+    A_i = r_i - sum_g L_j r_j / sum_g L_j. In a group of several scored responses one without tokens weighs nothing and
+    gets 0.
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G) >= 0. Returns: (P, G).
     Source: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     return _centred(rewards, lengths.to(rewards.dtype))
 
 
 def gpg(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Group-centred advantage, scaled up when few responses of the batch earn anything.
 
-    A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch; a group of one
-    has mean 0. alpha belongs to the batch, so `rewards` must hold every group of the step. It is verl's; the paper
-    divides by the number of responses whose group has different rewards, not by that of responses that earn something.
+    A_i = alpha * (r_i - mean_g), alpha = N / max(#{r_i != 0}, 1), N scored responses in the whole batch. `rewards` must
+    hold every group of the step. This alpha is verl's; the paper divides by the number of responses whose group has
+    different rewards, not by that of responses that earn something.
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G), not used. Returns: (P, G).
     Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
+    check_shapes(rewards, lengths, dims=2)
     scored = ~rewards.isnan()
     alpha = scored.sum().to(rewards.dtype) / (scored & (rewards != 0)).sum().clamp(min=1)
-    return alpha * _centred(rewards, torch.ones_like(rewards))
+    return alpha * _centred(rewards)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor, **_: object) -> Tensor:
     """Group-centred advantage, whitened over all tokens of the batch.
 
-    s_i = r_i - mean_g (a group of one: r_i); A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count
-    s_i once a token, L_i times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0.
-    The statistics belong to the batch, so `rewards` must hold every group of the step.
+    s_i = r_i - mean_g; A_i = (s_i - mean) * rsqrt(var + 1e-8), where mean and unbiased var count s_i once a token, L_i
+    times: the same as `whiten` over the tokens. Fewer than two tokens in the batch give 0. `rewards` must hold every
+    group of the step.
 
-    Args: rewards (P, G) float, NaN = not scored; lengths (P, G) >= 0. Returns: (P, G).
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    assert rewards.dim() == 2 and rewards.shape == lengths.shape, _shapes(rewards, lengths)
-    tokens = lengths.to(rewards.dtype) * ~rewards.isnan()
-    return _whitened(_centred(rewards, torch.ones_like(rewards)), tokens, eps=1e-8)
+    check_shapes(rewards, lengths, dims=2)
+    return _whitened(_centred(rewards), lengths.to(rewards.dtype) * ~rewards.isnan(), eps=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
 
 
 @torch.no_grad()
@@ -227,7 +215,7 @@ def returns_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     Args: rewards, mask (B, T); gamma in [0, 1]. Returns: (B, T), 0 where mask is 0, without gradient.
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    assert rewards.dim() == 2 and rewards.shape == mask.shape, _shapes(rewards, mask)
+    check_shapes(rewards, mask, dims=2)
     sampled = mask.bool()
     returns = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
@@ -244,10 +232,9 @@ def sums_by_group(returns: Tensor, weights: Tensor, mask: Tensor, groups: Tensor
 
     Args: returns, weights, mask (B, T), as wide on all ranks; groups (B,) int64. Returns: (3, num_groups, T).
     """
-    assert returns.dim() == 2 and returns.shape == weights.shape == mask.shape, _shapes(returns, weights, mask)
-    valid = mask.bool()
+    check_shapes(returns, weights, mask, dims=2)
     terms = torch.stack([weights * returns, weights, torch.ones_like(returns)])
-    terms = torch.where(valid, terms, 0.0)
+    terms = torch.where(mask.bool(), terms, 0.0)
     return terms.new_zeros(3, num_groups, mask.shape[1]).index_add(1, groups, terms)
 
 
@@ -261,7 +248,7 @@ def token_baselines(sums: Tensor, *, eps: float = 1e-8) -> Tensor:
     Args: sums (3, P, T), of all ranks, see `sums_by_group`. Returns: (P, T).
     Source: The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, arXiv 2602.07078.
     """
-    assert sums.dim() == 3 and len(sums) == 3, _shapes(sums)
+    assert sums.dim() == 3 and len(sums) == 3, f"unexpected shapes: {tuple(sums.shape)}"
     return torch.where(sums[2] > 1, sums[0] / (sums[1] + eps), 0.0)
 
 
@@ -274,5 +261,5 @@ def whiten(x: Tensor, mask: Tensor, *, mean: float, var: float, eps: float = 1e-
     1, on all ranks (`Ranks.moments`). Returns: (B, T) of x's dtype, 0 where mask is 0.
     Source: advantage normalisation, The 37 Implementation Details of PPO, detail 7, iclr-blog-track.github.io.
     """
-    assert x.shape == mask.shape, _shapes(x, mask)
+    check_shapes(x, mask)
     return torch.where(mask.bool(), (x.double() - mean) * (var + eps) ** -0.5, 0.0).to(x.dtype)

@@ -17,11 +17,7 @@ that the policy sampled; what stands where it is 0, NaN included, never reaches 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, finite in every dtype used for losses
-
-
-def _shapes(*tensors: Tensor) -> str:
-    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
+from rl.formulas.shared import MAX_LOG_RATIO, check_shapes
 
 
 def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level: str) -> Tensor:
@@ -33,7 +29,7 @@ def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level
     Args: old_logp, rollout_logp, mask (B, T); level "token", "sequence" or "geometric". Returns: (B, T), 1 where mask
     is 0, without gradient. Raises: ValueError for an unknown level.
     """
-    assert old_logp.shape == rollout_logp.shape == mask.shape, _shapes(old_logp, rollout_logp, mask)
+    check_shapes(old_logp, rollout_logp, mask)
     valid = mask.bool()
     log_ratio = torch.where(valid, old_logp - rollout_logp, 0.0).detach()
     if level in ("sequence", "geometric"):
@@ -78,8 +74,7 @@ def off_policy_mask(
     without gradient.
     Source: DeepSeek-V3.2, eq. 9, arXiv 2512.02556.
     """
-    tensors = logp, rollout_logp, advantages, mask
-    assert logp.shape == rollout_logp.shape == advantages.shape == mask.shape, _shapes(*tensors)
+    check_shapes(logp, rollout_logp, advantages, mask)
     valid = mask.bool()
     moved = torch.where(valid, rollout_logp - logp, 0.0)
     moved = moved.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
@@ -95,6 +90,6 @@ def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, thresh
     Args: logp, rollout_logp, mask (B, T). Returns: (B, T), 1 where mask is 0, without gradient.
     Source: INTELLECT Policy Optimization (IPO), docs.primeintellect.ai/prime-rl/ipo.
     """
-    assert logp.shape == rollout_logp.shape == mask.shape, _shapes(logp, rollout_logp, mask)
+    check_shapes(logp, rollout_logp, mask)
     moved = torch.where(mask.bool(), logp.exp() - rollout_logp.exp(), 0.0).detach()
     return (moved.abs() <= threshold).to(logp.dtype)

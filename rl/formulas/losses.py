@@ -21,12 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any trust region, yet finite in every dtype used for losses
+from rl.formulas.shared import MAX_LOG_RATIO, check_shapes
+
 MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")  # of `aggregate`
-
-
-def _shapes(*tensors: Tensor) -> str:
-    return "unexpected shapes: " + ", ".join(str(tuple(x.shape)) for x in tensors)
 
 
 def _keep(x: Tensor, mask: Tensor) -> Tensor:
@@ -42,7 +39,7 @@ def _clip_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x over the entries with mask 1; an empty mask gives 0. Args: x, mask, same shape. Returns: scalar."""
-    assert x.shape == mask.shape, _shapes(x, mask)
+    check_shapes(x, mask)
     return _keep(x, mask).sum()
 
 
@@ -63,7 +60,7 @@ def aggregate(
     Raises: ValueError for an unknown mode, or without a positive scale where one is needed.
     Source: DAPO, eq. 12, arXiv 2503.14476; Understanding R1-Zero-Like Training (Dr. GRPO), arXiv 2503.20783.
     """
-    assert x.dim() == 2 and x.shape == mask.shape, _shapes(x, mask)
+    check_shapes(x, mask, dims=2)
     x = _keep(x, mask)
     row_sums = x.sum(-1)
     if mode == "token-mean":
@@ -91,7 +88,7 @@ def ppo_clip(
     Raises: ValueError unless clip_ratio_c > 1.
     Source: PPO, eq. 7, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, DAPO, eq. 10, arXiv 2503.14476.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     if clip_ratio_c is not None and clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c must be greater than 1, got {clip_ratio_c}")
     ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -115,7 +112,7 @@ def gspo(
 
     Source: Group Sequence Policy Optimization, eq. 13 and 14, arXiv 2507.18071.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     live = _keep(logp, mask)
     delta = live.detach() - _keep(old_logp.detach(), mask)
     sequence = delta.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
@@ -137,7 +134,7 @@ def dppo_tv(
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-TV), arXiv 2602.04879.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
     moved = live.detach().exp() - old.exp()
     outside = torch.where(advantages > 0, moved > clip_ratio_high, moved < -clip_ratio_low)
@@ -155,7 +152,7 @@ def dppo_kl(
 
     Source: Rethinking the Trust Region in LLM Reinforcement Learning (DPPO-Binary-KL), arXiv 2602.04879.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     live, old = _keep(logp, mask), _keep(old_logp, mask).detach()
     p, p_old = live.detach().exp(), old.exp()
     q, q_old = (1 - p).clamp(min=0), (1 - p_old).clamp(min=0)  # rounding may make a probability larger than 1
@@ -188,7 +185,7 @@ def cispo(
 
     Source: MiniMax-M1 (CISPO), eq. 4 and 5, arXiv 2506.13585.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     live = _keep(logp, mask)
     ratio = (live - _keep(old_logp, mask)).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -207,7 +204,7 @@ def sapo(
 
     Source: Soft Adaptive Policy Optimization, arXiv 2511.20347.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
@@ -227,7 +224,7 @@ def gmpo(
 
     Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     delta, advantage = _keep(logp - old_logp.detach(), mask), _keep(advantages, mask)
     sign, length = advantage.sign(), mask.bool().sum(-1, keepdim=True).clamp(min=1)
     free, bounded = sign * delta, sign * delta.clamp(-clip_ratio_low, clip_ratio_high)
@@ -249,8 +246,7 @@ def clip_cov(
     Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
     """
-    tensors = logp, old_logp, advantages, mask, chosen
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    check_shapes(logp, old_logp, advantages, mask, chosen)
     ratio = _keep(logp - old_logp.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss, _ = _clip_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return _keep(loss, mask.bool() & ~chosen), _keep(chosen.to(loss.dtype), mask)
@@ -269,8 +265,7 @@ def kl_cov(
     Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
     """
-    tensors = logp, old_logp, advantages, mask, chosen
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape == chosen.shape, _shapes(*tensors)
+    check_shapes(logp, old_logp, advantages, mask, chosen)
     delta = _keep(logp - old_logp.detach(), mask)
     loss = -advantages * delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = loss + ppo_kl_coef * _keep(delta.abs(), chosen)
@@ -284,14 +279,14 @@ def policy_gradient(
 
     Source: Simple Statistical Gradient-Following Algorithms (REINFORCE), Williams 1992; GPG, arXiv 2504.02546.
     """
-    assert logp.shape == old_logp.shape == advantages.shape == mask.shape, _shapes(logp, old_logp, advantages, mask)
+    check_shapes(logp, old_logp, advantages, mask)
     return _keep(-advantages * _keep(logp, mask), mask), torch.zeros_like(logp)
 
 
 def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled, d = logp - ref_logp.
 
-    k1, kl: d (unbiased value);  abs: |d|;  k2, mse: d^2 / 2 (unbiased gradient of the KL);
+    k1: d (unbiased value);  abs: |d|;  k2: d^2 / 2 (unbiased gradient of the KL);
     k3, low_var_kl: exp(x) - x - 1, x = clip(-d, -20, 20), the result at most 10 (unbiased value, low variance).
     A suffix "+" keeps the value and takes the gradient of k2: k2 - sg(k2) + sg(base).
     unbiased: ratio * k3, ratio = exp(clip(logp - old_logp, -20, 20)) with its gradient: value and gradient are those of
@@ -303,24 +298,24 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str, *, old_logp: Tensor | None = N
     Source: Schulman, Approximating KL Divergence, joschu.net/blog/kl-approx.html; gradients, arXiv 2510.01555;
     unbiased, DeepSeek-V3.2, eq. 7, arXiv 2512.02556.
     """
-    assert logp.shape == ref_logp.shape, _shapes(logp, ref_logp)
+    check_shapes(logp, ref_logp)
     if kind == "unbiased":
         assert old_logp is not None and old_logp.shape == logp.shape, "unbiased needs old_logp of the shape of logp"
         ratio = (logp - old_logp.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return ratio * kl(logp, ref_logp, "k3")
     difference = logp - ref_logp
     base = kind.removesuffix("+")
-    if base in ("k1", "kl"):
+    if base == "k1":
         value = difference
     elif base == "abs":
         value = difference.abs()
-    elif base in ("k2", "mse"):
+    elif base == "k2":
         value = 0.5 * difference.square()
     elif base in ("k3", "low_var_kl"):
         x = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         value = (torch.expm1(x) - x).clamp(max=10.0)
     else:
-        known = "k1 (kl), k2 (mse), k3 (low_var_kl), abs, each also with the suffix +; unbiased"
+        known = "k1, k2, k3 (low_var_kl), abs, each also with the suffix +; unbiased"
         raise ValueError(f"unknown KL estimator {kind!r}; known: {known}")
     if base == kind:
         return value
