@@ -22,7 +22,6 @@ import textwrap
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -177,6 +176,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     from rl.model import load as models
     from rl.model.checks import check_trainable
     from rl.model.logprobs import token_logprobs
+    from rl.model.sharding import Memory
     from rl.ranks import init_ranks
 
     found: dict[str, Any] = {"family": name, "type": ALIASES.get(name, name)}
@@ -207,11 +207,9 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     found["export_loss_gap"] = abs(metrics["val/loss"] - total / count)
 
     ranks = init_ranks()
-    loading = dict(model=export, max_length=64, activation_checkpointing="selective", compile=False, fsdp_size=None)
-    loading |= dict(param_offload=False)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        policy = models.load_policy(SimpleNamespace(**loading), ranks)
+        policy = models.load_policy(export, ranks, memory=Memory(compile=False), longest=64)
     found["way"] = next(
         way
         for way, x in models.WAYS.items()
@@ -236,8 +234,8 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
     """Between vLLM's log-probs of what it samples and the policy's, after a push of changed weights."""
     from rl.data.types import Sampling
     from rl.model import load as models
-    from rl.sampling.engines import vllm
-    from rl.sampling.rollout import sample_groups, verify_engine
+    from rl.sampling.engines import Rollout, vllm
+    from rl.sampling.rollout import check_engine, sample_groups
 
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
     sampling = Sampling(n=2, temperature=1.0, max_tokens=40)
@@ -247,8 +245,8 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
             x.mul_(1.05)
         engine.update_weights(models.weights_for_engine(policy, ranks))
         model = engine.llm.apply_model(lambda model: type(model).__name__)[0]
-        samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
-        gap = verify_engine(policy, samples, sampling=sampling, limit=1e9, ranks=ranks, num_probe=8)
+        samples, _ = sample_groups(engine, rows, sampling, seed=1)
+        gap = check_engine(policy, samples, sampling, Rollout(max_logprob_gap=1e9), ranks, num_probe=8)
     except Exception as error:  # whatever vLLM says of a model that it does not serve
         traceback.print_exc()
         return {"engine_error": " ".join(f"{type(error).__name__}: {error}".split()).partition(" [type=")[0][:250]}
