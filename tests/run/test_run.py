@@ -68,7 +68,7 @@ def saved_weights(path):
 
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
-    launch.until(lambda: stop._asked_at is not None, 5)
+    launch.until(lambda: stop._state.asked_at is not None, 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,6 +251,18 @@ def test_max_hours_hold_too(start):
     with pytest.raises(Left):
         run.exit_if_asked()
     assert list_steps(run.folder.root) == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@pytest.mark.parametrize(
+    ("freq", "files", "expected"), [(2, True, [0, 2, 4, 5]), (3, True, [0, 3, 5]), (-1, True, []), (2, False, [])]
+)
+def test_evaluation_is_due_at_test_freq_and_after_the_last_step(start, task, freq, files, expected):
+    run, _, _ = start(test_freq=freq, val_files=(task.sft,) if files else ())
+    assert [step for step in range(6) if run.evaluation_is_due(step)] == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
