@@ -1,23 +1,23 @@
 """Leave a run in good order when it is asked to: by SIGTERM, by SIGINT (Ctrl-C), or because --max-hours are over.
 
-    stop.start(max_hours)
+    stop.start(max_hours)                    # until the first `arm`, a signal ends the process at once
     for step in ...:
         stop.arm(save_and_close)             # what leaving takes, as of the last completed step
         ...  stop.exit_if_asked(group)  ...  # wherever all ranks pass: leave, if any of them was asked to
         stop.hold()                          # weights change: not before the next `arm`
 
-A first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then is
-worth nothing, and an `exit_if_asked` must follow. A second signal ends the process at once, whatever it is doing. So
-does one before the first `arm`: a start-up loads and compiles for minutes, and has nothing to save.
+The first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then
+is worth nothing, and an `exit_if_asked` must follow. A second signal ends the process at once, whatever it is doing.
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,72 +27,72 @@ SAME_REQUEST_S = 1.0  # launchers and schedulers may both pass on one request: s
 LOOK_EVERY_S = 0.5  # seconds between two looks at whether another rank was asked
 KEY = "asked to stop"  # in the store of the process group, set by the first rank that was
 
-_asked_at: float | None = None  # when the first signal came
-_deadline = float("inf")  # on the monotonic clock
-_known = False  # that some rank was asked: once true, it stays so
-_looked_at = float("-inf")  # when this rank last looked into the store
-_leave: tuple[Callable[[], object], ...] = ()
-_held = False  # whether leaving has to wait for the next `arm`
-_old_handlers: dict[int, object] = {}
-_forgets = False  # whether children of this process are told to forget all this
-_pipe: int | None = None  # the interpreter writes the numbers of signals there
+
+@dataclass
+class _State:
+    """What this process knows of requests to stop."""
+
+    deadline: float = math.inf  # on the monotonic clock
+    old_handlers: dict[int, object] = field(default_factory=dict)
+    pipe: int | None = None  # the interpreter writes the numbers of signals there, after the first `arm`
+    asked_at: float | None = None  # when the first signal came
+    known: bool = False  # that some rank was asked: once true, it stays so
+    looked_at: float = -math.inf  # when this rank last looked into the store
+    leave: tuple[Callable[[], object], ...] = ()
+    held: bool = False  # whether leaving has to wait for the next `arm`
+
+
+_state = _State()
 
 
 def start(max_hours: float | None = None) -> None:
-    """Take requests from now on. Call it in the main thread.
-
-    Python runs signal handlers between two steps of the main thread only, never while that waits in a collective. So a
-    thread listens: to a pipe, into which the interpreter writes the number of every signal that has a handler.
+    """Take requests from now on. Call it in the main thread. Before the first `arm` there is nothing to save, so a
+    signal ends the process at once, also while a C call runs.
     """
-    global _deadline, _forgets, _pipe
     end()
-    _deadline = time.monotonic() + 3600 * (float("inf") if max_hours is None else max_hours)
-    reading, _pipe = os.pipe()
-    os.set_blocking(_pipe, False)
-    signal.set_wakeup_fd(_pipe)
+    if max_hours is not None:
+        _state.deadline = time.monotonic() + 3600 * max_hours
     for number in SIGNALS:
-        _old_handlers[number] = signal.signal(number, _only_wake_up)
-    threading.Thread(target=_listen, args=(reading,), daemon=True).start()
-    if not _forgets:
-        os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
-        _forgets = True
+        _state.old_handlers[number] = signal.signal(number, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=end)  # a signal to a child is no request to this run
 
 
 def end() -> None:
     """Take no more requests: signals do again what they did before `start`."""
-    global _asked_at, _deadline, _known, _looked_at, _leave, _held, _pipe
-    while _old_handlers:
-        signal.signal(*_old_handlers.popitem())
-    if _pipe is not None:
+    global _state
+    old, _state = _state, _State()
+    for number, handler in old.old_handlers.items():
+        signal.signal(number, handler)
+    if old.pipe is not None:
         signal.set_wakeup_fd(-1)
-        os.close(_pipe)  # the thread ends
-    _asked_at, _deadline, _known, _looked_at, _pipe = None, float("inf"), False, float("-inf"), None
-    _leave, _held = (), False
+        os.close(old.pipe)  # the thread ends
 
 
-def _only_wake_up(number: int, frame: FrameType | None) -> None:
-    pass
+def arm(*leave: Callable[[], object]) -> None:
+    """What `exit_if_asked` calls, in this order, before it ends the process. All ranks will call it together.
+
+    Python runs signal handlers between two steps of the main thread only, never while that waits in a collective. So a
+    thread listens: to a pipe, into which the interpreter writes the number of every signal that has a handler.
+    """
+    _state.leave, _state.held = leave, False
+    if _state.pipe is None:
+        reading, _state.pipe = os.pipe()
+        os.set_blocking(_state.pipe, False)
+        signal.set_wakeup_fd(_state.pipe)
+        threading.Thread(target=_listen, args=(reading, _state), daemon=True).start()
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
 
 
-def _listen(reading: int) -> None:
-    global _asked_at
+def _listen(reading: int, state: _State) -> None:
     with open(reading, "rb", buffering=0) as pipe:
         while number := pipe.read(1):
-            if number[0] not in SIGNALS:
-                continue
-            if not _leave:
-                _write(b"asked to stop before the first step: there is nothing to save\n")
+            if number[0] in SIGNALS and state.asked_at is None:
+                state.asked_at = time.monotonic()
+                with contextlib.suppress(OSError):  # Ctrl-C ends `tee` too, and then nobody reads stderr
+                    os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
+            elif number[0] in SIGNALS and time.monotonic() - state.asked_at > SAME_REQUEST_S:
                 os._exit(128 + number[0])  # what a shell calls death by this signal
-            if _asked_at is None:
-                _asked_at = time.monotonic()
-                _write(b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
-            elif time.monotonic() - _asked_at > SAME_REQUEST_S:
-                os._exit(128 + number[0])
-
-
-def _write(text: bytes) -> None:
-    with contextlib.suppress(OSError):  # Ctrl-C ends `tee` too, and then nobody reads stderr
-        os.write(2, text)
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
@@ -100,52 +100,36 @@ def requested(group: dist.ProcessGroup | None = None) -> bool:
     its ranks says so, and all its ranks must enter. What the group says this rank then knows. False after `hold`: no
     `exit_if_asked` would follow, and what is waited for is needed.
     """
-    global _known
-    if _held:
-        return False
-    if group is None:
-        return _asked()
-    _known = _any_rank(_asked(), group)
-    return _known
+    if not _state.held:
+        _look()
+        if group is not None:
+            votes = torch.tensor(int(_state.known))
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+            _state.known = bool(votes)
+    return _state.known and not _state.held
 
 
-def _asked() -> bool:
-    """Whether some rank was asked, as far as this one knows; the first to be asked tells the others."""
-    global _known, _looked_at
-    now = time.monotonic()
-    if not _known:
-        _known = _asked_at is not None or now > _deadline
+def _look() -> None:
+    """Learn whether some rank was asked. The first rank that was tells the others, through the store of their group."""
+    if not _state.known:
+        now = time.monotonic()
+        _state.known = _state.asked_at is not None or now > _state.deadline
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        if store is not None and _known:
+        if store is not None and _state.known:
             store.set(KEY, "")
-        elif store is not None and now - _looked_at > LOOK_EVERY_S:
-            _known, _looked_at = store.check([KEY]), now
-    return _known
-
-
-def arm(*leave: Callable[[], object]) -> None:
-    """What `exit_if_asked` calls, in this order, before it ends the process. All ranks will call it together."""
-    global _leave, _held
-    _leave, _held = leave, False
+        elif store is not None and now - _state.looked_at > LOOK_EVERY_S:
+            _state.known, _state.looked_at = store.check([KEY]), now
 
 
 def hold() -> None:
     """Let no `exit_if_asked` end the process until the next `arm`: what that would save is about to change."""
-    global _held
-    _held = True
+    _state.held = True
 
 
 def exit_if_asked(group: dist.ProcessGroup) -> None:
     """End this process, with exit code 0, if any rank of the group was asked to stop; all must enter. See `hold`."""
-    if _held or not _any_rank(_asked(), group):
-        return
-    for call in _leave:
-        call()
-    dist.barrier(group=group)
-    os._exit(0)  # workers and engines end with it; taking them down one by one could hang
-
-
-def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    votes = torch.tensor(int(flag))
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    return bool(votes)
+    if requested(group):
+        for call in _state.leave:
+            call()
+        dist.barrier(group=group)
+        os._exit(0)  # workers and engines end with it; taking them down one by one could hang
