@@ -39,7 +39,9 @@ class Exporter:
     def prepare(self, trained: Trained) -> dict[str, Export]:
         """What `write` has to know of the modules that learn, taken before they change. All ranks must enter."""
         found = {}
-        for name, module in ((name, module) for name, (module, optimizer) in trained.items() if optimizer):
+        for name, (module, optimizer) in trained.items():
+            if optimizer is None:  # a reference
+                continue
             if name not in self.frozen:
                 self.frozen[name] = frozen_weights(module, self.ranks)
             buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
@@ -70,16 +72,16 @@ class Exporter:
         One rank has all of them on the host; of several, each has its own rows there, and the files have those of all.
         """
         paths = {key: f"{name}/model/{key}" for key in keys}
-        many = None if self.ranks.size == 1 else tensors.read(state, self.ranks.size, set(paths.values()))
+        saved = tensors.read(state, self.ranks.size, set(paths.values())) if self.ranks.size > 1 else None
         whole = {}
         for key, path in paths.items():
             dtype = host[path].dtype if lora.is_adapter(key) else self.ranks.dtype
-            whole[key] = torch.empty((many or host)[path].shape, dtype=dtype)
-        if many is None:
+            whole[key] = torch.empty((saved or host)[path].shape, dtype=dtype)
+        if saved is None:
             torch._foreach_copy_(list(whole.values()), [host[path] for path in paths.values()])
         else:
             for key, path in paths.items():
-                tensors.fill(whole[key], many[path])
+                tensors.fill(whole[key], saved[path])
         return whole
 
 
