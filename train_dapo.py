@@ -254,7 +254,7 @@ def main(args: Args) -> dict[str, float]:
                 # Token-level loss: every token of the mini-batch weighs the same, in a short or a long response.
                 # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
                 if args.loss_agg_mode == "token-mean":
-                    loss, pg_loss = ((x * mask).sum() / update.num_tokens for x in (loss, pg_loss))
+                    loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 else:  # means over responses
                     sizes = dict(num_tokens=update.num_tokens, num_seqs=update.num_seqs, scale=scale)
                     loss, pg_loss = (losses.aggregate(x, mask, args.loss_agg_mode, **sizes) for x in (loss, pg_loss))

@@ -163,6 +163,8 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+            # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
+            num_tokens = max(update.num_tokens, 1)
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
@@ -185,12 +187,10 @@ def main(args: Args) -> dict[str, float]:
                     log_ratio = (micro.ref_logp - logp).clamp(-20, 20)
                     kl = (log_ratio.expm1() - log_ratio).clamp(max=10)  # k3, an estimate of KL(policy, reference)
                     loss = loss + args.kl_loss_coef * kl
-                    means.over_updates({"actor/kl_loss": (kl * mask).sum() / update.num_tokens})
-
-                # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
-                loss = (loss * mask).sum() / update.num_tokens
+                    means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
+                loss = (loss * mask).sum() / num_tokens
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
-                means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / update.num_tokens})
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norm = clip_grad_norm(policy, args.grad_clip)

@@ -202,7 +202,7 @@ def main(args: Args) -> dict[str, float]:
                 right = accuracies_PG.flatten()[micro_rows].to(ranks.device)  # (b',), a
                 log_odds, right = log_odds[right.isfinite()], right[right.isfinite()]  # of those that have a score
                 # Cross entropy: -a log sigmoid(beta sum_t q) - (1 - a) log sigmoid(-beta sum_t q)
-                loss = F.binary_cross_entropy_with_logits(log_odds, right, reduction="sum") / update.num_seqs
+                loss = F.binary_cross_entropy_with_logits(log_odds, right, reduction="sum") / max(update.num_seqs, 1)
                 backward(prm, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"reward_model/dpo_loss": loss * args.ppo_epochs})  # the PRM makes one pass only
             norm = clip_grad_norm(prm, args.grad_clip)
@@ -260,9 +260,9 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
                 # num_tokens counts the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
-                loss = (loss * mask).sum() / update.num_tokens
+                loss, pg_loss = ((x * mask).sum() / max(update.num_tokens, 1) for x in (loss, pg_loss))
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
-                means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / update.num_tokens})
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
             norm = clip_grad_norm(policy, args.grad_clip)
