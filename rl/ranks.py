@@ -2,7 +2,6 @@
 
 import ctypes
 import datetime
-import math
 import os
 import signal
 import socket
@@ -52,9 +51,7 @@ class Ranks:
         return range(n * data_rank // self.data_size, n * (data_rank + 1) // self.data_size)
 
     def all_gather(self, items: Iterable[T]) -> list[T]:
-        """Concatenate every rank's list, in rank order, on every rank. Lists may differ in length. All data ranks must
-        enter.
-        """
+        """Every rank's list, of any length, put together in rank order. All data ranks must enter."""
         if self.data_size == 1:
             return list(items)
         parts: list[list[T]] = [[] for _ in range(self.data_size)]
@@ -68,7 +65,7 @@ class Ranks:
         return total
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest value of any data rank in each place, as a new tensor. All data ranks must enter."""
+        """Element-wise maximum over data ranks, as a new tensor. All data ranks must enter."""
         largest = x.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.data_group)
         return largest
@@ -86,34 +83,23 @@ class Ranks:
 
         Sums are taken in float64: equal float32 values have exactly their value as mean.
         """
-        return self._mean(x[mask > 0].double())[0]
+        total, count = self._sum_and_count(x[mask > 0])
+        return total / max(count, 1)
 
     def moments(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
         """`mean`, and the unbiased variance, which is exactly 0 of equal float32 values. All data ranks must enter."""
-        own = x[mask > 0].double()
-        mean, count = self._mean(own)
-        squares = self.all_reduce_sum((own - mean).square().sum()).item()
+        mean = self.mean(x, mask)
+        squares, count = self._sum_and_count((x[mask > 0].double() - mean).square())
         return mean, squares / max(count - 1, 1)
 
-    def _mean(self, own: torch.Tensor) -> tuple[float, float]:
-        """Mean of the numbers of all data ranks, and how many they are."""
-        total, count = self.all_reduce_sum(torch.stack([own.sum(), torch.tensor(float(len(own))).double()])).tolist()
-        return total / max(count, 1), count
-
-    def extremes(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
-        """The smallest and the largest of the entries of x with mask 1 on all data ranks, which must enter.
-
-        Of none (inf, -inf).
-        """
-        own = x[mask > 0].double()
-        edges = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
-        high, low = self.all_reduce_max(edges).tolist()
-        return -low, high
+    def _sum_and_count(self, own: torch.Tensor) -> list[float]:
+        count = torch.tensor(len(own), dtype=torch.float64)
+        return self.all_reduce_sum(torch.stack([own.double().sum(), count])).tolist()
 
     def send(self, parcels: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
-        """Give each data rank its parcel, and get those of all of them for this one. All data ranks must enter.
+        """Give each data rank its parcel; returns what this rank gets from each. All data ranks must enter.
 
-        Args: parcels, one for each rank; sizes, bytes of those that will come from each.
+        Args: parcels, one for each rank; sizes, bytes that will come from each.
         """
         if self.data_size == 1:
             return list(parcels)
@@ -125,32 +111,22 @@ class Ranks:
 
 
 def die_with_launcher() -> None:
-    """Under torchrun, let this process die with it, however that ends: a rank that outlives its launcher would hold the
-    GPU's memory for ever.
-    """
+    """Under torchrun, end this process when it ends: a rank left behind would hold the GPU's memory for ever."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def init_ranks(*, patient: bool = False) -> Ranks:
+def init_ranks() -> Ranks:
     """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
     world of one; under torchrun, this process dies with it from here on.
-
-    With `patient`, they then wait for each other without end: see `wait_without_end`.
     """
     die_with_launcher()
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        os.environ.update(
-            RANK="0",
-            LOCAL_RANK="0",
-            WORLD_SIZE="1",
-            LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ |= alone | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -159,14 +135,13 @@ def init_ranks(*, patient: bool = False) -> Ranks:
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16 if use_cuda else torch.float32
     everyone = dist.group.WORLD
-    if patient:
-        wait_without_end(everyone)
+    wait_without_end(everyone)
     return Ranks(rank, size, where, dtype, data_rank=rank, data_size=size, group=everyone, data_group=everyone)
 
 
 def wait_without_end(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group wait for each other as long as it takes: rl/run/watchdog.py ends a run that hangs, after
-    --stall-timeout. The limits of torch are shorter: half an hour with gloo, ten minutes with NCCL.
+    """Let the ranks of a group wait for each other as long as it takes. torch's limits count the time in which a job
+    is suspended, and would end it when it goes on. A run that hangs is ended by rl/run/watchdog.py.
     """
     dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
 
@@ -183,9 +158,8 @@ def memory_in_use(ranks: Ranks) -> int:
 def final_barrier() -> None:
     """Wait for every rank before the process group is taken down."""
     dist.barrier(group=dist.group.WORLD)
-    time.sleep(
-        0.1 if dist.get_world_size() > 1 else 0.01
-    )  # gloo's worker thread needs the GIL to free its last work; at interpreter exit it would abort
+    # gloo's worker thread needs the GIL to free its last work; at the interpreter's exit it would abort.
+    time.sleep(0.1 if dist.get_world_size() > 1 else 0.01)
 
 
 def shutdown_ranks() -> None:

@@ -151,9 +151,10 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
 
     All data ranks must enter.
     """
-    low, high = ranks.extremes(values, mask)
-    mean = ranks.mean(values, mask)
-    found = (mean, high, low) if low <= high else (math.nan,) * 3
+    own = values[mask > 0].double()
+    ends = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
+    high, low = (ranks.all_reduce_max(ends) * torch.tensor([1, -1])).tolist()
+    found = (ranks.mean(values, mask), high, low) if low <= high else (math.nan,) * 3
     return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
 
 

@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
-        self.ranks = init_ranks(patient=True)
+        self.ranks = init_ranks()
         check_size(args.memory.fsdp_size, self.ranks)
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)

@@ -112,7 +112,7 @@ from rl.model import load as models
 from rl.model.sharding import shard
 from rl.ranks import PATIENCE, init_ranks, shutdown_ranks
 
-ranks = init_ranks(patient=True)
+ranks = init_ranks()
 mesh = next(shard(models.load_causal_lm(sys.argv[1], ranks), ranks).parameters()).device_mesh
 for group in (ranks.group, *mesh.get_all_groups()):
     assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
