@@ -32,9 +32,7 @@ PHASES = ("gen", "update_weights", "old_log_prob", "ref", "update_actor")  # who
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print at once, by default to stdout. A full disk, a reader that has gone or letters that the terminal's encoding
-    lacks are no reason to lose a run.
-    """
+    """Print at once, by default to stdout. A full disk, a closed pipe or letters unknown to the terminal do no harm."""
     with contextlib.suppress(OSError):  # the text stays in the stream's buffer
         try:
             print(text, file=stream, flush=True)
@@ -43,8 +41,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def outlive_output() -> None:
-    """From here on, stdout and stderr do not decide how this process ends: a run whose reader has gone (`| head -1`),
-    or whose log is on a full disk, has the exit code of what it did. Else Python ends with 120.
+    """Keep the exit code of what this process did. Without this call Python ends with 120 if the reader of its output
+    has gone (`| head -1`) or the disk of its log is full.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # it was closed; without this, the next file that is opened would be taken for it
@@ -70,27 +68,19 @@ def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:
 
 
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
-    """One line a step: what SHOWN names among the metrics, tokens per second, seconds of the step and by phase."""
+    """One line a step: the metrics that SHOWN names, tokens per second, seconds of the step and by phase."""
     parts = {name: form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics}
     if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"
     seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
     phases = " ".join(f"{phase} {x:.1f}" for phase, x in seconds.items() if x >= 0.05)
-    return " | ".join(
-        [
-            f"step {step:>{len(str(total))}}/{total}",
-            *parts.values(),
-            f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU",
-            f"{metrics['timing_s/step']:.1f} s" + (f" ({phases})" if phases else ""),
-        ]
-    )
+    speed = f"{metrics['perf/throughput'] / 1000:.1f}k tok/s/GPU"
+    time = f"{metrics['timing_s/step']:.1f} s" + (f" ({phases})" if phases else "")
+    return " | ".join([f"step {step:>{len(str(total))}}/{total}", *parts.values(), speed, time])
 
 
 def show_sample(prompt: str, response: str, score: float | None) -> str:
     """A prompt, its response and its score as an indented block for the console; long texts keep their ends."""
-
-    def clip(text: str, limit: int = 600) -> str:
-        shown = text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
-        return shown.replace("\n", "\n    ")
-
-    return f"  prompt:   {clip(prompt)}\n  response: {clip(response)}\n  score:    {score}"
+    texts = (x if len(x) <= 600 else f"{x[:300]} ... {x[-300:]}" for x in (prompt, response))
+    prompt, response = (x.replace("\n", "\n    ") for x in texts)
+    return f"  prompt:   {prompt}\n  response: {response}\n  score:    {score}"

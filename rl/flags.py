@@ -49,30 +49,20 @@ def build(cls: type[T], **values: Any) -> T:
 
 def change(args: T, **values: Any) -> T:
     """A copy of Args with other values of some flags, wherever they stand. Raises TypeError as `build`."""
-    known = flat(args)
-    if unknown := values.keys() - known.keys():
+    if unknown := values.keys() - flat(args).keys():
         raise TypeError(f"{type(args).__name__} has no flags {sorted(unknown)}")
+    return _changed(args, values)
 
-    def changed(group: Any) -> Any:
-        own = {}
-        for field in dataclasses.fields(group):
-            value = getattr(group, field.name)
-            if dataclasses.is_dataclass(value):
-                own[field.name] = changed(value)
-            elif field.name in values:
-                own[field.name] = values[field.name]
-        return dataclasses.replace(group, **own)
 
-    return changed(args)
+def _changed(group: Any, values: dict[str, Any]) -> Any:
+    own = {name: values[name] for name in vars(group).keys() & values.keys()}
+    inner = {name: _changed(x, values) for name, x in vars(group).items() if dataclasses.is_dataclass(x)}
+    return dataclasses.replace(group, **own, **inner)
 
 
 def flat(args: Any) -> dict[str, Any]:
     """{flag: value} of Args and all groups in it: what the command line can set."""
-    found = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        found |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
-    return found
+    return {name: value for name, value, _ in _each(args)}
 
 
 def free(args: Any) -> set[str]:
@@ -91,13 +81,19 @@ def check_limits(args: Any) -> None:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 for limit in limits:
                     if not limit.holds(value):
-                        raise ValueError(f"--{name.replace('_', '-')} {value} must be {limit.text}")
-    values, ends = flat(args), {"_lower": "", "_lb": "_ub", "_lower_bound": "_upper_bound"}
-    bounds = [(name, name.removesuffix(x) + y) for x, y in ends.items() for name in values if name.endswith(x)]
-    for lower, upper in bounds:
-        if values[lower] > values[upper]:
-            names = [f"--{name.replace('_', '-')}" for name in (lower, upper)]
-            raise ValueError(f"{names[0]} {values[lower]} is above {names[1]} {values[upper]}; lower it")
+                        raise ValueError(f"{spelled(name)} {value} must be {limit.text}")
+    values = flat(args)
+    for end, other in (("_lower", ""), ("_lb", "_ub"), ("_lower_bound", "_upper_bound")):
+        for name in (name for name in values if name.endswith(end)):
+            lower, upper = values[name], values[name.removesuffix(end) + other]
+            if lower > upper:
+                beyond = spelled(name.removesuffix(end) + other)
+                raise ValueError(f"{spelled(name)} {lower} is above {beyond} {upper}; lower it")
+
+
+def spelled(name: str) -> str:
+    """A flag as the command line has it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _each(args: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -41,9 +41,7 @@ class Ranks:
         return self.rank == 0
 
     def own_slice(self, items: Sequence[T]) -> list[T]:
-        """This rank's contiguous share of a list, sizes differing by at most one; `all_gather` of the shares restores
-        the list.
-        """
+        """This rank's contiguous share of a list. Shares differ by at most one item; `all_gather` restores the list."""
         return [items[i] for i in self.slice_of(len(items), self.data_rank)]
 
     def slice_of(self, n: int, data_rank: int) -> range:

@@ -6,8 +6,8 @@
         ...  stop.exit_if_asked(group)  ...  # wherever all ranks pass: leave, if any of them was asked to
         stop.hold()                          # weights change: not before the next `arm`
 
-The first signal only sets a flag. Long waits look at it (`requested`) and cut themselves short; what they return then
-is worth nothing, and an `exit_if_asked` must follow. A second signal ends the process at once, whatever it is doing.
+The first signal only sets a flag. Long waits look at it by `requested` and end early. What they return then is worth
+nothing, and `exit_if_asked` must follow. A second signal ends the process at once, whatever it is doing.
 """
 
 import contextlib
@@ -46,9 +46,7 @@ _state = _State()
 
 
 def start(max_hours: float | None = None) -> None:
-    """Take requests from now on. Call it in the main thread. Before the first `arm` there is nothing to save, so a
-    signal ends the process at once, also while a C call runs.
-    """
+    """Take requests from now on; call it in the main thread. Until the first `arm` a signal ends the process."""
     end()
     if max_hours is not None:
         _state.deadline = time.monotonic() + 3600 * max_hours
@@ -71,8 +69,8 @@ def end() -> None:
 def arm(*leave: Callable[[], object]) -> None:
     """What `exit_if_asked` calls, in this order, before it ends the process. All ranks will call it together.
 
-    Python runs signal handlers between two steps of the main thread only, never while that waits in a collective. So a
-    thread listens: to a pipe, into which the interpreter writes the number of every signal that has a handler.
+    Python runs signal handlers in the main thread only, and not while that waits in a collective. So a thread listens:
+    to a pipe, into which the interpreter writes the number of every signal that has a handler.
     """
     _state.leave, _state.held = leave, False
     if _state.pipe is None:
@@ -96,9 +94,8 @@ def _listen(reading: int, state: _State) -> None:
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether this process was asked to stop, or knows of a rank that was; with a group (on the CPU), whether one of
-    its ranks says so, and all its ranks must enter. What the group says this rank then knows. False after `hold`: no
-    `exit_if_asked` would follow, and what is waited for is needed.
+    """Whether this process was asked to stop, or knows of a rank that was. With a group (on the CPU) its ranks agree,
+    and all must enter. False after `hold`: what is waited for is needed then.
     """
     if not _state.held:
         _look()

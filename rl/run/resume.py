@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.flags import flat, free
+from rl.flags import flat, free, spelled
 from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder
@@ -152,9 +152,9 @@ def differences(then: dict[str, Any], now: dict[str, Any], defaults: dict[str, A
     for flag in sorted(now["args"].keys() - free):
         before, after = then["args"].get(flag, defaults[flag]), now["args"][flag]
         if before != after:
-            changed.append(f"{_spelled(flag)}: was {before}, is {after}")
+            changed.append(f"{spelled(flag)}: was {before}, is {after}")
     if gone := sorted(then["args"].keys() - now["args"].keys()):
-        named = ", ".join(f"{_spelled(flag)} {then['args'][flag]}" for flag in gone)
+        named = ", ".join(f"{spelled(flag)} {then['args'][flag]}" for flag in gone)
         changed.append(f"{now['script']}.py does not have these flags; --force-resume continues without them: {named}")
     if then["data_sha256"] != now["data_sha256"]:
         changed.append(f"contents of --train-files: sha256 was {then['data_sha256']}, is {now['data_sha256']}")
@@ -163,7 +163,3 @@ def differences(then: dict[str, Any], now: dict[str, Any], defaults: dict[str, A
     if now["args"]["lr_scheduler_type"] != "constant" and then["total_steps"] != now["total_steps"]:
         changed.append(f"steps that shape the learning rate: were {then['total_steps']}, are {now['total_steps']}")
     return changed
-
-
-def _spelled(flag: str) -> str:
-    return f"--{flag.replace('_', '-')}"
