@@ -29,7 +29,7 @@ from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import logprobs  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.model.load import load_causal_lm  # noqa: E402
-from rl.model.sharding import shard  # noqa: E402
+from rl.model.sharding import Memory, shard  # noqa: E402
 from rl.ranks import Ranks, init_ranks, shutdown_ranks  # noqa: E402
 
 LENGTHS = {"tiny": [(16, 32), (8, 8)]}  # tokens of prompt and response
@@ -136,12 +136,8 @@ def main(args: Args) -> None:
     ranks = init_ranks()
     folder = model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
     compare(folder, ranks)
-    model = shard(
-        load_causal_lm(str(folder), ranks),
-        ranks,
-        activation_checkpointing=args.activation_checkpointing,
-        compile=ranks.device.type == "cuda",
-    )
+    memory = Memory(args.activation_checkpointing, compile=ranks.device.type == "cuda")
+    model = shard(load_causal_lm(str(folder), ranks), ranks, memory)
     print(f"\n{'tokens':14}{'computed':12}{'of the tokens':>14}{'micro-batches':>16}{'tokens/s':>12}{'speed-up':>10}")
     for prompt_length, response_length in LENGTHS.get(args.shape, OTHER_LENGTHS):
         batch = make_batch(args.prompts, args.rollout_n, prompt_length, [response_length] * args.rollout_n)

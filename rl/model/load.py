@@ -6,6 +6,7 @@ Every model is tested when it is loaded: do packed sequences give what its own f
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,14 +114,7 @@ def shard_as(
 
     Raises ValueError as that, or as `lora.watched` if adapters would have no effect.
     """
-    model = shard(
-        model,
-        ranks,
-        activation_checkpointing=memory.activation_checkpointing,
-        compile=memory.compile and ranks.device.type == "cuda",
-        fsdp_size=memory.fsdp_size,
-        param_offload=memory.param_offload,
-    )
+    model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
     with adapters.watched(model, flag=flag):
         choose_forward(model, ranks, longest=longest, flag=flag)
     return model

@@ -26,12 +26,11 @@ from rl.model.logprobs import add_packed_forward
 from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
 
-GATHERED_ELEMENTS = 2**27  # of weights, at a time: 256 MB in bfloat16
+GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in bfloat16
 PIECE = 2**29  # bytes of moments that come to a GPU at a time
-Moments = dict[tuple[torch.Tensor, str], torch.Tensor]  # what a rank has of them, by parameter and kind
 
-# torch guards one fusion by its size: a micro-batch below 4,096 tokens would be compiled for itself, ten seconds in the
-# middle of a run. Only versions of torch that have the fusion know the option.
+# By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
+# guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
 
@@ -50,6 +49,9 @@ class Memory:
     param_offload: Free[bool] = False
 
 
+BARE = Memory(activation_checkpointing="none", compile=False)  # FSDP2 and nothing else
+
+
 def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
     """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
     if fsdp_size is not None and (fsdp_size < 1 or ranks.size % fsdp_size):
@@ -58,20 +60,8 @@ def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
         )
 
 
-def shard(
-    model: nn.Module,
-    ranks: Ranks,
-    *,
-    activation_checkpointing: Literal["none", "selective", "full"] = "none",
-    compile: bool = False,
-    fsdp_size: int | None = None,
-    param_offload: bool = False,
-) -> nn.Module:
-    """Shard parameters, gradients and optimizer state over all ranks with FSDP2.
-
-    fsdp_size: shard over so many neighbouring ranks only, such as those of a machine, and keep copies on the others:
-    the traffic between machines is then one all-reduce of gradients an update (`backward`). It must divide the number
-    of ranks.
+def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
+    """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
     Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
     SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
@@ -80,36 +70,36 @@ def shard(
     gradient. Weights that are frozen while others learn, as beside LoRA's adapters, are not sharded where a shard would
     be the whole: FSDP2 would hold a second copy of them.
 
-    activation_checkpointing: what the backward pass computes again. full: all of a layer but its input. selective: all
-    but the results of matrix products and attention (Korthikanti et al. 2022, arXiv 2205.05198). compile: torch.compile
-    each layer, and the LM head of `token_logprobs`, once for all lengths. param_offload: parameters live in host
-    memory, pinned for a GPU, and a unit of them comes to the device for its pass; gradients go to the host as well, so
-    an optimizer steps there.
+    activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
+    arXiv 2205.05198). compile: each layer, and the LM head of `token_logprobs`, once for all lengths. fsdp_size: shard
+    over so many neighbouring ranks, such as those of a machine, and keep copies on the others; between machines only
+    one all-reduce of gradients an update is left (`backward`). param_offload: parameters live in host memory, pinned
+    for a GPU, and a unit comes to the device for its pass; gradients go to the host too, where an optimizer steps.
     """
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
     master = learning[0] if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
-    check_size(fsdp_size, ranks)
-    size = fsdp_size or ranks.size
+    check_size(memory.fsdp_size, ranks)
+    size = memory.fsdp_size or ranks.size
     mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == ranks.size else mesh
     for group in mesh.get_all_groups():
         wait_without_end(group)
     units = _outermost(model, model._no_split_modules or ())
-    is_whole = size == 1 and not param_offload
+    is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
-    home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if param_offload else OffloadPolicy()
+    home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
     options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
     stay = {*plain, *model.buffers()}  # what will not be replaced by shards; nothing else may be held here
     there: set[torch.Tensor] = set()
     for unit in units:
-        if activation_checkpointing == "full":
+        if memory.activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-        elif activation_checkpointing == "selective":
+        elif memory.activation_checkpointing == "selective":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
-        if compile:
+        if memory.compile:
             unit.forward = _compile_for_all_lengths(unit.forward)
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -126,9 +116,9 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.eval()  # no dropout or noise of any kind: log-probs are a function of weights and tokens
-    keep_logits = compile and activation_checkpointing == "none"  # without compile they would be kept in float32
-    options = dict(compile=compile, keep_logits=keep_logits, is_whole=is_whole)
-    return add_packed_forward(model, device=ranks.device, on_host=param_offload, **options)
+    keep_logits = memory.compile and memory.activation_checkpointing == "none"  # uncompiled, they would be in float32
+    options = dict(compile=memory.compile, keep_logits=keep_logits, is_whole=is_whole)
+    return add_packed_forward(model, device=ranks.device, on_host=memory.param_offload, **options)
 
 
 def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
@@ -143,8 +133,8 @@ def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
 def _compile_for_all_lengths(forward: Callable) -> Callable:
     """A layer's forward compiled once for any number of tokens.
 
-    What varies is marked: in every tensor the dimension of tokens or sequences, which is the second or the only one.
-    `dynamic=True` would take the width of a head for variable too, and the rotary embedding several times as long.
+    Marked as variable is the dimension of tokens or sequences, the second or only one of every tensor. `dynamic=True`
+    would take the width of a head for variable too, and the rotary embedding would take several times as long.
     """
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)
 
@@ -165,8 +155,8 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
 
-    `onload` undoes it, bit by bit. Call it when no graph waits for its backward pass. Neither does anything to a model
-    that `shard` has left on the host.
+    Call it when no graph waits for its backward pass. Neither this nor `onload` does anything to a model that `shard`
+    has left on the host.
     """
     _move(model, optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
@@ -174,7 +164,7 @@ def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a sharded model, and its optimizer's state, back from where `offload` put them to the device of sharding."""
+    """Undo `offload`, bit by bit: move a model, and its optimizer's state, to the device that it was sharded on."""
     _move(model, optimizer, device)
 
 
@@ -183,13 +173,13 @@ def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: tor
         return
     model.to(device)
     for state in optimizer.state.values() if optimizer else ():
-        for name, x in state.items():
-            if name != "step":  # a number; AdamW wants it on the device if fused, on the host if not
-                state[name] = x.to(device)
+        for kind, x in state.items():
+            if kind != "step":  # a number; AdamW wants it on the device if fused, on the host if not
+                state[kind] = x.to(device)
 
 
 def own_part(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: of one that is not sharded, all."""
+    """What this rank has of a tensor: all of one that is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -215,75 +205,40 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
     """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
 
-    A step goes through the pieces of `moment_pieces`, one after the other. While AdamW steps one piece on the device,
-    the moments of the next come over and those of the last go back, on streams of their own: the device holds three
-    pieces at a time.
+    A step goes through the pieces of `moment_pieces`: the moments of a piece come to the device, AdamW steps the
+    parameters of this piece, and the moments go back.
     """
-    own_step, on_gpu = optimizer.step, device.type == "cuda"
-    coming, going = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
-    homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+    own_step = optimizer.step
+    homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # by parameter and kind of moment
 
-    def moments(piece: list[torch.Tensor]) -> Moments:
-        return {
-            (parameter, kind): own_part(x)
-            for parameter in piece
-            for kind, x in optimizer.state.get(parameter, {}).items()
-            if kind != "step"  # a number
-        }
-
-    def put(moved: Moments) -> None:
-        for (parameter, kind), own in moved.items():
-            optimizer.state[parameter][kind] = with_part(optimizer.state[parameter][kind], own)
-
-    def copy(source: Moments, target: Moments, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin a copy after all that was asked of the device; returns what happens at its end."""
-        if stream:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for key, x in target.items():
-                x.copy_(source[key], non_blocking=True)
-            return stream.record_event() if stream else None
-
-    def fetch(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
-        there = {key: torch.empty_like(home, device=device) for key, home in moments(piece).items()}
-        return there, copy(homes, there, coming)
-
-    def send(piece: list[torch.Tensor]) -> tuple[Moments, torch.cuda.Event | None]:
-        there = moments(piece)
-        if new := [key for key in there if key not in homes]:
-            homes.update(zip(new, _pinned([there[key] for key in new], device), strict=True))
-        put({key: homes[key] for key in there})
-        return there, copy(there, {key: homes[key] for key in there}, going)
+    def move(piece: list[torch.Tensor], *, home: bool) -> None:
+        for x in piece:
+            for kind, moment in optimizer.state.get(x, {}).items():
+                if kind == "step":  # a number
+                    continue
+                own = own_part(moment)
+                if (x, kind) not in homes:
+                    homes[x, kind] = _pinned(own, device)
+                own = homes[x, kind].copy_(own) if home else own.to(device, copy=True)
+                optimizer.state[x][kind] = with_part(moment, own)
 
     def step() -> None:
         grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}
         for x in grads:
             x.grad = None
-        pieces = moment_pieces(grads)
-        fetched, sent = fetch(pieces[0] if pieces else []), None
-        for piece, following in itertools.zip_longest(pieces, pieces[1:], fillvalue=[]):
-            (there, arrived), fetched = fetched, fetch(following)
-            if arrived:
-                torch.cuda.current_stream().wait_event(arrived)
-            put(there)
+        for piece in moment_pieces(grads):
+            move(piece, home=False)
             for x in piece:
                 x.grad = grads[x]
             own_step()
             for x in piece:
                 x.grad = None
-            last, sent = sent, send(piece)
-            if last and last[1]:
-                last[1].synchronize()
-            del last  # the next piece to come may have its memory
+            move(piece, home=True)
         for x, grad in grads.items():
             x.grad = grad
-        if going:
-            going.synchronize()  # somebody may read the moments, such as a checkpoint
 
     for piece in moment_pieces(optimizer.state):
-        _, end = send(piece)
-        if end:
-            end.synchronize()
+        move(piece, home=True)
     optimizer.step = step
 
 
@@ -293,7 +248,7 @@ def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]
     """
     pieces, room = [], 0
     for x in parameters:
-        size = moment_bytes([x])
+        size = 2 * own_bytes([x])
         if not pieces or size > room:
             pieces.append([])
             room = PIECE
@@ -302,43 +257,32 @@ def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]
     return pieces
 
 
-def moment_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """What AdamW's two moments of parameters take on this rank."""
-    return 2 * own_bytes(parameters)
-
-
 def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:
-    """The most bytes of moments that a step of `keep_moments_on_host` has on the device."""
-    sizes = [moment_bytes(piece) for piece in moment_pieces(parameters)]
-    return max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0)
+    """The most bytes of moments that a step of `keep_moments_on_host` has on the device: those of the largest piece."""
+    return max((2 * own_bytes(piece) for piece in moment_pieces(parameters)), default=0)
 
 
-def _pinned(like: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Host memory for tensors like these, in one piece, which a GPU may read and write while the host goes on."""
-    sizes = [x.nbytes + -x.nbytes % 64 for x in like]
-    total = sum(sizes) + -sum(sizes) % mmap.PAGESIZE
-    pages = np.empty(total + mmap.PAGESIZE, np.uint8)
-    pages = pages[-pages.ctypes.data % mmap.PAGESIZE :][:total]  # of its own, since pages are what is registered
-    if device.type == "cuda" and total:  # torch's own pinned memory comes in powers of two
+def _pinned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory for a tensor, pinned if `device` is a GPU: torch's own pinned memory comes in powers of two."""
+    pages = np.frombuffer(mmap.mmap(-1, max(1, like.nbytes), mmap.MAP_PRIVATE), np.uint8)
+    if device.type == "cuda":
         cudart, address = torch.cuda.cudart(), pages.ctypes.data
-        torch.cuda.check_error(cudart.cudaHostRegister(address, total, 0))
+        torch.cuda.check_error(cudart.cudaHostRegister(address, pages.nbytes, 0))
         # Before it is freed: memory that is still registered can neither be used by others nor registered again.
         weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
-    pieces = zip(like, torch.from_numpy(pages)[: sum(sizes)].split(sizes), strict=True)
-    return [piece[: x.nbytes].view(x.dtype).view(x.shape) for x, piece in pieces]
+    return torch.from_numpy(pages)[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering.
 
-    Adapters keep their own type, in which they are added to weights. All ranks must iterate. Many are gathered by one
-    call, since for each alone Python would take half a millisecond.
+    Adapters keep their own type, in which they are added to weights. All ranks must iterate. One call gathers many
+    parameters of a kind, since Python would take half a millisecond for each alone.
     """
     named = list(model.named_parameters())
     ends = itertools.accumulate(x.numel() for _, x in named)
     for _, batch in itertools.groupby(zip(named, ends, strict=True), key=lambda item: item[1] // GATHERED_ELEMENTS):
-        by_kind: dict[tuple, dict[str, torch.Tensor]] = {}  # the same call gathers what is alike
-        parameters = dict(pair for pair, _ in batch)
+        parameters, by_kind = dict(pair for pair, _ in batch), {}
         for name, x in parameters.items():
             kind = isinstance(x, DTensor), x.dtype if dtype is None or is_adapter(name) else dtype
             by_kind.setdefault(kind, {})[name] = x.detach()
@@ -369,7 +313,7 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device
 def backward(model: nn.Module, loss: torch.Tensor, *, is_last: bool) -> None:
     """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks.
 
-    Copies of the model (--fsdp-size) are summed in the backward pass that `is_last` of an update. All ranks must enter.
+    Gradients of copies of the model (--fsdp-size) are added up when it `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # nothing at all, until the last
@@ -379,9 +323,6 @@ def backward(model: nn.Module, loss: torch.Tensor, *, is_last: bool) -> None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before clipping.
-
-    All ranks must enter.
-    """
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before. All ranks must enter."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

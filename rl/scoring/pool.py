@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ from rl.data.rows import no_ground_truth
 from rl.data.types import Response, Sample, Score
 from rl.flags import AtLeast1, Count, Free, PositiveFinite, Share
 from rl.model import reward_model
-from rl.model.load import choose_forward
-from rl.model.sharding import offload, shard
+from rl.model.load import shard_as
+from rl.model.sharding import BARE, offload
 from rl.ranks import Ranks
 from rl.scoring.awake import Awake
 from rl.scoring.worker import HEADER
@@ -219,8 +219,8 @@ class Scorer:
         if (path := rewards.reward_model) is None:
             return
         model = reward_model.load_reward_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
-        shard(model, ranks, fsdp_size=fsdp_size)
-        choose_forward(model, ranks, longest=rewards.reward_model_max_length, flag="--reward-model")
+        memory, longest = replace(BARE, fsdp_size=fsdp_size), rewards.reward_model_max_length
+        shard_as(memory, model, ranks, longest=longest, flag="--reward-model")
         offload(model)
         tokenizer = load_tokenizer(path, flag="--reward-model")
         coef, max_length = rewards.reward_model_coef, rewards.reward_model_max_length

@@ -16,7 +16,7 @@ from workers.objectives import CASES, largest_error, make_batch, plain_gradients
 from rl.data.batching import plan_micro_batches
 from rl.model import sharding
 
-WORKERS = launch.TESTS / "models" / "workers"
+WORKERS = launch.TESTS / "model" / "workers"
 CASE = ("ppo_clip", "token-mean")
 
 
@@ -32,7 +32,7 @@ def batch(plain):
 
 @pytest.fixture(scope="module")
 def measured(tiny_model, batch, tmp_path_factory):
-    """World size -> what tests/models/workers/gradients.py found on each of its ranks."""
+    """World size -> what tests/model/workers/gradients.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("gradients")
     torch.save(batch, folder / "batch.pt")
     results = {}
@@ -180,7 +180,7 @@ def test_hybrid_sharding_changes_nothing(plain, batch, ranks):
 
 @pytest.fixture(scope="module")
 def copies(tiny_model, batch, tmp_path_factory):
-    """What tests/models/workers/copies.py found on each of four ranks."""
+    """What tests/model/workers/copies.py found on each of four ranks."""
     folder = tmp_path_factory.mktemp("copies")
     torch.save(batch, folder / "batch.pt")
     launch.run_file(WORKERS / "copies.py", tiny_model, folder / "batch.pt", folder, nproc=4)
@@ -245,7 +245,7 @@ def test_fixed_logprobs_are_complete_over_ranks(plain, batch, ranks):
             torch.testing.assert_close(rank["fixed_logp"][i, :length], expected, rtol=0, atol=1e-9)
 
 
-def test_verify_engine_averages_over_the_tokens_of_all_ranks(ranks):
+def test_check_engine_averages_over_the_tokens_of_all_ranks(ranks):
     """Row 0 has 9 tokens that are off by 0.01, row 1 has 12 that are off by 0.04. float32 log-probs: 1e-6."""
     for rank in ranks:
         assert rank["gap"] == pytest.approx((9 * 0.01 + 12 * 0.04) / 21, abs=1e-6)
@@ -253,7 +253,7 @@ def test_verify_engine_averages_over_the_tokens_of_all_ranks(ranks):
         assert rank["gap_of_first_probe"] == pytest.approx(0.01, abs=1e-6)
 
 
-def test_verify_engine_stops_every_rank_if_one_is_wrong(ranks):
+def test_check_engine_stops_every_rank_if_one_is_wrong(ranks):
     for rank in ranks:
         too_far, not_finite = rank["messages"]
         assert "differ by 2.71e-02 on average over 21 tokens" in too_far and "--max-logprob-gap 2e-02" in too_far
@@ -332,7 +332,7 @@ def the_only_shared_engine() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])
 def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
-    """(plain model before training, batch, per rank what tests/models/workers/rollouts.py found)."""
+    """(plain model before training, batch, per rank what tests/model/workers/rollouts.py found)."""
     path = {1: tiny_model, 2: untied_model}[request.param]
     plain, out = plain_model(path), tmp_path_factory.mktemp("rollouts")
     batch = make_batch(plain)

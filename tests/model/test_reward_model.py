@@ -196,7 +196,7 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
 
 @pytest.fixture(scope="module")
 def measured(judge, tmp_path_factory):
-    """World size -> what tests/models/workers/scores.py found on each of its ranks."""
+    """World size -> what tests/model/workers/scores.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("scores")
     torch.save(make_batch(), folder / "batch.pt")
     launch.run_file(WORKER, judge, folder / "batch.pt", folder, nproc=2)

@@ -1,6 +1,6 @@
 """Run by torchrun: gradients of adapters, and what an engine and a reference would get, on any number of ranks.
 
-torchrun --nproc_per_node N tests/models/workers/adapters.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/adapters.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys

@@ -16,7 +16,7 @@ from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.logprobs import token_logprobs
-from rl.model.sharding import shard
+from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
 LENGTHS = ([5, 9], [20, 3, 7], [2, 2, 2, 2, 2], [31, 17])
@@ -54,7 +54,7 @@ def main(path: str, out: str, backend: str = "aot_eager") -> None:
     ranks = init_ranks()
     values, gradients, graphs = run(shard(load_causal_lm(path, ranks), ranks))
     assert graphs == [0, 0, 0, 0], graphs
-    compiled = shard(load_causal_lm(path, ranks), ranks, compile=True, activation_checkpointing="selective")
+    compiled = shard(load_causal_lm(path, ranks), ranks, Memory())
     compiled_values, compiled_gradients, graphs = run(compiled)
     results = {
         "values": (compiled_values - values).abs().max().item(),

@@ -1,6 +1,6 @@
 """Run by torchrun: gradients of two updates with any number of copies of the model, and how often copies add them up.
 
-torchrun --nproc_per_node N tests/models/workers/copies.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/copies.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys

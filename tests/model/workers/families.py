@@ -1,6 +1,6 @@
 """Run by torchrun: gradients of models of several families.
 
-torchrun --nproc_per_node N tests/models/workers/families.py BATCH OUT NAME=MODEL ...      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/families.py BATCH OUT NAME=MODEL ...      writes OUT/rank{rank}.pt
 """
 
 import sys

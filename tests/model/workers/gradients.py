@@ -1,6 +1,6 @@
 """Run by torchrun: every measurement on sharded models that must come out the same on any number of ranks.
 
-torchrun --nproc_per_node N tests/models/workers/gradients.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/gradients.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -18,7 +18,7 @@ from rl.model import load as models
 from rl.model import sharding
 from rl.model.load import load_causal_lm
 from rl.model.logprobs import fixed_logprobs
-from rl.model.sharding import clip_grad_norm, full_tensors, shard
+from rl.model.sharding import BARE, clip_grad_norm, full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine
@@ -30,10 +30,10 @@ CASE = ("ppo_clip", "token-mean")
 def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Module:
     """The policy as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
-        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, **options)
+        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
     refusal = AssertionError("only rank 0 reads the weights")
     with mock.patch.object(models.AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
-        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, **options)
+        return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
 
 
 def take_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

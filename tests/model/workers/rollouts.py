@@ -1,6 +1,6 @@
 """Run by torchrun: vLLM on every rank, or one engine over all of them, fed by a sharded policy.
 
-torchrun --nproc_per_node N tests/models/workers/rollouts.py MODEL BATCH OUT TP     writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/rollouts.py MODEL BATCH OUT TP     writes OUT/rank{rank}.pt
 """
 
 import sys

@@ -5,6 +5,7 @@ torchrun --nproc_per_node N tests/model/workers/scores.py MODEL BATCH OUT      w
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ import train_reward
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
 from rl.model import reward_model
-from rl.model.sharding import offload, onload, shard
+from rl.model.sharding import BARE, offload, onload, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
 PROMPTS = ["1+2=?", [{"role": "user", "content": "4+5=?"}], [{"role": "user", "content": "say so!"}]]
@@ -48,10 +49,10 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def load(path: str, ranks: Ranks, **options) -> nn.Module:
     """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
-        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, **options)
+        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
     refusal = AssertionError("only rank 0 reads the weights")
     with mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", side_effect=refusal):
-        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, **options)
+        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
 
 
 def measure(path: str, batch: Batch, ranks: Ranks) -> dict:

@@ -1,6 +1,6 @@
 """Run by torchrun: log-probs and gradients of groups of responses, in micro-batches that split some of them.
 
-torchrun --nproc_per_node N tests/models/workers/shared.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/model/workers/shared.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -15,7 +15,7 @@ from rl.data.batching import collate, plan_updates, shared_prefix
 from rl.data.types import Batch, Sample, Sampling, take_rows
 from rl.model.load import load_causal_lm
 from rl.model.logprobs import token_logprobs
-from rl.model.sharding import shard
+from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
 TEMPERATURE = 0.7  # as in objectives.py
@@ -77,7 +77,7 @@ def shared_gradients(
 def main(path: str, batch_file: str, out: str) -> None:
     ranks = init_ranks()
     batch = torch.load(batch_file, weights_only=False)
-    model = shard(load_causal_lm(path, ranks, dtype=torch.float64), ranks, activation_checkpointing="selective")
+    model = shard(load_causal_lm(path, ranks, dtype=torch.float64), ranks, Memory(compile=False))
     [update] = plan_updates(
         batch.lengths.tolist(),
         shared=shared_prefix(batch).tolist(),
