@@ -94,7 +94,7 @@ TWO_RANKS = ("scaled logits", "capped scores", "convolutions")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_padded_models_do_not_depend_on_the_world_size(folder_of, batch, tmp_path, world_size):
     torch.save(batch, tmp_path / "batch.pt")
-    worker = launch.TESTS / "models" / "workers" / "families.py"
+    worker = launch.TESTS / "model" / "workers" / "families.py"
     named = [f"{name}={folder_of[name]}" for name in TWO_RANKS]
     launch.run_file(worker, tmp_path / "batch.pt", tmp_path, *named, nproc=world_size)
     for rank in range(world_size):

@@ -415,7 +415,7 @@ def test_packed_attention_refuses_what_it_does_not_compute(attention, option):
 
 def test_compiled_layers_and_head_agree_with_plain_ones(tiny_model, tmp_path):
     """One graph for the layers and one for the head, compiled by the first batch, serve every later length."""
-    worker = launch.TESTS / "models" / "workers" / "compiled.py"
+    worker = launch.TESTS / "model" / "workers" / "compiled.py"
     launch.run_file(worker, tiny_model, tmp_path / "out.json", timeout=300)
     results = json.loads((tmp_path / "out.json").read_text())
     assert results["values"] < 1e-5 and results["gradients"] < 1e-5

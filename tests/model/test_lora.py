@@ -157,7 +157,7 @@ def test_switched_off_they_leave_the_base_bit_by_bit_also_after_an_error(tiny_mo
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_have_the_gradients_and_weights_of_one(tiny_model, policy, batch, tmp_path, world_size):
     torch.save(batch, tmp_path / "batch.pt")
-    worker = launch.TESTS / "models" / "workers" / "adapters.py"
+    worker = launch.TESTS / "model" / "workers" / "adapters.py"
     launch.run_file(worker, tiny_model, tmp_path / "batch.pt", tmp_path, nproc=world_size)
     merged, base = sum_by_hand(whole(policy)), logprobs(lora.Base(policy), batch)
     expected = {}

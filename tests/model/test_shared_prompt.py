@@ -21,7 +21,7 @@ from rl.model.attention import Packing, packed_sdpa, packed_varlen
 from rl.model.load import load_causal_lm
 from rl.model.logprobs import token_logprobs
 
-WORKER = launch.TESTS / "models" / "workers" / "shared.py"
+WORKER = launch.TESTS / "model" / "workers" / "shared.py"
 
 
 def rows_of(*rows):
