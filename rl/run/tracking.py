@@ -37,7 +37,7 @@ class Logging:
     alarms: Free[tuple[str, ...]] = ()  # conditions; a step that meets one prints a line that begins with ALARM
     # trackers besides metrics.jsonl, which is always written
     logger: Free[tuple[Literal["console", "wandb", "swanlab", "tensorboard"], ...]] = ("console",)
-    prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics, and vLLM's own, to Prometheus on this port
+    prometheus_port: Free[Port | None] = None  # rank 0 serves the metrics to Prometheus on this port
 
 
 @dataclasses.dataclass(frozen=True)

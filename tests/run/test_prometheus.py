@@ -61,6 +61,7 @@ def run(request, tmp_path_factory):
     task, (port,) = h.make_task(folder), launch.free_ports(1)
     (folder / "reward.py").write_text(REWARD.replace("{port}", str(port)))
     names = dict(project_name="mine", experiment_name="a-run", prometheus_port=port)
+    names |= dict(log_stats=True) if request.param == "vllm" else {}
     settings = h.grpo_settings(task, folder / "run", engine=request.param, val_before_train=True, **names)
     forked = launch.fork("train_grpo", settings, folder / "log")
     assert forked.ends(120) == [0], forked.log.read_text()[-6000:]

@@ -31,6 +31,7 @@ class Rollout(EngineFlags):
     max_logprob_gap: Free[Positive | None] = None
     # vLLM's weights in eight bits, on a GPU that computes with them, such as an H100; needs --rollout-is
     rollout_quantization: Free[Literal["none", "fp8"]] = "none"
+    log_stats: Free[bool] = False  # vLLM keeps its own metrics, which --prometheus-port serves beside the run's
 
     @property
     def is_quantized(self) -> bool:
@@ -56,13 +57,11 @@ def make_engine(
     longest: int,
     seed: int = 0,
     load_weights: bool = False,
-    log_stats: bool = False,
 ) -> Engine:
     """The engine that --engine names, asleep, for a model and sequences of at most `longest` tokens.
 
     Its weights are dummies until the first `update_weights`. With load_weights it has those of the model's files, and
-    stays awake. log_stats: vLLM's own metrics, for Prometheus. Raises ValueError if the parallelism does not fit the
-    ranks, or the files lack weights.
+    stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
     """
     limits = dict(max_model_len=longest, max_num_seqs=flags.max_num_seqs)
     if flags.engine == "hf":
@@ -78,7 +77,7 @@ def make_engine(
         seed=seed,
         load_weights=load_weights,
         quantization=flags.rollout_quantization if isinstance(flags, Rollout) else "none",
-        log_stats=ranks.is_main and log_stats,
+        log_stats=ranks.is_main and isinstance(flags, Rollout) and flags.log_stats,
     )
     if not load_weights:
         awake = memory_in_use(ranks)
