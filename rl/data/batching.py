@@ -40,21 +40,16 @@ def collate(
     """
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
-    input_ids = np.full((B, T), pad_id, np.int64)
-    response_mask, rollout_logp = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
+    ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     for i, s in enumerate(samples):
+        sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
+        assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
         start, end = len(s.prompt_ids), s.num_tokens
-        assert len(s.response_ids) == len(s.response_mask) == len(s.rollout_logprobs), (
-            f"row {s.row_index}: {len(s.response_ids)} ids, {len(s.response_mask)} mask entries, "
-            f"{len(s.rollout_logprobs)} log-probs"
-        )
-        input_ids[i, :start], input_ids[i, start:end] = s.prompt_ids, s.response_ids
-        response_mask[i, start:end] = s.response_mask
-        rollout_logp[i, start:end] = s.rollout_logprobs
-    ids, mask, logp = map(torch.from_numpy, (input_ids, response_mask, rollout_logp))
+        ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
+        mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
     own_rows = None if rows is None else torch.as_tensor(rows, dtype=torch.long)
-    return Batch(ids, lengths, mask, logp * mask, rows=own_rows)
+    return Batch(torch.from_numpy(ids), lengths, torch.from_numpy(mask), torch.from_numpy(logp * mask), rows=own_rows)
 
 
 def shared_prefix(batch: Batch) -> torch.Tensor:
@@ -81,10 +76,9 @@ def plan_micro_batches(
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
     The rows are cut, in their order, into micro-batches of at most `max_tokens`; a longer row gets one of its own.
-    Every rank has equally many, as few as possible, and the largest one is as small as possible. Neighbours, such as
-    the responses to one prompt, mostly stay together. Ranks wait for each other in every micro-batch, so those of about
-    one size run side by side, and ranks with fewer are filled up with empty lists.
-    A pure function of its arguments, so all ranks agree on the plan without talking.
+    Every rank has equally many, as few as possible, and the largest one is as small as possible. Ranks wait for each
+    other in every micro-batch, so those of about one size run side by side, and ranks with fewer get empty lists. A
+    pure function of its arguments: all ranks agree on the plan without talking.
 
     Args: shared, the `shared_prefix` of every row, tokens that cost nothing in the micro-batch of the row above it.
 
@@ -130,13 +124,11 @@ def plan_updates(
     Args:
         lengths: tokens of every row of the step, on all ranks.
         mini_batch_size: rows of an optimizer step; the last one may have fewer.
-        max_tokens: of a micro-batch.
-        shared: tokens at the start of every row that the row above it has too; they cost nothing where both meet.
+        max_tokens, shared: as for `plan_micro_batches`.
         learned: tokens of every row that the loss counts, for `num_tokens` and `num_seqs`; by default all.
-        rows_per_unit: rows that belong together, such as 2 for pairs. They share a micro-batch, also where that needs
-            more than `max_tokens`.
+        rows_per_unit: so many rows, such as 2 of a pair, share a micro-batch, even one of more than `max_tokens`.
 
-    Raises: ValueError if a mini-batch would cut a unit apart.
+    Raises ValueError if a mini-batch would cut a unit apart.
     """
     if mini_batch_size % rows_per_unit or len(lengths) % rows_per_unit:
         raise ValueError(
@@ -145,26 +137,15 @@ def plan_updates(
     n, shared, learned = rows_per_unit, shared or [0] * len(lengths), learned or lengths
     members = [range(k * n, (k + 1) * n) for k in range(len(lengths) // n)]  # the rows of every unit
     units = [sum(lengths[i] for i in rows) - sum(shared[i] for i in rows[1:]) for rows in members]
-    minis = [range(i, min(i + mini_batch_size, len(lengths))) for i in range(0, len(lengths), mini_batch_size)]
+    limits = dict(max_tokens=max_tokens, shared=[shared[rows[0]] for rows in members], world_size=ranks.data_size)
     updates = []
-    for mini in minis:
-        plan = plan_micro_batches(
-            units,
-            range(mini.start // n, mini.stop // n),
-            world_size=ranks.data_size,
-            max_tokens=max_tokens,
-            shared=[shared[rows[0]] for rows in members],
-        )
+    for start in range(0, len(lengths), mini_batch_size):
+        mini = range(start, min(start + mini_batch_size, len(lengths)))
+        plan = plan_micro_batches(units, range(mini.start // n, mini.stop // n), **limits)
         plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
-        updates.append(
-            Update(
-                mini,
-                plan[ranks.data_rank],
-                num_tokens=float(sum(learned[i] for i in mini)),
-                num_seqs=float(sum(learned[i] > 0 for i in mini)),
-                rows_of_rank=[sorted(i for micro in micros for i in micro) for micros in plan],
-            )
-        )
+        rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
+        num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
+        updates.append(Update(mini, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
     return updates
 
 
@@ -183,10 +164,10 @@ def make_batch(
         responses: of the step, the same list on all ranks (see `gather_responses`). The order is that of the updates;
             neighbours that share a prompt cost less.
         trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
-        mini_batch_size, max_tokens, rows_per_unit: as for `collate` and `plan_updates`.
+        mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
 
-    Returns: the batch of this rank's rows, as wide as the longest response of any rank, and the updates: none without
-    responses. All data ranks must enter.
+    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
+    must enter.
     """
     updates = plan_updates(
         [r.num_tokens for r in responses],
@@ -198,9 +179,8 @@ def make_batch(
         rows_per_unit=rows_per_unit,
     )
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
-    rows = rows_of_rank[ranks.data_rank]
-    samples = _deliver(responses, rows_of_rank, ranks)
-    batch = collate(samples, rows=rows, width=max((r.num_tokens for r in responses), default=1))
+    samples, width = _deliver(responses, rows_of_rank, ranks), max((r.num_tokens for r in responses), default=1)
+    batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=width)
     mask = batch.response_mask * trainable[batch.rows].view(-1, 1)
     return replace(batch, response_mask=mask), updates
 
@@ -225,28 +205,20 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 def _deliver(responses: Sequence[Response], rows_of_rank: list[list[int]], ranks: Ranks) -> list[Sample]:
     """The samples of this rank's rows. Each rank sends the tokens that others train on, and nothing else."""
-    me = ranks.data_rank
+    me, mine = ranks.data_rank, [responses[i] for i in rows_of_rank[ranks.data_rank]]
     parcels, sizes = [b""] * ranks.data_size, [0] * ranks.data_size
     for rank, rows in enumerate(rows_of_rank):
         if rank != me:
-            mine = [responses[i].sample for i in rows if responses[i].rank == me]
-            parcels[rank] = b"".join(
-                x.tobytes() for s in mine for x in (s.response_ids, s.response_mask, s.rollout_logprobs)
-            )
-    for i in rows_of_rank[me]:
-        if responses[i].rank != me:
-            sizes[responses[i].rank] += BYTES_PER_TOKEN * responses[i].response_length
-    parcels = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
-    samples = []
-    for r in (responses[i] for i in rows_of_rank[me]):
-        samples.append(r.sample if r.rank == me else _unpack(r, parcels[r.rank]))
-    return samples
+            sent = [responses[i].sample for i in rows if responses[i].rank == me]
+            arrays = [x for s in sent for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
+            parcels[rank] = b"".join(x.tobytes() for x in arrays)
+            sizes[rank] = BYTES_PER_TOKEN * sum(r.response_length for r in mine if r.rank == rank)
+    received = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
+    return [r.sample if r.rank == me else _unpack(r, received[r.rank]) for r in mine]
 
 
 def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
     """The next sample of a parcel, that of `r`."""
-    n = r.response_length
-    ids, mask, logprobs = (
-        np.frombuffer(parcel.read(n * np.dtype(t).itemsize), t) for t in ("int32", "int8", "float32")
-    )
+    types, n = [np.dtype(t) for t in ("int32", "int8", "float32")], r.response_length
+    ids, mask, logprobs = (np.frombuffer(parcel.read(n * t.itemsize), t) for t in types)
     return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, r.policy_versions, r.turns)

@@ -35,18 +35,7 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_prompt_length: int | None = None) -> list[int]:
-    """Token ids of a row's prompt, as the policy sees it before its first token.
-
-    A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
-    own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
-
-    Args:
-        row: a row of `read_rows`.
-        max_prompt_length: in tokens; None for no limit.
-
-    Raises:
-        ValueError: no chat template, a template that rejects the messages, no token at all, or a prompt over the limit.
-    """
+    """Token ids of a row's prompt, see `encode_prompts`."""
     return encode_prompts(tokenizer, [row], max_prompt_length=max_prompt_length)[0]["prompt_ids"]
 
 
@@ -57,28 +46,25 @@ def encode_prompts(
     max_prompt_length: int | None,
     filter_overlong_prompts: bool = False,
 ) -> list[Row]:
-    """Rows with `prompt_ids` (list of int) added, tokenised as a batch: `render_prompt` of every row.
+    """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
-    Args:
-        rows: rows of `read_rows`; not changed.
-        max_prompt_length: in tokens; None for no limit.
-        filter_overlong_prompts: drop the rows over the limit instead of raising.
+    A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
+    own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
 
-    Raises:
-        ValueError: as `render_prompt`; or every prompt is over the limit.
+    Args: rows of `read_rows`; max_prompt_length, in tokens, None for no limit; filter_overlong_prompts, drop rows over
+    the limit instead of raising.
+    Raises ValueError without a chat template, for messages that it rejects, for a prompt without a token or over the
+    limit, and if no row is left.
     """
-    ids: list[list[int]] = [[] for _ in rows]
+    encoded = [dict(row) for row in rows]
     for is_chat in (True, False):
-        picked = [i for i, row in enumerate(rows) if isinstance(row["prompt"], list) == is_chat]
-        texts = [_chat_text(tokenizer, rows[i], rows[i]["prompt"]) if is_chat else rows[i]["prompt"] for i in picked]
-        if texts:
-            batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-            for i, prompt_ids in zip(picked, batch, strict=True):
-                ids[i] = prompt_ids
-    for row, prompt_ids in zip(rows, ids, strict=True):
-        if not prompt_ids:
-            raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-    encoded = [{**row, "prompt_ids": prompt_ids} for row, prompt_ids in zip(rows, ids, strict=True)]
+        picked = [row for row in encoded if isinstance(row["prompt"], list) == is_chat]
+        texts = [_chat_text(tokenizer, row, row["prompt"]) if is_chat else row["prompt"] for row in picked]
+        batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
+        for row, prompt_ids in zip(picked, batch, strict=True):
+            if not prompt_ids:
+                raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
+            row["prompt_ids"] = prompt_ids
     if max_prompt_length is None:
         return encoded
     overlong = [row for row in encoded if len(row["prompt_ids"]) > max_prompt_length]
@@ -115,26 +101,16 @@ def named(row: Row) -> str:
 def encode_sft(
     tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a demonstration, and which of them are learned.
+    """Token ids of a demonstration, a row of `read_sft_rows`, and its loss mask: 1 for tokens that are learned.
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
     learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
-    newline after.
+    newline after. An answer is encoded behind the generation prompt and never merges with it, so its tokens are those
+    that the policy would sample there.
 
-    An answer goes on behind the generation prompt and never merges with it, so its tokens are those that the policy
-    would sample there.
-
-    Args:
-        row: a row of `read_sft_rows`.
-        max_length: in tokens; a longer row is an error (nothing is cut). None: no limit.
-
-    Returns:
-        token ids and loss mask (1 = learned), two lists of the same length. The mask goes by position, so a
-        padding token equal to the end-of-sequence token changes nothing.
-
-    Raises:
-        ValueError: too long; no chat template or no end-of-sequence token; or a template under which the text so far
-            is not a prefix of the text with the next message, or that ends an answer without a special token.
+    Raises ValueError for a row of more than `max_length` tokens (nothing is cut), without a chat template or an
+    end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the next
+    message, or that ends an answer without a special token.
     """
     encode = _encode_messages if row.get("messages") is not None else _encode_response
     ids, mask = encode(tokenizer, row)
@@ -217,12 +193,9 @@ def _encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
     """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
 
-    A message list goes through the chat template together with the response as the assistant's message, up to whatever
-    the template puts at the end. A string is followed by the response and the end-of-sequence token. Text in the
-    response that spells a control token stays text: see `_without_control_tokens`.
-
-    Raises:
-        ValueError: no chat template, a template that rejects the messages, or no end-of-sequence token for a string.
+    A message list goes through the chat template together with the response as the assistant's message. A string is
+    followed by the response and the end-of-sequence token. Text in the response that spells a control token stays
+    text: see `_without_control_tokens`. Raises ValueError as `encode_sft`.
     """
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
@@ -237,7 +210,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
 def _without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`.
 
-    A policy can write such text with ordinary tokens. It could end its turn and add one that praises it.
+    A policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
     """
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and len(token.content) > 1:

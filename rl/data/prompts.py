@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data.encode import encode_prompts, named, response_ids
-from rl.data.rows import Paths, Row, no_ground_truth, read_preference_rows, read_rows, shown
+from rl.data.rows import Paths, Row, as_paths, no_ground_truth, read_preference_rows, read_rows, shown
 from rl.flags import AtLeast1, Free
 
 
@@ -41,15 +41,14 @@ def load_prompts(
 ) -> tuple[list[Row], list[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
-    Args: max_prompt_length, in tokens; needs_truth, whether rows with an empty ground truth are left out; pairs,
-    whether --train-files hold comparisons, see `read_preference_rows`, and not rows in verl's schema.
-    Raises ValueError for every mistake in the data.
+    Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; pairs, whether --train-files hold
+    comparisons, see `read_preference_rows`. Raises ValueError for every mistake in the data.
     """
+    train, val = data.train_files, data.val_files
+    train_rows = read_preference_rows(train) if pairs else read_prompts(train, needs_truth=needs_truth)
+    val_rows = read_prompts(val, needs_truth=needs_truth) if evaluates else []
     limits = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts)
-    found = read_preference_rows(data.train_files) if pairs else read_prompts(data.train_files, needs_truth=needs_truth)
-    train_rows = encode_prompts(tokenizer, found, **limits)
-    found = read_prompts(data.val_files, needs_truth=needs_truth) if evaluates else []
-    return train_rows, encode_prompts(tokenizer, found, **limits)
+    return encode_prompts(tokenizer, train_rows, **limits), encode_prompts(tokenizer, val_rows, **limits)
 
 
 def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
@@ -71,11 +70,11 @@ def add_given(
     solution_key: str | None = None,
     filter_overlong: bool = False,
 ) -> list[Row]:
-    """Rows of `load_prompts` with `given` added: token ids of the responses that the data has and train_dpo.py pairs.
+    """Rows of `load_prompts` with `given` added: token ids of the responses that the data has, with EOS at the end.
 
-    With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text in extra_info
-    of that name; else none. They end with the end-of-sequence token. Raises ValueError, naming the row, for a solution
-    that is missing, or a response of more than --max-response-length tokens unless `filter_overlong` drops its row.
+    With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text of that name
+    in extra_info; else none. Raises ValueError, naming the row, for a missing solution, or for a response of more than
+    --max-response-length tokens unless `filter_overlong` drops its row.
     """
     kept = []
     for row in rows:
@@ -100,22 +99,18 @@ def add_given(
 
 
 def read_prompts(files: Paths, *, needs_truth: bool = True) -> list[Row]:
-    """`read_rows`; with `needs_truth` without the rows whose ground truth is empty, and how many these are is printed.
-
-    verl's file of MATH has two such rows. A function of the user's own may do without a ground truth, and so may a
-    reward model. Raises ValueError if no row has a ground truth.
+    """`read_rows`. With `needs_truth`, rows with an empty ground truth are left out, and a line says so: verl's file of
+    MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """
     rows = read_rows(files)
-    empty = [row["row_index"] for row in rows if no_ground_truth(row)]
-    if not empty or not needs_truth:
-        return rows
-    names = files if isinstance(files, (str, os.PathLike)) else ", ".join(map(str, files))
+    empty = [str(row["row_index"]) for row in rows if needs_truth and no_ground_truth(row)]
+    names = ", ".join(map(str, as_paths(files)))
     if len(empty) == len(rows):
         raise ValueError(
             f"{names}: reward_model.ground_truth is empty in every row; fill it in, or give a "
             "--custom-reward-function that does without"
         )
-    if os.environ.get("RANK", "0") == "0":
-        numbers = ", ".join(map(str, empty[:10])) + (", ..." if len(empty) > 10 else "")
+    if empty and os.environ.get("RANK", "0") == "0":
+        numbers = ", ".join(empty[:10] + ["..."] * (len(empty) > 10))
         say(f"{names}: {len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: rows {numbers}")
-    return [row for row in rows if not no_ground_truth(row)]
+    return [row for row in rows if not (needs_truth and no_ground_truth(row))]

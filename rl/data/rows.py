@@ -13,61 +13,37 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
-
-Paths = str | os.PathLike | Sequence[str | os.PathLike]
-
-Check = Callable[[Row, str], Row]  # (row, "file: row 3") -> the row to keep, or ValueError
+Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
 
-def read_rows(path: Paths) -> list[Row]:
+def read_rows(files: Paths) -> list[Row]:
     """Read and check RL prompts in verl's schema.
 
-    Args:
-        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
-
-    Returns:
-        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
-        `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null),
-        and `row_index`, the row's position in the concatenated data.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file is corrupt, empty, not UTF-8, lacks a column, or a row has a bad or null value.
+    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
+    `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), and
+    `row_index`, the row's position in the concatenated data.
+    Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
+    bad or null value in a row.
     """
-    rows = _read_files(path, _check_rl_row)
-    return [{**row, "extra_info": row.get("extra_info") or {}, "row_index": i} for i, row in enumerate(rows)]
+    return _read_files(files, _check_rl_row)
 
 
-def read_sft_rows(path: Paths) -> list[Row]:
+def read_sft_rows(files: Paths) -> list[Row]:
     """Read and check demonstrations: `messages`, or `prompt` and `response`.
 
-    Args:
-        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
-
-    Returns:
-        One dict a row, all columns kept, with either `messages` (list of {"role", "content"}, an answer of the
-        assistant among them) or `prompt` (str or such a list) and `response` (str); and `row_index`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_rows`.
+    Returns: one dict a row, all columns kept, with `row_index` and either `messages` (list of {"role", "content"}, an
+    answer of the assistant among them) or `prompt` (str or such a list) and `response` (str). Raises as `read_rows`.
     """
-    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_sft_row))]
+    return _read_files(files, _check_sft_row)
 
 
-def read_preference_rows(path: Paths) -> list[Row]:
-    """Read and check comparisons: `prompt`, and two responses to it, `chosen` and `rejected`.
+def read_preference_rows(files: Paths) -> list[Row]:
+    """Read and check comparisons: a prompt and two responses to it.
 
-    Args:
-        path: a .parquet or .jsonl file, or a list of them, concatenated in that order.
-
-    Returns:
-        One dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected` (str,
-        different), and `row_index`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_rows`.
+    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected`
+    (str, different), and `row_index`. Raises as `read_rows`.
     """
-    return [{**row, "row_index": i} for i, row in enumerate(_read_files(path, _check_preference_row))]
+    return _read_files(files, _check_preference_row)
 
 
 def no_ground_truth(row: Row) -> bool:
@@ -76,22 +52,28 @@ def no_ground_truth(row: Row) -> bool:
     return truth in ([], {}) or isinstance(truth, str) and not truth.strip()
 
 
-def _read_files(path: Paths, check: Check) -> list[Row]:
-    files = [Path(path)] if isinstance(path, (str, os.PathLike)) else [Path(p) for p in path]
-    if not files:
+def as_paths(files: Paths) -> list[Path]:
+    """One file or several, as a list."""
+    return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
+
+
+def _read_files(files: Paths, check: Callable[[Row, str], Row]) -> list[Row]:
+    """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
+    checked: list[Row] = []
+    for file in as_paths(files):
+        if not file.exists():
+            raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
+        if not file.is_file():
+            raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
+        rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+        if not rows:
+            raise ValueError(f"{file}: has no rows")
+        for i, row in enumerate(rows):
+            _check_text_only(row, f"{file}: row {i}")
+            checked.append({**check(row, f"{file}: row {i}"), "row_index": len(checked)})
+    if not checked:
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
-    return [row for file in files for row in _read_file(file, check)]
-
-
-def _read_file(file: Path, check: Check) -> list[Row]:
-    if not file.exists():
-        raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
-    if not file.is_file():
-        raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
-    rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
-    if not rows:
-        raise ValueError(f"{file}: has no rows")
-    return [check(_check_text_only(row, f"{file}: row {i}"), f"{file}: row {i}") for i, row in enumerate(rows)]
+    return checked
 
 
 def _read_parquet(file: Path) -> list[Row]:
@@ -110,14 +92,11 @@ def _read_parquet(file: Path) -> list[Row]:
             for name, column in zip(table.column_names, table.columns, strict=True):
                 try:
                     column[i].as_py()
-                except UnicodeDecodeError as bad:
-                    raise ValueError(
-                        f"{file}: row {i}: column {name!r} is not valid UTF-8 ({bad}); write the file again as UTF-8"
-                    ) from bad
-                except (ValueError, OverflowError) as bad:  # a time beyond year 9999
-                    raise ValueError(
-                        f"{file}: row {i}: column {name!r} holds a value that Python cannot ({bad}); leave it out"
-                    ) from bad
+                except (ValueError, OverflowError) as bad:  # such as a time beyond year 9999
+                    is_text = isinstance(bad, UnicodeDecodeError)
+                    what = "is not valid UTF-8" if is_text else "holds a value that Python cannot"
+                    fix = "write the file again as UTF-8" if is_text else "leave it out"
+                    raise ValueError(f"{file}: row {i}: column {name!r} {what} ({bad}); {fix}") from bad
         raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
 
 
@@ -126,23 +105,19 @@ def _read_jsonl(file: Path) -> list[Row]:
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
+        where = f"{file}: row {len(rows)} (line {number})"
         try:
             row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{file}: row {len(rows)} (line {number}) is not valid UTF-8 ({error}); write the file again as UTF-8"
-            ) from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{file}: row {len(rows)} (line {number}) is not JSON ({error}); write one object a line"
-            ) from error
+            what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise ValueError(f"{where} is not {what} ({error}); write one JSON object a line, in UTF-8") from error
         if type(row) is not dict:
-            raise ValueError(f"{file}: row {len(rows)} (line {number}) is {shown(row)}; write one JSON object a line")
+            raise ValueError(f"{where} is {shown(row)}; write one JSON object a line")
         rows.append(row)
     return rows
 
 
-def _check_text_only(row: Row, where: str) -> Row:
+def _check_text_only(row: Row, where: str) -> None:
     """Refuse what only verl would add to the prompt: without it the model would learn to guess."""
     extra_info = row.get("extra_info")
     needed = row | (extra_info if isinstance(extra_info, dict) else {})
@@ -152,25 +127,21 @@ def _check_text_only(row: Row, where: str) -> Row:
             f"{where}: has {', '.join(found)}, but prompts are text only and the policy calls no tools; leave such "
             "rows out, or remove the column if the prompt does without"
         )
-    return row
 
 
 def _check_rl_row(row: Row, where: str) -> Row:
-    missing = [name for name in ("prompt", "data_source", "reward_model") if name not in row]
-    if missing:
-        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    _check_columns(row, ("prompt", "data_source", "reward_model"), where)
     if not isinstance(row["data_source"], str) or not row["data_source"]:
         raise ValueError(f"{where}: data_source is {shown(row['data_source'])}; it must name the data set")
-    reward_model = row["reward_model"]
+    reward_model, extra_info = row["reward_model"], row.get("extra_info")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0
         raise ValueError(
             f"{where}: reward_model is {shown(reward_model)}; it must hold a ground_truth, neither null nor bytes"
         )
-    extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
-    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt"), "extra_info": extra_info or {}}
 
 
 def _check_sft_row(row: Row, where: str) -> Row:
@@ -185,21 +156,21 @@ def _check_sft_row(row: Row, where: str) -> Row:
         raise ValueError(
             f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
         )
-    return {
-        **row,
-        "prompt": _check_prompt(row["prompt"], f"{where}: prompt"),
-        "response": _check_text(row["response"], f"{where}: response"),
-    }
+    prompt = _check_prompt(row["prompt"], f"{where}: prompt")
+    return {**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}
 
 
 def _check_preference_row(row: Row, where: str) -> Row:
-    missing = [name for name in ("prompt", "chosen", "rejected") if name not in row]
-    if missing:
-        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
+    _check_columns(row, ("prompt", "chosen", "rejected"), where)
     chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError(f"{where}: chosen and rejected are both {shown(chosen)}; drop the row, it prefers nothing")
     return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+
+
+def _check_columns(row: Row, names: Sequence[str], where: str) -> None:
+    if missing := [name for name in names if name not in row]:
+        raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
 
 
 def _check_prompt(prompt: Any, where: str) -> str | list[dict]:

@@ -8,8 +8,7 @@ It is large for likely tokens with a large advantage, and for unlikely ones with
 makes a policy sure of itself and ends its exploring. `losses.clip_cov` leaves some of them out, and `losses.kl_cov`
 holds them back. A third rule learns only from the tokens at which the policy was most undecided.
 
-A choice is a pure function of the step's responses and of (seed, step): it depends neither on the number of ranks nor
-on the micro-batches, and is the same in every pass over the responses.
+A choice is a pure function of the step's responses and of (seed, step), whatever the ranks and micro-batches are.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +23,8 @@ from rl.data.order import derive_seed
 from rl.data.types import Batch
 from rl.flags import NotNegative, PositiveShare
 from rl.ranks import Ranks
+
+RULES = ("clip_cov", "kl_cov")  # the losses that treat chosen tokens differently
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,6 @@ def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advan
     return (logp - mean_logp) * (advantages - mean_advantage)
 
 
-def random_within(cov: Tensor, mask: Tensor, chance: Tensor, flags: TokenSelection) -> tuple[Tensor, Tensor, float]:
-    """The rule of clip_cov: any of the tokens with clip_cov_lb < cov < clip_cov_ub.
-
-    Args: cov, mask, chance (B, T), the last one random.
-    Returns: (B, T), of which the largest values are chosen; (B, T) bool, among which tokens; the share of all tokens of
-    the mini-batch that is chosen at most.
-    """
-    return chance, mask.bool() & (cov > flags.clip_cov_lb) & (cov < flags.clip_cov_ub), flags.clip_cov_ratio
-
-
-def largest_covariance(
-    cov: Tensor, mask: Tensor, chance: Tensor, flags: TokenSelection
-) -> tuple[Tensor, Tensor, float]:
-    """The rule of kl_cov: the tokens with the largest covariance. Arguments and results of `random_within`."""
-    return cov, mask.bool(), flags.kl_cov_ratio
-
-
-RULES = {"clip_cov": random_within, "kl_cov": largest_covariance}  # of the losses that treat chosen tokens differently
-
-
 def choose(
     flags: TokenSelection,
     loss_mode: str,
@@ -81,10 +62,11 @@ def choose(
     """The batch after the choices that the flags ask for. Without such flags it stays as it is.
 
     --top-entropy-quantile q: of the n tokens of the step, the int(q * n) with the largest entropy keep their
-    advantages; those of the others become 0. A loss mode of RULES: of the n tokens of each mini-batch, max(1,
-    int(share * n)) are marked in `chosen`, or all that the rule allows if these are fewer.
+    advantages; those of the others become 0. A loss of RULES: of the n tokens of each mini-batch, max(1, int(share *
+    n)) are marked in `chosen`. clip_cov draws them among those with a covariance between its bounds, and kl_cov takes
+    those with the largest covariance.
 
-    Args: loss_mode, a key of RULES or any other; batch with advantages and, for a key of RULES, old_logp; entropies,
+    Args: loss_mode, one of RULES or any other; batch with advantages and, for one of RULES, old_logp; entropies,
     (batch, updates) -> (B, T); seed, of the run and the step. All data ranks must enter.
     """
     mask, rows = batch.response_mask, batch.rows
@@ -100,7 +82,11 @@ def choose(
             own = mask * ((rows >= update.rows.start) & (rows < update.rows.stop))[:, None]  # of this mini-batch
             means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
             cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
-            decides, among, share = RULES[loss_mode](cov, own, chance, flags)
+            if loss_mode == "clip_cov":
+                among = own.bool() & (cov > flags.clip_cov_lb) & (cov < flags.clip_cov_ub)
+                decides, share = chance, flags.clip_cov_ratio
+            else:
+                decides, among, share = cov, own.bool(), flags.kl_cov_ratio
             chosen |= largest(decides, among, max(1, int(share * update.num_tokens)), ranks, ties=chance)
         batch = replace(batch, chosen=chosen)
     return batch
@@ -109,9 +95,7 @@ def choose(
 def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> Tensor:
     """The k largest entries of x on all data ranks, which must enter; all that there are, if there are fewer.
 
-    Many tokens are certain: their log-probs, and so their covariances, are equal. Of equal ones those with the largest
-    `ties` are taken.
-
+    Many tokens have equal covariances, since the policy is certain of them: those with the largest `ties` are taken.
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
     """
     x = x.double()
@@ -125,9 +109,8 @@ def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> 
 
 
 def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:
-    """Random numbers from 0 to 1 that depend on the seed, the row's number and the position alone: (b, width), float64.
-
-    So every rank would draw the same numbers for a row, whichever of them has it.
+    """Random numbers within 0 and 1, (b, width) float64. They depend on the seed, the row's number and the position
+    alone, not on the rank that has the row.
     """
     result = torch.empty(len(rows), width, dtype=torch.float64)
     for own, row in zip(result, rows, strict=True):

@@ -6,7 +6,7 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -133,10 +133,9 @@ OnGroup = Callable[[dict, list[Sample]], object]  # (row, all samples of its pro
 class Batch:
     """Right-padded sequences. Only the first `lengths[i]` positions of row i are real; the pad id itself means nothing.
 
-    A rank has those rows of a step that it trains on: `rows` says which they are. response_mask is 1 for tokens that
-    the policy sampled and learns from, EOS included; it is 0 for all of a response that got no score. rollout_logp is
-    zero for tokens that were not sampled, all other per-token tensors where the mask is zero. The optional ones are
-    None until a phase of the step adds them to a new Batch.
+    A rank has those rows of a step that it trains on. response_mask is 1 for tokens that the policy sampled and learns
+    from, EOS included, and 0 for a response without a score. rollout_logp is 0 for tokens that were not sampled, other
+    per-token tensors where the mask is 0. Optional tensors are None until a phase of the step makes a Batch with them.
     """
 
     input_ids: torch.Tensor  # (B, T) int64
@@ -150,25 +149,25 @@ class Batch:
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
-    chosen: torch.Tensor | None = (
-        None  # (B, T) bool, tokens that the loss treats differently, see `token_selection.choose`
-    )
+    chosen: torch.Tensor | None = None  # (B, T) bool, of `token_selection.choose`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
 
 
 def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
     """Rows of a batch, cut to their longest sequence and moved to `device`: (b, T') tensors.
 
-    Args: rows, as `batch.rows` names them, in any order. No rows give one empty row: two tokens and a zero mask. It
-    weighs nothing; a rank that has run out of work uses it to take part in the collectives of the forward and backward
-    pass.
+    Args: rows, as `batch.rows` names them, in any order. No rows give one empty row of two tokens with a zero mask: a
+    rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
     """
-    if not len(rows):
-        return _empty_row(batch, device)
-    index = places(batch, rows)
-    width = int(batch.lengths[index].max())
-    cut = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in _tensors(batch).items()}
-    return Batch(**{name: x.to(device) for name, x in cut.items()})
+    tensors = {name: x for name, x in vars(batch).items() if x is not None}
+    if len(rows):
+        index = places(batch, rows)
+        width = int(batch.lengths[index].max())
+        found = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in tensors.items()}
+    else:
+        found = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in tensors.items()}
+        found["lengths"] = torch.tensor([2])
+    return Batch(**{name: x.to(device) for name, x in found.items()})
 
 
 def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
@@ -179,12 +178,3 @@ def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:
     index = torch.searchsorted(batch.rows, wanted)
     assert torch.equal(batch.rows[index.clamp(max=len(batch.rows) - 1)], wanted), f"rows {rows} of {batch.rows}"
     return index
-
-
-def _empty_row(batch: Batch, device: torch.device | str | None) -> Batch:
-    zeros = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in _tensors(batch).items()}
-    return Batch(**{name: x.to(device) for name, x in (zeros | {"lengths": torch.tensor([2])}).items()})
-
-
-def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    return {f.name: value for f in fields(batch) if (value := vars(batch)[f.name]) is not None}

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from rl.data import token_selection
+from rl.data.batching import Update
+from rl.data.types import Batch
 
 
 def test_covariance_by_hand():
@@ -16,14 +18,21 @@ def test_covariance_by_hand():
         token_selection.covariance(logp, advantages[:1], mean_logp=0.0, mean_advantage=0.0)
 
 
-def test_rules_by_hand():
-    cov, mask = torch.tensor([[0.5, 1.0, 2.0, 4.9, 5.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])
-    chance, flags = torch.rand(1, 6), token_selection.TokenSelection(clip_cov_ratio=0.1, kl_cov_ratio=0.2)
-    decides, among, share = token_selection.random_within(cov, mask, chance, flags)
-    assert decides is chance and share == 0.1
-    assert among.tolist() == [[False, False, True, True, False, False]]
-    decides, among, share = token_selection.largest_covariance(cov, mask, chance, flags)
-    assert decides is cov and share == 0.2 and among.tolist() == [[True] * 5 + [False]]
+def test_rules_by_hand(world):
+    """Ten tokens with covariances of 0.5, 1, 2, 4.9 and 5, two of each, and one that was not sampled."""
+    logp = torch.tensor([[0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 4.9, -4.9, 5.0, -5.0, 3.0]])
+    advantages, mask = torch.tensor([[1.0, -1.0] * 5 + [0.0]]), torch.tensor([[1.0] * 10 + [0.0]])
+    ids, rows = torch.zeros(1, 11, dtype=torch.long), torch.tensor([0])
+    batch = Batch(ids, torch.tensor([11]), mask, logp, old_logp=logp, advantages=advantages, rows=rows)
+    updates = [Update(range(1), [[0]], 10.0, 1.0, [[0]])]
+    flags = token_selection.TokenSelection(clip_cov_ratio=1.0, kl_cov_ratio=0.4)
+    for mode, chosen in {"clip_cov": [4, 5, 6, 7], "kl_cov": [6, 7, 8, 9]}.items():  # the bounds are 1 and 5
+        found = token_selection.choose(flags, mode, batch, updates, None, seed=0, ranks=world)
+        assert found.chosen[0].nonzero().flatten().tolist() == chosen
+    fewer = token_selection.TokenSelection(clip_cov_ratio=0.1)
+    drawn = [token_selection.choose(fewer, "clip_cov", batch, updates, None, seed=s, ranks=world) for s in range(40)]
+    places = [x.chosen[0].nonzero().flatten().tolist() for x in drawn]
+    assert {len(x) for x in places} == {1} and {x for [x] in places} == {4, 5, 6, 7}
 
 
 def test_chance_depends_on_seed_row_and_place_alone():
