@@ -55,8 +55,8 @@ def collate(
 def shared_prefix(batch: Batch) -> torch.Tensor:
     """How many tokens at its start each row has in common with the row above it: (B,) int64, 0 for the first row.
 
-    For a response to the same prompt that is the prompt, and what both responses begin with. Under a causal mask the
-    hidden states of these tokens are the same too, so `rl/model/logprobs.py` computes them once.
+    Responses to one prompt have the prompt in common, and their own first tokens if these are equal. Under a causal
+    mask the hidden states of such tokens are equal too, so `rl/model/logprobs.py` computes them once.
     """
     ids, T = batch.input_ids, batch.input_ids.shape[1]
     position = torch.arange(T, device=ids.device)
@@ -66,12 +66,7 @@ def shared_prefix(batch: Batch) -> torch.Tensor:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
-    rows: Sequence[int],
-    *,
-    world_size: int,
-    max_tokens: int,
-    shared: Sequence[int] | None = None,
+    lengths: Sequence[int], rows: Sequence[int], *, world_size: int, max_tokens: int, shared: Sequence[int] = ()
 ) -> list[list[list[int]]]:
     """Split the rows of one optimizer step over ranks and micro-batches: plan[rank][micro] is a list of rows.
 
@@ -115,8 +110,8 @@ def plan_updates(
     mini_batch_size: int,
     max_tokens: int,
     ranks: Ranks,
-    shared: Sequence[int] | None = None,
-    learned: Sequence[int] | None = None,
+    shared: Sequence[int] = (),
+    learned: Sequence[int] = (),
     rows_per_unit: int = 1,
 ) -> list[Update]:
     """Cut a step's rows into optimizer steps, and those into this rank's micro-batches; see `plan_micro_batches`.
@@ -130,11 +125,9 @@ def plan_updates(
 
     Raises ValueError if a mini-batch would cut a unit apart.
     """
-    if mini_batch_size % rows_per_unit or len(lengths) % rows_per_unit:
-        raise ValueError(
-            f"{mini_batch_size} of {len(lengths)} rows are no multiple of {rows_per_unit}, which belong together"
-        )
     n, shared, learned = rows_per_unit, shared or [0] * len(lengths), learned or lengths
+    if mini_batch_size % n or len(lengths) % n:
+        raise ValueError(f"{mini_batch_size} of {len(lengths)} rows are no multiple of {n}, which belong together")
     members = [range(k * n, (k + 1) * n) for k in range(len(lengths) // n)]  # the rows of every unit
     units = [sum(lengths[i] for i in rows) - sum(shared[i] for i in rows[1:]) for rows in members]
     limits = dict(max_tokens=max_tokens, shared=[shared[rows[0]] for rows in members], world_size=ranks.data_size)
@@ -169,18 +162,13 @@ def make_batch(
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
     must enter.
     """
-    updates = plan_updates(
-        [r.num_tokens for r in responses],
-        mini_batch_size=mini_batch_size,
-        max_tokens=max_tokens,
-        ranks=ranks,
-        shared=_shared(responses),
-        learned=[r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)],
-        rows_per_unit=rows_per_unit,
-    )
+    lengths, shared = [r.num_tokens for r in responses], _shared(responses)
+    learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
+    limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
+    updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
-    samples, width = _deliver(responses, rows_of_rank, ranks), max((r.num_tokens for r in responses), default=1)
-    batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=width)
+    samples = _deliver(responses, rows_of_rank, ranks)
+    batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
     mask = batch.response_mask * trainable[batch.rows].view(-1, 1)
     return replace(batch, response_mask=mask), updates
 
@@ -189,10 +177,8 @@ def _shared(responses: Sequence[Response]) -> list[int]:
     """Tokens at the start of each response that the one above it has too: at least those of their prompts."""
     shared = [0]
     for above, here in itertools.pairwise(responses):
-        if (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index):
-            shared.append(here.shared)
-        else:
-            shared.append(common_prefix(above.prompt_ids, here.prompt_ids))
+        follows = (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index)
+        shared.append(here.shared if follows else common_prefix(above.prompt_ids, here.prompt_ids))
     return shared
 
 

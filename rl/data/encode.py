@@ -1,5 +1,6 @@
 """Text in, token ids out: tokenizers, chat templates, and which tokens of a demonstration are learned."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jinja2
@@ -23,27 +24,20 @@ def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerB
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every id that ends a response: the end-of-sequence ids of the tokenizer, the config and the generation config.
 
-    They often differ: one token ends the turns of an instruction-tuned model, another the documents of its base model.
+    They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
     """
     found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
-    try:
+    with contextlib.suppress(OSError):  # raised for a model without one
         found.append(GenerationConfig.from_pretrained(model).eos_token_id)
-    except OSError:  # the model comes without one
-        pass
     ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
     return tuple(dict.fromkeys(ids))
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, *, max_prompt_length: int | None = None) -> list[int]:
-    """Token ids of a row's prompt, see `encode_prompts`."""
-    return encode_prompts(tokenizer, [row], max_prompt_length=max_prompt_length)[0]["prompt_ids"]
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
     *,
-    max_prompt_length: int | None,
+    max_prompt_length: int | None = None,
     filter_overlong_prompts: bool = False,
 ) -> list[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
@@ -51,10 +45,9 @@ def encode_prompts(
     A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
     own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
 
-    Args: rows of `read_rows`; max_prompt_length, in tokens, None for no limit; filter_overlong_prompts, drop rows over
-    the limit instead of raising.
-    Raises ValueError without a chat template, for messages that it rejects, for a prompt without a token or over the
-    limit, and if no row is left.
+    Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped. Raises
+    ValueError without a chat template, for messages that it rejects, for a prompt without a token or over the limit,
+    and if no row is left.
     """
     encoded = [dict(row) for row in rows]
     for is_chat in (True, False):
@@ -122,16 +115,14 @@ def encode_sft(
 
 
 def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
-    prompt, response = render_prompt(tokenizer, row), response_ids(tokenizer, row, row["response"])
+    prompt, response = encode_prompts(tokenizer, [row])[0]["prompt_ids"], response_ids(tokenizer, row, row["response"])
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
 def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
     """Token ids of a response behind a row's prompt, the end-of-sequence token at the end."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer could end; set one"
-        )
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
     prompt = row["prompt"]
     ids = _encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
@@ -139,9 +130,7 @@ def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) ->
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
     messages = row["messages"]
-    ids: list[int] = []
-    mask: list[int] = []
-    done = ""  # the text that `ids` encodes
+    ids, mask, done = [], [], ""  # done: the text that `ids` encodes
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -172,9 +161,8 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
 
 
 def _encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Token ids of `text` where it goes on behind `before`.
-
-    Encoded by itself, the text would get a space of its own in front from a SentencePiece tokenizer (Llama 2).
+    """Token ids of `text` where it goes on behind `before`. If it was encoded by itself, a SentencePiece tokenizer
+    (Llama 2) would put a space of its own in front.
     """
 
     def encode(part: str) -> list[int]:
@@ -208,9 +196,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
 
 
 def _without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`.
-
-    A policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
+    """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`. A
+    policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
     """
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and len(token.content) > 1:

@@ -53,7 +53,6 @@ def load_prompts(
 
 def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:
     """Training steps of a run: --total-training-steps, or the whole batches of --total-epochs passes over the rows.
-
     Raises ValueError naming `flag` if a batch is larger than the data.
     """
     if not 1 <= batch_size <= num_rows:

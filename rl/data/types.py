@@ -5,7 +5,7 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -124,9 +124,6 @@ class Response:
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
         return len(self.prompt_ids) + self.response_length
-
-
-OnGroup = Callable[[dict, list[Sample]], object]  # (row, all samples of its prompt) -> whatever the caller wants back
 
 
 @dataclass(frozen=True)

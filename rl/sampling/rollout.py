@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl import stop
 from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
-from rl.data.types import Completion, OnGroup, Request, Response, Sample, Sampling, Score, take_rows
+from rl.data.types import Completion, Request, Response, Sample, Sampling, Score, take_rows
 from rl.flags import Positive, PositiveShare, Share, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
@@ -71,7 +71,7 @@ def sample_groups(
     sampling: Sampling | Sequence[Sampling],
     *,
     seed: int,
-    on_group: OnGroup | None = None,
+    on_group: Callable[[dict, list[Sample]], Any] | None = None,
 ) -> tuple[list[Sample], list[Any]]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from data import files, gsm8k
-from rl.data.encode import encode_conversation, encode_prompts, encode_sft, render_prompt
+from rl.data.encode import encode_conversation, encode_prompts, encode_sft
 from rl.data.order import permutation, prompts_for_step
 from rl.data.prompts import Files, count_steps, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
@@ -310,6 +310,11 @@ def test_missing_parquet_column_and_null(tmp_path):
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
+def render_prompt(tokenizer, row, **limit):
+    """Token ids of one prompt."""
+    return encode_prompts(tokenizer, [row], **limit)[0]["prompt_ids"]
+
+
 def test_render_prompt_has_one_bos(tokenizer):
     ids = render_prompt(tokenizer, rl_row("hi"))
     assert tokenizer.decode(ids) == "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -574,7 +579,7 @@ def test_read_sft_rows(tmp_path):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"text": "a"}, r"no messages, nor prompt and response; add or rename them \(there are text\)"),
+        ({"text": "a"}, r"no messages, nor prompt and response; add them \(there are text\)"),
         ({"prompt": "a"}, r"no messages, nor prompt and response"),
         ({"prompt": "a", "response": None}, r"response is None"),
         ({"prompt": "a", "response": ""}, r"response is ''"),
