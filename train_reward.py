@@ -126,8 +126,8 @@ def main(args: Args) -> dict[str, float]:
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the chosen response wins.
         if val and run.evaluation_is_due(step):
             held_out = collate([side for pair in val for side in pair])  # (2B, T)
-            updates = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
-            own_scores = reward_model.fixed_scores(model, held_out, updates, device=ranks.device)  # 0 in others' rows
+            [update] = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
+            own_scores = reward_model.fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
             chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
             found = {
                 "val/loss": bradley_terry(chosen, rejected).mean().item(),

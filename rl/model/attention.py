@@ -1,17 +1,16 @@
 """Attention over packed sequences, plugged into unmodified Hugging Face models.
 
 The model runs over one row of N tokens; `Packing` says which of them every sequence consists of. Hugging Face passes it
-through to the attention function. Three implementations, each causal within a sequence and blind across them:
+through to the attention function. Two implementations, both causal within a sequence and blind across sequences:
 
     packed_sdpa    any device: pads inside the attention only, then scaled_dot_product_attention
     packed_varlen  CUDA: torch.nn.attention.varlen, no padding at all
-    packed_fa2     CUDA: the same by flash-attn, where it is installed
 
-Sliding windows are those of the layer. A model whose attention is another, such as one with capped scores or sinks, is
-refused here, and then runs padded (`models.choose_forward`).
+Sliding windows are those of the layer. A model with another attention, such as one with capped scores or sinks, is
+refused here, and then runs padded (`load.choose_forward`).
 
-What a sequence has in common with the one before it stands in the packed row once. The sequence asks only for the rest,
-its last tokens, but sees the keys and values of all: the flash kernels align the last query with the last key.
+The tokens that a sequence shares with the one before it stand in the packed row once. Only its other tokens, the last
+ones, are queries, but they see the keys and values of all: the kernel aligns the last query with the last key.
 """
 
 import inspect
@@ -22,10 +21,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.utils import is_flash_attn_2_available
-
-if is_flash_attn_2_available():
-    from flash_attn import flash_attn_varlen_func
 
 # torch 2.13 wants to be told that several query heads share a key head; 2.11 just works.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -43,7 +38,7 @@ class Packing(NamedTuple):
 def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
     """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask.
 
-    Shared tokens ask in every sequence here, and one answer is used.
+    Shared tokens are queries in every sequence here, and one result is used.
     """
     _refuse_options(rest)
     borders, key_borders, offset = packing.borders.long(), packing.key_borders.long(), packing.offset
@@ -62,37 +57,20 @@ def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=N
 
 
 def packed_varlen(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with torch's own variable-length kernel (CUDA
-    only).
-    """
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D)."""
     _refuse_options(rest)
     q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
     lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
-    return varlen_attn(q, k, v, *lengths, window_size=_window(sliding_window), scale=scaling, **GROUPED_HEADS)[
-        None
-    ], None
-
-
-def packed_fa2(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D), with flash-attn."""
-    _refuse_options(rest)
-    q, k, v = query[0].transpose(0, 1), _expand(key, packing), _expand(value, packing)  # (N or N', heads, D)
-    lengths = (packing.borders, packing.key_borders, len(packing.offset), len(packing.offset))
-    window = _window(sliding_window)
-    return flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=window, softmax_scale=scaling)[None], None
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # keys before and after the query's; -1: all
+    out = varlen_attn(q, k, v, *lengths, window_size=window, scale=scaling, **GROUPED_HEADS)
+    return out[None], None
 
 
 def _expand(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), those of one sequence after the other.
-
-    In the backward pass the gradients of a shared token's copies are added up in float32.
+    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence. Gradients of a shared token's copies are
+    added up in float32.
     """
     return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
-
-
-def _window(sliding_window: int | None) -> tuple[int, int]:
-    """How many keys before and after its own a query sees, as the flash kernels count: -1 for all."""
-    return (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
 
 
 def _refuse_options(options: dict) -> None:
@@ -106,10 +84,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     """The attention implementation for packed sequences on this device: a name transformers accepts."""
     AttentionInterface.register("packed_sdpa", packed_sdpa)
     AttentionInterface.register("packed_varlen", packed_varlen)
-    AttentionInterface.register("packed_fa2", packed_fa2)
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return "packed_sdpa"
-    return "packed_fa2" if is_flash_attn_2_available() else "packed_varlen"
+    return "packed_varlen" if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "packed_sdpa"
 
 
 def use_attention(model: nn.Module, name: str) -> None:

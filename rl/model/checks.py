@@ -8,24 +8,21 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 
 from rl.data.encode import load_tokenizer
 
+PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
+
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
-    """Raise ValueError naming `flag`, which has named `path`, if tokens have other ids there than in `tokenizer`, that
-    of --model, which is `model`, or if the model there has no weights for some of them: it could not read what the
-    policy samples.
+    """Raise ValueError if the model in `path`, which `flag` has named, could not read what the policy `model` samples:
+    its tokens have other ids than in the policy's `tokenizer`, or it has no weights for some of them.
     """
     vocabulary = tokenizer.get_vocab()
     if load_tokenizer(path, flag=flag).get_vocab() != vocabulary:
-        raise ValueError(
-            f"{flag} {path}: its tokenizer is not that of --model {model}, so it would misread every token; choose a "
-            "model of the same family"
-        )
+        problem = f"its tokenizer is not that of --model {model}, so it would misread every token"
+        raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
     rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
     if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
-        raise ValueError(
-            f"{flag} {path}: it knows {rows} tokens, and --model {model} may sample {needed}; choose a model with an "
-            "embedding for each of them"
-        )
+        problem = f"it knows {rows} tokens, and --model {model} may sample {needed}"
+        raise ValueError(f"{flag} {path}: {problem}; choose a model with an embedding for each of them")
 
 
 def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
@@ -37,9 +34,7 @@ def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + -
 
 
 def check_heads(model: str, size: int) -> None:
-    """Raise ValueError, from the config alone, if an engine cannot deal the model's attention heads out over `size`
-    GPUs, as --tensor-model-parallel-size asks.
-    """
+    """Raise ValueError, from the config alone, if an engine cannot divide the model's attention heads among GPUs."""
     heads = AutoConfig.from_pretrained(model).get_text_config().to_dict().get("num_attention_heads")
     if isinstance(heads, int) and heads % size:
         raise ValueError(
@@ -56,9 +51,10 @@ def check_trainable(
     flag: str = "--model",
     instead: str = "choose a dense model",
 ) -> None:
-    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on sequences of so
-    many tokens: see `check_context`, a mixture of experts, or rotary embeddings that depend on what else is packed.
-    `instead`: what the message proposes in the place of a mixture of experts.
+    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on so many tokens.
+
+    That is: `check_context` fails, it is a mixture of experts (the message proposes `instead`), or its rotary
+    embeddings depend on what else is packed.
     """
     check_context(model, tokens, flags)
     config = AutoConfig.from_pretrained(model).get_text_config()

@@ -65,7 +65,7 @@ def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> torch.Tensor:
     """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
-    return over_micro_batches(model, batch, updates, lambda micro: token_values(model, micro))
+    return over_micro_batches(model, batch, updates, _response_values)[0]
 
 
 def _response_values(model, hidden, targets):

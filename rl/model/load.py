@@ -46,19 +46,19 @@ def load_policy(
     frozen: bool = False,
     flag: str = "--model",
 ) -> nn.Module:
-    """A causal LM by Hugging Face id or folder, sharded over the ranks: one that is trained, or a frozen one.
+    """A causal LM by Hugging Face id or folder, sharded over the ranks.
 
-    A policy that is trained has master weights in float32. A frozen one has them in the compute precision, and never
-    gets gradients. With --lora-rank the policy has frozen weights and adapters in float32: see rl/model/lora.py.
+    It is trained, with master weights in float32; or with --lora-rank, with frozen weights in the compute precision and
+    adapters in float32; or `frozen`, in the compute precision and without gradients.
 
-    Args: longest, tokens of the longest sequence, see `choose_forward`; seed, of new adapters; flag, that has named the
-    model. All ranks must enter. Raises ValueError if the files of the model lack weights, or as `lora.layers_of` before
-    they are read, or as `choose_forward`.
+    Args: longest, tokens of the longest sequence; seed, of new adapters; flag, that has named the model. All ranks must
+    enter. Raises ValueError if the model's files lack weights, or as `lora.layers_of` before they are read, or as
+    `choose_forward`.
     """
     adapt = not frozen and check_lora(lora, path, flag=flag)
     model = load_causal_lm(path, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32, flag=flag)
     if adapt:
-        add_lora(model, lora, ranks, path=path, seed=seed)
+        adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
     if frozen:
         model.requires_grad_(False)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
@@ -77,9 +77,7 @@ def load_reference(
 
 
 def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
-    """Whether the flags ask for adapters. Raises ValueError as `lora.layers_of` if the model in `path` would not have
-    the layers for them: its files are not read for that.
-    """
+    """Whether the flags ask for adapters. If they do, raises ValueError as `lora.layers_of`, from the config alone."""
     if lora.lora_rank == 0:
         return False
     with torch.device("meta"):
@@ -89,31 +87,29 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *,
 
 
 def check_policy(
-    path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, longest: int, flag: str, model: str
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    lora: LoRA,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    longest: int,
+    flag: str,
+    model: str,
 ) -> None:
-    """Raise ValueError if the causal LM in `path`, which `flag` has named, cannot be trained beside the policy.
+    """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy.
 
     No weights are read. See `check_same_tokenizer`, `check_trainable` and `check_lora`. Args: tokenizer, of the policy;
     longest, tokens of the longest sequence; model, the policy as --model has named it.
     """
     check_same_tokenizer(tokenizer, path, flag=flag, model=model)
+    check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
-    check_lora(lora, path, flag=flag)
-
-
-def add_lora(model: nn.Module, lora: LoRA, ranks: Ranks, *, path: str, seed: int) -> None:
-    """`lora.add` to a model that `load_pretrained` has just read from `path`; rank 0 takes the hash of its weights."""
-    base_sha256 = adapters.hash_of(model) if ranks.is_main else ""
-    adapters.add(model, lora, path=path, seed=seed, base_sha256=base_sha256)
 
 
 def shard_as(
     memory: Memory, model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model"
 ) -> nn.Module:
-    """`sharding.shard` a model as the memory flags say, and `choose_forward` for it; `flag` has named it.
-
-    Raises ValueError as that, or as `lora.watched` if adapters would have no effect.
-    """
+    """`sharding.shard` a model and `choose_forward` for it. Raises ValueError as that, or as `lora.watched`."""
     model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
     with adapters.watched(model, flag=flag):
         choose_forward(model, ranks, longest=longest, flag=flag)
@@ -125,23 +121,21 @@ def exported(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
 
-    The push to the engine and the files of a checkpoint both go through here, so that they cannot differ. Adapters are
-    added to the weights that they belong to, which makes them float32 for the moment, see `lora.merged`. Names are
-    those of the files that the model's authors publish, where transformers has changed them.
+    Both the push to the engine and the files of a checkpoint come from here, so that they cannot differ. Adapters are
+    added to their weights, see `lora.merged`. Names are those of the files that the model's authors publish, where
+    transformers has changed them.
     """
     for name, x in adapters.merged(model, named_tensors):
         yield from revert_weight_conversion(model, {name: x}).items()
 
 
 def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) for `update_weights` of an engine: weights in the compute precision, and buffers that are
-    part of the model's files. All ranks must iterate.
-    """
+    """(name, whole tensor) for `update_weights` of an engine, in the compute precision. All ranks must iterate."""
     return exported(policy, itertools.chain(full_tensors(policy, ranks.dtype), buffers_in_files(policy)))
 
 
 def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all buffers that belong to a model as its weights do, such as constants of activations.
+    """Yield (name, tensor) for all buffers that a model's files hold, such as constants of activations.
 
     Nothing trains them, and every rank has all of them. Tables that a model computes when it is made are not here.
     """
@@ -152,10 +146,7 @@ def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32, flag: str = "--model") -> nn.Module:
-    """A causal LM with master weights in `dtype` on the host.
-
-    Rank 0 reads the files; other ranks get storage that `shard` fills. Raises ValueError if the files lack weights.
-    """
+    """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError if the files lack weights."""
     model, missing = load_pretrained(AutoModelForCausalLM, path, ranks, dtype=dtype)
     check_whole(path, missing, flag=flag)
     return add_packed_forward(model)
@@ -164,9 +155,8 @@ def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float3
 def check_whole(path: str, missing: set[str], *, flag: str = "--model") -> None:
     """Raise ValueError naming `flag` if the files of the model in `path` lack weights, which would be random."""
     if missing:
-        raise ValueError(
-            f"{flag} {path}: its files lack {len(missing)} of its weights, {min(missing)} among them; use a whole one"
-        )
+        found = f"its files lack {len(missing)} of its weights, {min(missing)} among them"
+        raise ValueError(f"{flag} {path}: {found}; use a whole one")
 
 
 def load_pretrained(
@@ -204,15 +194,14 @@ def load_pretrained(
 def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> str:
     """Let a sharded model run in the fastest of `WAYS` that gives what its own forward gives for one sequence alone.
 
-    Random sequences are compared: log-probs of a causal LM, hidden states of any other. Short ones, two with the same
-    beginning, and one longer than the attention windows that the config knows, but not than `longest` tokens, the most
-    that the run allows, by default the model's positions. In float32 the root mean square of the difference may be 1e-4
-    in the worst sequence. What is
-    normal in bfloat16 depends on the model: there it may be three times what padding alone, or another way to round in
-    the attention, changes in the model's own forward, but not more than 0.2.
+    Random sequences are compared: log-probs of a causal LM, hidden states of any other. Most are short, two begin
+    alike, and one is longer than the attention windows in the config, but not than `longest` tokens, the most that the
+    run allows (default: the model's positions). In float32 the root mean square of the difference may be 1e-4 in the
+    worst sequence. In bfloat16 it may be three times what padding alone, or another way to round in the attention,
+    changes in the model's own forward, but not more than 0.2.
 
-    Returns: the way. Rank 0 prints it if it is not the fastest, why, and what it costs. Raises ValueError naming `flag`
-    if none is right. All ranks must enter.
+    Returns: the way. If it is "padded", rank 0 prints why and what it costs. Raises ValueError naming `flag` if none is
+    right. All ranks must enter.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
     batch = _random_batch(model.config, longest or positions, ranks.device)
@@ -239,8 +228,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
                 f"{flag}: {model.config.model_type} gives other numbers here than its own forward does, packed "
                 f"({reasons[list(WAYS)[1]]}) and padded ({reasons['padded']}); choose another model"
             )
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()  # an engine measures what is free
+    torch.cuda.empty_cache()  # an engine measures what is free
     if way == "padded" and ranks.is_main:
         say(
             f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
@@ -252,13 +240,13 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
 
 
 def _has_plain_head(model: nn.Module) -> bool:
-    """Whether logits may be the product of hidden states and one matrix. True of models that have no LM head."""
+    """Whether logits are the product of hidden states and one matrix, or the model has no LM head."""
     head = model.get_output_embeddings()
     return head is None or (isinstance(head, nn.Linear) and head.bias is None)
 
 
 def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) -> Batch:
-    """Six sequences for `choose_forward`. Ids that the config gives a meaning, such as an image's, are avoided."""
+    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's."""
     entries = _entries(config.to_dict())
     windows = [n for name, n in entries if ("window" in name or "chunk" in name) and n < longest]
     length = min(longest, LONGEST_TEST, max([24, *(n + 24 for n in windows)]))
@@ -267,9 +255,8 @@ def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) 
     allowed = torch.ones(config.get_text_config().vocab_size, dtype=torch.bool)
     allowed[[n for n in special if 0 <= n < len(allowed)]] = False
     generator = torch.Generator().manual_seed(0)
-    ids = allowed.nonzero()[:, 0][
-        torch.randint(int(allowed.sum()), (len(lengths), int(lengths.max())), generator=generator)
-    ]
+    drawn = torch.randint(int(allowed.sum()), (len(lengths), int(lengths.max())), generator=generator)
+    ids = allowed.nonzero()[:, 0][drawn]
     ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
     position = torch.arange(ids.shape[1])
     sampled = ((position > 0) & (position < lengths[:, None])).float()

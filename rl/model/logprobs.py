@@ -1,12 +1,13 @@
 """Log-probabilities and entropies of sampled tokens. Packing and the shift by one live here and nowhere else.
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
-the LM head to the positions that predict response tokens only, in chunks, and scatters the results back to (b, T). No
-caller ever sees a packed tensor, and the model sees the prompt of a group once. Other heads share `run_on_responses`,
-or `run_packed` if they read other positions.
+the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
+sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses`, or `run_packed`
+if they read other positions.
 
-Some models cannot run packed: layers that carry a state from token to token, attention of their own. They get one row a
-sequence, padded on the right, and run their own forward. `models.choose_forward` finds out which way is right.
+Some models cannot run packed, because layers carry a state from token to token, or have an attention of their own. They
+get one row a sequence, padded on the right, and run their own forward. `load.choose_forward` finds out which way is
+right.
 """
 
 import functools
@@ -31,10 +32,7 @@ from rl.model.attention import Packing, use_attention
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
-
-
-# A row that is shorter than this share of the longest one in its padded pass begins the next pass.
-SIMILAR = 0.8
+SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,13 @@ def token_logprobs(
         entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
 
     S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token: the whole vocabulary
-    unless it has top_k, top_p or min_p. So the policy is the truncated distribution that the engine has sampled from,
-    and its ratio to itself is 1. From the whole vocabulary the trainer would find every token less likely than it was.
+    unless it has top_k, top_p or min_p. So the policy is the distribution that the engine has sampled from, and its
+    ratio to itself is 1.
 
-    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled, of
-    which temperature > 0, top_k, top_p and min_p count; entropy_grad, whether gradients flow through the entropy (for
-    an entropy bonus). Returns: logp (b, T) and entropy (b, T), float32 (float64 for a float64 model), zero where
-    response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask".
+    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled;
+    entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and entropy
+    (b, T), float32 (float64 for a float64 model), zero where response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv
+    2512.02556), "keep sampling mask".
     """
     return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
@@ -75,49 +73,48 @@ def fixed_logprobs(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
 ) -> torch.Tensor:
     """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
-    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[0])
+    return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[0]
 
 
 def fixed_entropies(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
 ) -> torch.Tensor:
-    """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from. All ranks must enter."""
-    return over_micro_batches(model, batch, updates, lambda micro: token_logprobs(model, micro, sampling=sampling)[1])
+    """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from."""
+    return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[1]
 
 
 def fixed_collisions(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
 ) -> torch.Tensor:
     """As `fixed_logprobs`, the chance that two draws of a token agree: the sum over all tokens v of pi(v)^2."""
-
-    def per_token(micro: Batch) -> torch.Tensor:
-        return run_on_responses(model, micro, response_collisions, sampling)[0]
-
-    return over_micro_batches(model, batch, updates, per_token)
+    return over_micro_batches(model, batch, updates, response_collisions, sampling)[0]
 
 
 @torch.no_grad()
 def over_micro_batches(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], per_token: Callable[[Batch], torch.Tensor]
-) -> torch.Tensor:
-    """What `per_token`, from (b, T') to (b, T'), gives for each of this rank's micro-batches, without gradients.
+    model: nn.Module, batch: Batch, updates: Sequence[Update], head: Callable, *args: Any
+) -> list[torch.Tensor]:
+    """`run_on_responses` without gradients on each of this rank's micro-batches, which go to where the model computes.
 
-    Micro-batches go to where the model computes. Returns: (B, T) of the type of batch.rollout_logp, on the host.
+    Returns: (B, T, ...) on the host, floats in the type of batch.rollout_logp. All ranks must enter.
     """
-    device, result = model.packed.device, torch.zeros_like(batch.rollout_logp)
+    results, like = [], batch.rollout_logp
     for rows in (rows for update in updates for rows in update.micro_batches):
-        part = per_token(take_rows(batch, rows, device))
-        if rows:
+        parts = run_on_responses(model, take_rows(batch, rows, model.packed.device), head, *args)
+        if not results:
+            dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
+            results = [torch.zeros(*like.shape, *x.shape[2:], dtype=y) for x, y in zip(parts, dtypes, strict=True)]
+        for result, part in zip(results, parts, strict=True) if rows else ():
             result[places(batch, rows), : part.shape[1]] = part.cpu().to(result.dtype)
-    return result
+    return results
 
 
 def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[torch.Tensor, ...]:
     """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
 
-    Args: model, as in `run_packed`; head, a function that takes the model, the hidden states (R, H) of the tokens right
-    before those R, their ids (R,), and `args`, and returns tensors (R, ...). Returns: each of these as (b, T, ...),
-    where position t is about token t, zero where response_mask is zero.
+    `head` takes the model, the hidden states (R, H) of the tokens right before those R, their ids (R,), and `args`, and
+    returns tensors (R, ...). Returns: each of these as (b, T, ...), where position t is about token t, zero where
+    response_mask is zero.
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
@@ -144,15 +141,14 @@ def _to_grid(x: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch
 
 
 def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
-    """One pass over the tokens of a batch, then `head(model, hidden, *args)`.
+    """One pass over the tokens of a batch, then `head(model, hidden, *args)`; returns what the head returns.
 
     What rows have in common at their start, such as the prompt of a group, is computed once for neighbours: under a
     causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.)
 
     Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); wanted (b, T) bool, the R
-    tokens whose hidden states the head needs; head, a function that takes the model, these hidden states (R, H), row
-    after row, and `args`. It runs while FSDP2 holds the root's weights gathered, those of the model's head among them.
-    Returns: what `head` returns.
+    tokens whose hidden states (R, H) the head gets, row after row. FSDP2 holds the root's weights, such as those of the
+    model's own head, gathered meanwhile.
     """
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
     out = model.packed.forward(head, inputs, place[wanted], *args)
@@ -217,10 +213,8 @@ def add_packed_forward(
 
     `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
 
-    Args: device, where it computes, by default where it is; on_host, see `Packed`; compile, whether the LM head runs
-    compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
-    again; is_whole, see `Packed`. Whether the numbers are those of the model's own forward is for
-    `models.choose_forward` to find out.
+    Args: device, by default where the model is; compile, whether the LM head runs compiled; keep_logits, whether the
+    backward pass finds the logits (2 V bytes a token in bfloat16) or computes them again; others, see `Packed`.
     """
     attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
@@ -269,6 +263,13 @@ def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         del decoder.forward
 
 
+def in_chunks(head: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a head gives for tensors (R, ...), computed on at most HEAD_CHUNK rows at a time, since logits are large."""
+    count = math.ceil(len(tensors[0]) / HEAD_CHUNK)  # of equal size: a chunk of one token would be compiled for itself
+    found = [head(*parts) for parts in zip(*(x.tensor_split(count) for x in tensors), strict=True)]
+    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+
+
 def response_logprobs(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,13 +279,7 @@ def response_logprobs(
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
     kept = (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.is_truncated else None
-    logps, entropies = [], []
-    chunks = math.ceil(len(targets) / HEAD_CHUNK)  # of equal size: one of a single token would be compiled for itself
-    for h, y in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
-        logp, entropy = head_chunk(source, h, y, sampling.temperature, kept, entropy_grad)  # one chunk at a time
-        logps.append(logp)
-        entropies.append(entropy)
-    return torch.cat(logps), torch.cat(entropies)
+    return in_chunks(lambda h, y: head_chunk(source, h, y, sampling.temperature, kept, entropy_grad), hidden, targets)
 
 
 def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -293,6 +288,7 @@ def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> tor
 
 
 def _logits(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    # source: the weight (V, H) of a plain head, or else the model
     logits = nn.functional.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
@@ -301,19 +297,19 @@ def response_collisions(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor]:
     """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
-    kept, collisions = (sampling.top_k, sampling.top_p, sampling.min_p), []
-    for h in hidden.tensor_split(math.ceil(len(hidden) / HEAD_CHUNK)):  # one chunk of logits at a time
+
+    def collisions(h: torch.Tensor) -> tuple[torch.Tensor]:
         logits = logits_of(model, h, sampling.temperature)
         if sampling.is_truncated:
-            logits = logits.masked_fill(logits < truncation(logits, *kept)[:, None], -torch.inf)
-        collisions.append(logits.softmax(-1).square().sum(-1))
-    return (torch.cat(collisions),)
+            limit = truncation(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+            logits = logits.masked_fill(logits < limit[:, None], -torch.inf)
+        return (logits.softmax(-1).square().sum(-1),)
+
+    return in_chunks(collisions, hidden)
 
 
 def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
-    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), computed in at least float32. Logits come from `source`,
-    the weight (V, H) of a plain head, or else the model.
-    """
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32. For `source` see `_logits`."""
     logits = _logits(source, hidden, temperature)
     sampled = logits.gather(-1, targets[:, None])[:, 0]
     if kept is not None:

@@ -112,13 +112,14 @@ def _is_called(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, flag: str = "--model", base_sha256: str = "") -> None:
-    """Freeze a model on the host, not sharded yet, and give it adapters: random ones that add nothing yet.
+def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = False) -> None:
+    """Freeze a model on the host, not sharded yet, and give it adapters that add nothing yet, in float32 at least.
 
-    Args: path, where its weights are from; seed, of A; flag, that has named the model; base_sha256, see `Adapters`.
-    Adapters have float32, or the precision of the weights if that is higher. Raises ValueError as `layers_of`.
+    Args: path, where its weights are from; seed, of A; hashed, whether to take the hash of the weights. Raises
+    ValueError as `layers_of`.
     """
-    names, generator = layers_of(model, lora.target_modules, flag=flag), torch.Generator().manual_seed(seed)
+    base_sha256 = hash_of(model) if hashed else ""
+    names, generator = layers_of(model, lora.target_modules), torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name in names:
         layer = Adapted(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)

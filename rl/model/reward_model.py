@@ -1,43 +1,53 @@
 """Learned rewards: a transformer with a scalar head, read off at the last token of prompt and response.
 
 A reward model is any decoder that transformers knows as a ...ForSequenceClassification with one label. It runs packed,
-as the policy does: no padding reaches it, and the last token of a sequence is found by its length, never by its id, so
-that a padding token equal to the end-of-sequence token changes nothing. (The forward of transformers looks for the last
-id that is not the padding's, and would stop before the end of such a sequence.)
+as the policy does. The last token of a sequence is found by its length, never by its id. (The forward of transformers
+looks for the last id that is not the padding's, and would stop early where padding has the end-of-sequence id.)
 """
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.data.batching import Update, collate, plan_micro_batches
+from rl.data.batching import collate, plan_micro_batches
 from rl.data.encode import encode_conversation, load_tokenizer
 from rl.data.types import Batch, Sample, Score, take_rows
+from rl.model import lora as adapters
 from rl.model.checks import check_context
-from rl.model.load import add_lora, check_lora, check_whole, load_pretrained, shard_as
+from rl.model.load import check_lora, check_whole, load_pretrained, shard_as
 from rl.model.logprobs import run_packed
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
 
-def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: bool = False) -> None:
-    """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model, or cannot become one.
+class RewardModel(NamedTuple):
+    """A learned reward that joins those of functions, see `add_scores`."""
 
-    With `new_head` a model without a score head passes as well: it is what one that is to be trained may be.
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase  # its own, whose chat template renders prompt and response
+    coef: float  # weight of its score
+    max_length: int  # tokens; a longer conversation loses its beginning, never the end of the response that is judged
+    max_tokens_per_gpu: int  # of a forward pass
+    ranks: Ranks
+
+
+def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: bool = False) -> None:
+    """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model. With `new_head` it may also
+    be a model without a score head, which is to be trained.
     """
     config = AutoConfig.from_pretrained(path)
     name = (config.architectures or ["unnamed"])[0]
     if name.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
-            raise ValueError(
-                f"{flag} {path}: its head gives {config.num_labels} labels, it has to give 1; choose another model"
-            )
+            problem = f"its head gives {config.num_labels} labels, it has to give 1"
+            raise ValueError(f"{flag} {path}: {problem}; choose another model")
     elif not new_head:
         raise ValueError(
             f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
@@ -46,10 +56,10 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
 
 
 def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that can be asked about responses to prompts like that of `row`.
+    """The tokenizer of a reward model that shall score responses to prompts like that of `row`.
 
-    Raises ValueError, before its weights are loaded, if it has no score head, fewer than `max_length` positions, no
-    tokenizer, or no chat template for messages.
+    Raises ValueError, from its config and tokenizer alone, if it has no score head, fewer than `max_length` positions,
+    no tokenizer, or no chat template for messages.
     """
     tokenizer = load_tokenizer(path, flag="--reward-model")
     check_reward_model(path)
@@ -71,9 +81,8 @@ def load_reward_model(
 ) -> nn.Module:
     """A model with a scalar head, its weights in `dtype` on the host, ready for `sharding.shard`.
 
-    Args: new_head, for training: what fills the head's weight (1, H) of a model that comes without one. None, for using
-    the model: every weight must come from the files.
-    Raises: ValueError as `check_reward_model`, or if the head is not one vector, or if weights are missing.
+    Args: new_head fills the head's weight (1, H) of a model that comes without one; None: it must not. Raises
+    ValueError as `check_reward_model`, or if the head is not one vector, or if the files lack weights.
     """
     check_reward_model(path, flag=flag, new_head=new_head is not None)
     model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, dtype=dtype, num_labels=1)
@@ -98,16 +107,15 @@ def load_trained(
     seed: int,
     flag: str = "--model",
 ) -> nn.Module:
-    """`load_reward_model` to be trained, sharded as the memory flags say: all of it, or with --lora-rank adapters and
-    the head.
+    """`load_reward_model` to be trained, sharded: all of it, or with --lora-rank adapters and the head.
 
-    All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `models.choose_forward`.
+    All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `load.choose_forward`.
     """
     adapt = check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
     dtype = ranks.dtype if adapt else torch.float32
     model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head)
     if adapt:
-        add_lora(model, lora, ranks, path=path, seed=seed)
+        adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
         model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
 
@@ -122,37 +130,20 @@ def random_head(weight: torch.Tensor, *, seed: int) -> None:
 
 
 def add_scores(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    coef: float,
-    max_length: int,
-    max_tokens_per_gpu: int,
-    ranks: Ranks,
-    rows: Sequence[dict],
-    samples: Sequence[Sample],
-    scores: Sequence[Score],
-    *,
-    alone: bool,
+    judge: RewardModel, rows: Sequence[dict], samples: Sequence[Sample], scores: Sequence[Score], *, alone: bool
 ) -> list[Score]:
-    """Add `coef` times the model's score to this rank's scores, and name it as the component `reward_model`.
+    """Add the model's score, times its weight, to this rank's scores, and name it as the component `reward_model`.
 
     `rows` hold the prompts of the samples. The model, which `offload` put on the host, comes to the device for it. A
     response that has no score gets none here either, and one that the model gives NaN or infinity loses its own. Unless
     the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must
-    enter. Other arguments as `score_conversations`.
+    enter.
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
-    onload(model, ranks.device)
-    learned = score_conversations(
-        model,
-        tokenizer,
-        [prompts[sample.row_index] for sample in samples],
-        [score.text for score in scores],
-        max_length=max_length,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        ranks=ranks,
-    )
-    offload(model)
+    onload(judge.model, judge.ranks.device)
+    asked = [prompts[sample.row_index] for sample in samples]
+    learned = score_conversations(judge, asked, [score.text for score in scores])
+    offload(judge.model)
     result = []
     if failed := sum(not math.isfinite(x) for x in learned):
         say(f"reward: the reward model gave NaN or infinity for {failed} of {len(learned)} responses", sys.stderr)
@@ -161,16 +152,16 @@ def add_scores(
             score = score._replace(value=None, status="error")
         if score.value is not None:
             components = ({} if alone else {"acc": score.value}) | score.components | {"reward_model": x}
-            score = score._replace(value=score.value + coef * x, components=components)
+            score = score._replace(value=score.value + judge.coef * x, components=components)
         result.append(score)
     return result
 
 
 def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The score of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
+    """The score (b,) of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
 
-    Returns: (b,), float32 (float64 for a float64 model). The head runs in that precision too: bfloat16 would round
-    scores above 4 to multiples of 1/32.
+    Scores and the head's product are float32 (float64 for a float64 model): bfloat16 would round scores above 4 to
+    multiples of 1/32.
     """
     last = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) == batch.lengths[:, None] - 1  # (b, T)
     return run_packed(model, batch, last, _scores)[:, 0]
@@ -184,55 +175,33 @@ def _scores(model, hidden):
 
 
 @torch.no_grad()
-def fixed_scores(model: nn.Module, batch: Batch, updates: Sequence[Update], *, device: torch.device) -> torch.Tensor:
-    """`sequence_scores` without gradients over this rank's micro-batches: (B,) float32 on the host, zero in rows of
-    other ranks.
-    """
-    return _over_micro_batches(model, batch, [rows for update in updates for rows in update.micro_batches], device)
-
-
-def _over_micro_batches(
-    model: nn.Module, batch: Batch, micro_batches: Sequence[list[int]], device: torch.device
-) -> torch.Tensor:
+def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[int]]) -> torch.Tensor:
+    """`sequence_scores` without gradients of the rows in micro-batches: (B,) float32 on the host, zero in others."""
     scores = torch.zeros(len(batch.lengths))
     for rows in micro_batches:
-        result = sequence_scores(model, take_rows(batch, rows, device))
+        found = sequence_scores(model, take_rows(batch, rows, model.packed.device))
         if rows:
-            scores[rows] = result.cpu().to(scores.dtype)
+            scores[rows] = found.cpu().to(scores.dtype)
     return scores
 
 
-@torch.no_grad()
 def score_conversations(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str | list[dict]],
-    responses: Sequence[str],
-    *,
-    max_length: int,
-    max_tokens_per_gpu: int,
-    ranks: Ranks,
+    judge: RewardModel, prompts: Sequence[str | list[dict]], responses: Sequence[str]
 ) -> list[float]:
-    """The scores of this rank's responses, one for each, in their order. All ranks must enter, with any number each.
-
-    Args: tokenizer, the reward model's own, whose chat template renders prompt and response; prompts, one a response,
-    text or messages; max_length in tokens. A longer conversation loses its beginning, never the end of the response
-    that is judged; how many did is printed. max_tokens_per_gpu bounds the tokens of a forward pass.
+    """The model's scores of this rank's responses, one for each, in their order; `prompts` has one a response, text or
+    messages. How many were too long is printed. All ranks must enter, with any number of responses each.
     """
-    ids = []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids.append(encode_conversation(tokenizer, {"prompt": prompt, "row_index": i}, response))
-    if overlong := sum(len(x) > max_length for x in ids):
+    pairs, ranks = enumerate(zip(prompts, responses, strict=True)), judge.ranks
+    ids = [encode_conversation(judge.tokenizer, {"prompt": p, "row_index": i}, response) for i, (p, response) in pairs]
+    if overlong := sum(len(x) > judge.max_length for x in ids):
         say(
-            f"rank {ranks.rank}: {overlong} of {len(ids)} conversations have more than {max_length} tokens for the "
-            "reward model; their beginning was cut off",
+            f"rank {ranks.rank}: {overlong} of {len(ids)} conversations have more than {judge.max_length} tokens for "
+            "the reward model; their beginning was cut off",
             sys.stderr,
         )
-    ids = [x[-max_length:] for x in ids]
+    ids = [x[-judge.max_length :] for x in ids]
     lengths = [len(x) for x in ids]
-    [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=max_tokens_per_gpu)
+    [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=judge.max_tokens_per_gpu)
     most = max(ranks.all_gather([len(micros)]))  # a pass is a collective: ranks with less to score run empty ones
     batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
-    micros += [[]] * (most - len(micros))
-    scores = _over_micro_batches(model, batch, micros, ranks.device)
-    return scores[: len(ids)].tolist()
+    return fixed_scores(judge.model, batch, micros + [[]] * (most - len(micros)))[: len(ids)].tolist()

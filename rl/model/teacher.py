@@ -23,16 +23,23 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
-from rl.data.types import Batch, Sampling, places, take_rows
+from rl.data.types import Batch, Sampling
 from rl.flags import Free, PositiveFinite
 from rl.formulas.distillation import with_rest
-from rl.model.checks import check_same_tokenizer, check_trainable
+from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
 from rl.model.load import load_policy
-from rl.model.logprobs import FULL, HEAD_CHUNK, logits_of, run_on_responses, sampled_positions, token_logprobs
+from rl.model.logprobs import (
+    FULL,
+    in_chunks,
+    logits_of,
+    over_micro_batches,
+    run_on_responses,
+    sampled_positions,
+    token_logprobs,
+)
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
-PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
 ATTEMPTS = 3  # of a request that fails
 REQUESTS = 32  # that a rank has open at a time
 
@@ -125,7 +132,6 @@ def add_teacher(
     return batch
 
 
-@torch.no_grad()
 def teacher_logprobs(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling, top_k: int, vocabulary: int
 ) -> Batch:
@@ -133,17 +139,7 @@ def teacher_logprobs(
     The teacher's probabilities are those of these tokens, so that they add up to 1. All ranks must enter.
     """
     k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
-    logp = torch.zeros_like(batch.rollout_logp)
-    ids, logps = (torch.zeros(*logp.shape, k, dtype=x) for x in (torch.int32, logp.dtype))
-    device = model.packed.device
-    for rows in (rows for update in updates for rows in update.micro_batches):
-        micro = take_rows(batch, rows, device)
-        found = run_on_responses(model, micro, _teacher_head, sampling, k, vocabulary)
-        if rows:
-            place, width = places(batch, rows), found[0].shape[1]
-            for whole, part in zip((logp, ids, logps), found, strict=True):
-                whole[place, :width] = part.cpu().to(whole.dtype)
-    return _with(batch, logp, ids, logps)
+    return _with(batch, *over_micro_batches(model, batch, updates, _teacher_head, sampling, k, vocabulary))
 
 
 def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor) -> Batch:
@@ -155,17 +151,13 @@ def _teacher_head(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, k: int, vocabulary: int
 ) -> tuple[torch.Tensor, ...]:
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
-    found = []
-    for h, y in _chunks(hidden, targets):
+
+    def chunk(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logps = logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
         top = logps.topk(k, -1)
-        found.append((logps.gather(-1, y[:, None])[:, 0], top.indices, top.values))
-    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+        return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
 
-
-def _chunks(*tensors: torch.Tensor) -> Any:
-    """Tensors (R, ...) in equal parts of at most HEAD_CHUNK rows."""
-    return zip(*(x.tensor_split(math.ceil(len(x) / HEAD_CHUNK)) for x in tensors), strict=True)
+    return in_chunks(chunk, hidden, targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,34 +178,25 @@ def token_distances(
         logp, entropy = token_logprobs(policy, batch, sampling=sampling)
         return logp, entropy, (logp - batch.ref_logp).detach(), {}
     scored = sampled_positions(batch)
-    args = batch.top_ids[scored].long(), batch.top_logp[scored], sampling, functools.partial(distance, beta=beta)
+    top, distance = (batch.top_ids[scored].long(), batch.top_logp[scored]), functools.partial(distance, beta=beta)
+    args = (*top, sampling.temperature, distance)
     logp, entropy, gap, student = run_on_responses(policy, batch, _student_head, *args)
     teacher = batch.top_logp.exp().sum(-1)
     return logp, entropy, gap, {"distillation/student_mass": student, "distillation/teacher_mass": teacher}
 
 
-def _student_head(
-    model: nn.Module,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    ids: torch.Tensor,
-    teacher: torch.Tensor,
-    sampling: Sampling,
-    distance: Callable,
-) -> tuple[torch.Tensor, ...]:
-    chunk = functools.partial(checkpoint, _student_chunk, use_reentrant=False)
-    found = [chunk(model, *part, sampling.temperature, distance) for part in _chunks(hidden, targets, ids, teacher)]
-    return tuple(torch.cat(x) for x in zip(*found, strict=True))
+def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
+    """hidden (R, H), targets (R,), ids and teacher's log-probs (R, K) -> four tensors (R,), see `token_distances`."""
 
+    def chunk(h: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logps = logits_of(model, h, temperature).log_softmax(-1)  # (C, V)
+        student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
+        entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
+        both = (student, teacher.to(student.dtype))
+        gap = distance(*(both if is_all else map(with_rest, both)))
+        return logps.gather(-1, y[:, None])[:, 0], entropy, gap, student.detach().exp().sum(-1)
 
-def _student_chunk(model, hidden, targets, ids, teacher, temperature, distance):
-    """hidden (C, H), targets (C,), ids and teacher's log-probs (C, K) -> four tensors (C,), see `token_distances`."""
-    logps = logits_of(model, hidden, temperature).log_softmax(-1)  # (C, V)
-    student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
-    entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
-    both = (student, teacher.to(student.dtype))
-    gap = distance(*(both if is_all else map(with_rest, both)))
-    return logps.gather(-1, targets[:, None])[:, 0], entropy, gap, student.detach().exp().sum(-1)
+    return in_chunks(functools.partial(checkpoint, chunk, use_reentrant=False), hidden, targets, ids, teacher)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

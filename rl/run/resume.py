@@ -9,13 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.flags import flat, free, spelled
+from rl.model.checks import PROBE
 from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
 from rl.run.tracking import without_secrets
-
-PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # text of many kinds
 
 
 def choose(

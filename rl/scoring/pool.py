@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl import stop
@@ -98,17 +97,6 @@ class Ticket(NamedTuple):
     tasks: list[int]  # numbers of what the workers got, one or more responses each
 
 
-class RewardModel(NamedTuple):
-    """A learned reward that joins the functions' sum, see `reward_model.add_scores`."""
-
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    coef: float
-    max_length: int
-    max_tokens_per_gpu: int
-    ranks: Ranks
-
-
 class Scorer:
     """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` their scores.
 
@@ -151,7 +139,7 @@ class Scorer:
         self.total = 0  # tasks ever submitted
         self.open: set[int] = set()  # numbers of those that were not collected
         self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
-        self.reward_model: RewardModel | None = None  # joins the functions, see `add_reward_model`
+        self.reward_model: reward_model.RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
         self.components: set[str] = set()  # names of parts of the scores that `check` saw
         self.broken: Exception | None = None  # why a thread gave up: a process could not be started, or our own bug
@@ -208,7 +196,7 @@ class Scorer:
         if self.reward_model is None or stop.requested(self.reward_model.ranks.group):
             return scores
         rows = [ticket.row for ticket in tickets]
-        return reward_model.add_scores(*self.reward_model, rows, samples, scores, alone=not self.functions)
+        return reward_model.add_scores(self.reward_model, rows, samples, scores, alone=not self.functions)
 
     def add_reward_model(self, rewards: Rewards, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
         """Load --reward-model, if there is one, onto the host: its score joins those of the functions from here on.
@@ -224,7 +212,7 @@ class Scorer:
         offload(model)
         tokenizer = load_tokenizer(path, flag="--reward-model")
         coef, max_length = rewards.reward_model_coef, rewards.reward_model_max_length
-        self.reward_model = RewardModel(model, tokenizer, coef, max_length, max_tokens, ranks)
+        self.reward_model = reward_model.RewardModel(model, tokenizer, coef, max_length, max_tokens, ranks)
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
         """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers_data import ranks_without_group, update
+from helpers_data import ranks_without_group
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, Qwen2ForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -29,7 +29,6 @@ from rl.data.types import Sample, Score, take_rows
 from rl.flags import build
 from rl.model import logprobs, reward_model, sharding
 from rl.ranks import init_ranks
-from rl.scoring.pool import RewardModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,7 +150,7 @@ def test_the_head_runs_in_float32_on_bfloat16_states(judge):
 
 def test_fixed_scores_fill_their_own_rows(packed, plain):
     batch = make_batch()
-    scores = reward_model.fixed_scores(packed, batch, [update([7, 0], []), update([3])], device=CPU)
+    scores = reward_model.fixed_scores(packed, batch, [[7, 0], [], [3]])
     expected = one_by_one(plain, batch).detach().float()
     torch.testing.assert_close(scores[[0, 3, 7]], expected[[0, 3, 7]], rtol=0, atol=1e-6)
     assert not scores.requires_grad and not scores[[1, 2, 4, 5, 6]].any()
@@ -175,9 +174,10 @@ def test_conversations_are_rendered_by_the_models_own_template(judge, packed, ca
     tokenizer = AutoTokenizer.from_pretrained(judge)
     ranks = ranks_without_group(dtype=torch.float64)
     limits = dict(max_length=100, max_tokens_per_gpu=budget, ranks=ranks)
-    scores = reward_model.score_conversations(packed, tokenizer, worker.PROMPTS, worker.RESPONSES, **limits)
+    learned = reward_model.RewardModel(packed, tokenizer, 1.0, **limits)
+    scores = reward_model.score_conversations(learned, worker.PROMPTS, worker.RESPONSES)
     assert scores == pytest.approx(rendered_scores(judge), abs=1e-6) and capsys.readouterr().err == ""
-    assert reward_model.score_conversations(packed, tokenizer, [], [], **limits) == []
+    assert reward_model.score_conversations(learned, [], []) == []
 
 
 def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, capsys):
@@ -185,7 +185,8 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
     lengths = [len(tokenizer(text)["input_ids"]) for text in RENDERED]
     assert lengths == [7, 42, 28]
     limits = dict(max_length=28, max_tokens_per_gpu=100, ranks=ranks_without_group(dtype=torch.float64))
-    scores = reward_model.score_conversations(packed, tokenizer, worker.PROMPTS, worker.RESPONSES, **limits)
+    learned = reward_model.RewardModel(packed, tokenizer, 1.0, **limits)
+    scores = reward_model.score_conversations(learned, worker.PROMPTS, worker.RESPONSES)
     assert scores == pytest.approx(rendered_scores(judge, last=28), abs=1e-6)
     assert "1 of 3 conversations have more than 28 tokens" in capsys.readouterr().err
 
@@ -334,8 +335,8 @@ def add_learned(judge, monkeypatch, learned, scores, *, alone):
     monkeypatch.setattr(reward_model, "score_conversations", lambda *_, **__: learned)
     samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * len(scores)
     rest = dict(coef=2.0, max_length=8, max_tokens_per_gpu=8, ranks=ranks_without_group())
-    learned_reward = RewardModel(load_packed(judge, torch.float32), None, **rest)
-    return reward_model.add_scores(*learned_reward, [{"row_index": 0, "prompt": "p"}], samples, scores, alone=alone)
+    learned_reward = reward_model.RewardModel(load_packed(judge, torch.float32), None, **rest)
+    return reward_model.add_scores(learned_reward, [{"row_index": 0, "prompt": "p"}], samples, scores, alone=alone)
 
 
 def test_the_accuracy_stays_that_of_the_functions_beside_a_reward_model(judge, monkeypatch):
@@ -523,18 +524,9 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
     reward_model.check_reward_model(str(folder))
     packed, tokenizer = load_packed(folder, torch.float32), AutoTokenizer.from_pretrained(folder)
     rows = pq.read_table(task["val_files"][0]).to_pylist()
-    scores = [
-        reward_model.score_conversations(
-            packed,
-            tokenizer,
-            [row["prompt"] for row in rows],
-            [row[side] for row in rows],
-            max_length=64,
-            max_tokens_per_gpu=1000,
-            ranks=ranks_without_group(),
-        )
-        for side in ("chosen", "rejected")
-    ]
+    learned = reward_model.RewardModel(packed, tokenizer, 1.0, 64, 1000, ranks_without_group())
+    prompts, sides = [row["prompt"] for row in rows], ("chosen", "rejected")
+    scores = [reward_model.score_conversations(learned, prompts, [row[side] for row in rows]) for side in sides]
     last = [x for x in h.read_jsonl(trained / "metrics.jsonl") if "val/loss" in x][-1]
     assert last["val/accuracy"] == pytest.approx(sum(c > r for c, r in zip(*scores, strict=True)) / 200)
     nll = [math.log1p(math.exp(r - c)) for c, r in zip(*scores, strict=True)]

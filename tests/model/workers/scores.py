@@ -68,16 +68,12 @@ def measure(path: str, batch: Batch, ranks: Ranks) -> dict:
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     count = 3 if ranks.is_main else 0  # rank 0 has three micro-batches, another one none
-    limits = dict(max_length=100, max_tokens_per_gpu=10, ranks=ranks)
-    results["scores"] = [
-        reward_model.score_conversations(model, tokenizer, PROMPTS[:count], RESPONSES[:count], **limits)
-    ]
+    judge = reward_model.RewardModel(model, tokenizer, 1.0, max_length=100, max_tokens_per_gpu=10, ranks=ranks)
+    results["scores"] = [reward_model.score_conversations(judge, PROMPTS[:count], RESPONSES[:count])]
     for _ in range(2):
         offload(model)
         onload(model, ranks.device)
-        results["scores"].append(
-            reward_model.score_conversations(model, tokenizer, PROMPTS[:count], RESPONSES[:count], **limits)
-        )
+        results["scores"].append(reward_model.score_conversations(judge, PROMPTS[:count], RESPONSES[:count]))
     return results
 
 
