@@ -81,38 +81,39 @@ DISTILL = "train_distill.py --teacher-model TEACHER --distill-top-k 8 --train-ba
 PRIME = "train_prime.py --prm-lr 1e-4"
 LOSSES = {
     "ppo_clip": f"train_grpo.py {FOUR_UPDATES}",
-    "gspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
+    "gspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode gspo --loss-agg-mode seq-mean-token-mean "
     "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
-    "cispo": f"train_grpo.py {FOUR_UPDATES} --loss-mode cispo --clip-ratio-low 1",
-    "sapo": f"train_grpo.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean",
-    "gmpo": f"train_grpo.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
+    "cispo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode cispo --clip-ratio-low 1",
+    "sapo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode sapo --loss-agg-mode seq-mean-token-mean",
+    "gmpo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode gmpo --loss-agg-mode seq-mean-token-mean "
     "--clip-ratio-low 0.4 --clip-ratio-high 0.4",
-    "policy_gradient": f"train_grpo.py {FOUR_UPDATES} --loss-mode policy_gradient",
-    "dppo_tv": f"train_grpo.py {FOUR_UPDATES} --loss-mode dppo_tv --clip-ratio-c 20",
-    "dppo_kl": f"train_grpo.py {FOUR_UPDATES} --loss-mode dppo_kl --clip-ratio-low 0.05 --clip-ratio-high 0.05 "
-    "--clip-ratio-c 20",
-    "luspo": f"train_grpo.py {FOUR_UPDATES} --loss-mode luspo --loss-agg-mode seq-mean-token-sum "
+    "policy_gradient": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode policy_gradient",
+    "dppo_tv": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode dppo_tv --clip-ratio-c 20",
+    "dppo_kl": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode dppo_kl --clip-ratio-low 0.05 "
+    "--clip-ratio-high 0.05 --clip-ratio-c 20",
+    "luspo": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode luspo --loss-agg-mode seq-mean-token-sum "
     "--clip-ratio-low 3e-4 --clip-ratio-high 4e-4",
-    "clip_cov": f"train_grpo.py {FOUR_UPDATES} --loss-mode clip_cov --clip-cov-ratio 0.02 --clip-cov-lb 0.1",
-    "kl_cov": f"train_grpo.py {FOUR_UPDATES} --loss-mode kl_cov --kl-cov-ratio 0.02",
+    "clip_cov": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode clip_cov --clip-cov-ratio 0.02 --clip-cov-lb 0.1",
+    "kl_cov": f"train_grpo_variants.py {FOUR_UPDATES} --loss-mode kl_cov --kl-cov-ratio 0.02",
 }
 # Prompts of eight steps are sampled at a time, so that most responses are from one to seven steps old.
 STALE = f"{DAPO} --no-filter-groups --gen-batch-size 256 --overlong-buffer-len 0 --clip-ratio-high 0.2"
 RUNS = {
     "advantage estimators, one update a step": {
         "grpo": "train_grpo.py --save-freq -1",  # its last step, the teacher of others
-        "dr_grpo": "train_grpo.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
-        "rloo": "train_grpo.py --adv-estimator rloo",
-        "opo": "train_grpo.py --adv-estimator opo",
-        "gpg": "train_grpo.py --adv-estimator gpg --loss-mode policy_gradient",
-        "reinforce_plus_plus_baseline": "train_grpo.py --adv-estimator reinforce_plus_plus_baseline",
-        "grpo_batch": "train_grpo.py --adv-estimator grpo_batch",
-        "grpo_passk": "train_grpo.py --adv-estimator grpo_passk",
-        "max_rl": "train_grpo.py --adv-estimator max_rl",
-        "gdpo": "train_grpo.py --adv-estimator gdpo --gdpo-reward-keys gsm8k length_penalty "
+        "dr_grpo": "train_grpo_variants.py --adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
+        "rloo": "train_grpo_variants.py --adv-estimator rloo",
+        "opo": "train_grpo_variants.py --adv-estimator opo",
+        "gpg": "train_grpo_variants.py --adv-estimator gpg --loss-mode policy_gradient",
+        "reinforce_plus_plus_baseline": "train_grpo_variants.py --adv-estimator reinforce_plus_plus_baseline",
+        "grpo_batch": "train_grpo_variants.py --adv-estimator grpo_batch",
+        "grpo_passk": "train_grpo_variants.py --adv-estimator grpo_passk",
+        "max_rl": "train_grpo_variants.py --adv-estimator max_rl",
+        "gdpo": "train_grpo_variants.py --adv-estimator gdpo --gdpo-reward-keys gsm8k length_penalty "
         "--gdpo-reward-weights 1 0.5 --custom-reward-function rewards/gsm8k.py rewards/length_penalty.py:overlong:0.5",
-        "top_entropy": "train_grpo.py --top-entropy-quantile 0.2",
-        "unbiased_kl": f"train_grpo.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased --kl-loss-coef 0.01",
+        "top_entropy": "train_grpo_variants.py --top-entropy-quantile 0.2",
+        "unbiased_kl": f"train_grpo_variants.py {FOUR_UPDATES} --use-kl-loss --kl-loss-type unbiased "
+        "--kl-loss-coef 0.01",
     },
     "losses, four updates a step": LOSSES,
     "the same with learning rate 3e-5": {f"{name}_3e-5": f"{flags} --lr 3e-5" for name, flags in LOSSES.items()},

@@ -97,7 +97,7 @@ RUNS = {
     "GRPO with less memory": {
         **{f"lora_{rank}": f"train_grpo.py --lora-rank {rank} --lr 1e-4" for rank in (1, 8, 32)},
         "lora_8_lr_3e-5": "train_grpo.py --lora-rank 8 --lr 3e-5",
-        "fp8": "train_grpo.py --rollout-quantization fp8",
+        "fp8": "train_grpo.py --rollout-quantization fp8 --rollout-is token",
     },
     "GRPO with one setting changed": {
         "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",

@@ -220,7 +220,7 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     ranks = init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = encode_prompts(tokenizer, read_rows(args.train_files), max_prompt_length=args.max_prompt_length)
+    rows = encode_prompts(tokenizer, read_rows(args.data.train_files), max_prompt_length=args.max_prompt_length)
     engine = vllm.Engine(
         args.model,
         ranks,

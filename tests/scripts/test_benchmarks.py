@@ -4,11 +4,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import statistics
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import matplotlib
@@ -19,13 +21,14 @@ import torch
 import tyro
 from helpers_scripts import read_jsonl
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
 import sft
 import train_dapo
 import train_distill
 import train_dpo
 import train_grpo
+import train_grpo_variants
 import train_ppo
 import train_prime
 import train_reinforce
@@ -46,12 +49,29 @@ from benchmarks.tables import RESULTS
 from data import arithmetic
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
+from rl.flags import change, flat
 from rl.model import lora
+from rl.run.arguments import check
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+MODULES = (
+    train_grpo, train_grpo_variants, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill, sft
+)  # fmt: skip
+SCRIPTS = {f"{x.__name__}.py": x.Args for x in MODULES}
 SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+
+
+def flags_of(script: str, words: list[str], model: str) -> SimpleNamespace:
+    """The flags that a command line gives a script, with the script's name.
+
+    Raises what the script would refuse if its model were `model`.
+    """
+    args = tyro.cli(SCRIPTS[script], args=words, config=(tyro.conf.OmitArgPrefixes,))
+    if "--rollout-quantization" not in words or torch.cuda.is_available():
+        check(change(args, model=model))
+    return SimpleNamespace(script=script, **flat(args))
 
 
 def test_train_flops_by_hand():
@@ -208,18 +228,15 @@ def test_without_trl_the_comparison_says_how_to_install_it(tmp_path):
 # --- learning.py
 
 
-def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path):
+def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among_them(tmp_path, tiny_model):
     args = learning.Args(work_dir=tmp_path)
-    modules = train_grpo, train_ppo, train_dapo, train_reinforce, train_dpo, train_distill, train_prime
-    scripts = {f"{x.__name__}.py": x for x in modules}
     parsed = {}
     teacher = f"{tmp_path}/easy/grpo/seed_0/global_step_60/huggingface"
     first, *jobs = learning.jobs_of(args, "model", learning.NAMES, (3,))
     assert (first.name, first.seed) == ("grpo", 0) and "--save-freq -1" in first.command  # it makes the teacher
     for job in jobs:
-        script, *flags = job.command.split()
-        x = parsed[job.name] = tyro.cli(scripts[script].Args, args=flags)
-        scripts[script].validate(x)
+        script, *words = job.command.split()
+        x = parsed[job.name] = flags_of(script, words, tiny_model)
         assert (
             x.seed == 3 and x.model == "model" and x.default_local_dir == str(tmp_path / "easy" / job.name / "seed_3")
         )
@@ -229,14 +246,18 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
         assert x.total_training_steps == 60
         assert (str(job.needs) if job.needs else None) == getattr(x, "teacher_model", None)
         assert job.needs is None or str(job.needs) == teacher
-    for script in (train_grpo, train_reinforce):
-        assert {x.adv_estimator for x in parsed.values() if isinstance(x, script.Args)} == set(script.ADVANTAGES)
-    losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_grpo.Args) and x.ppo_mini_batch_size == 8}
-    assert losses == set(train_grpo.LOSSES)
-    losses = {x.loss_type for x in parsed.values() if isinstance(x, train_dpo.Args)}
-    assert losses == set(train_dpo.LOSSES)
-    losses = {x.loss_mode for x in parsed.values() if isinstance(x, train_distill.Args)}
-    assert losses == set(train_distill.DISTANCES)
+
+    def values(script, flag):
+        return {vars(x)[flag] for x in parsed.values() if x.script == script}
+
+    default = {"grpo", "ppo_clip"}  # of train_grpo.py
+    assert values("train_grpo_variants.py", "adv_estimator") == set(train_grpo_variants.ADVANTAGES)
+    assert values("train_grpo_variants.py", "loss_mode") | default >= set(train_grpo_variants.LOSSES)
+    assert values("train_reinforce.py", "adv_estimator") == {
+        "reinforce_plus_plus", "remax", "optimal_token_baseline"
+    }  # fmt: skip
+    assert values("train_dpo.py", "loss_type") == set(train_dpo.LOSSES)
+    assert values("train_distill.py", "loss_mode") == set(train_distill.DISTANCES)
     # One part of DAPO is off in each of the four.
     parts = ("clip_ratio_high", "loss_agg_mode", "filter_groups", "overlong_buffer_len")
     off = [name for name in parsed if name.startswith("dapo_no")]
@@ -256,9 +277,10 @@ def test_responses_are_counted_until_each_step():
     assert learning.responses_by_step(lines, config) == {0: 0, 1: 24, 2: 24}
 
 
-def test_trl_has_the_settings_of_our_run(tmp_path):
+def test_trl_has_the_settings_of_our_run(tmp_path, tiny_model):
     args = learning.Args(work_dir=tmp_path)
-    ours = tyro.cli(train_grpo.Args, args=learning.jobs_of(args, "m", ["grpo"], (5,))[0].command.split()[1:])
+    script, *words = learning.jobs_of(args, "m", ["grpo"], (5,))[0].command.split()
+    ours = flags_of(script, words, tiny_model)
     trl = learning_trl.settings(learning_trl.Args(), "trl", 5, tmp_path)
     same = {
         "learning_rate": ours.lr,
@@ -275,7 +297,7 @@ def test_trl_has_the_settings_of_our_run(tmp_path):
         "seed": ours.seed,
     }
     assert {name: trl[name] for name in same} == same
-    assert ours.loss_agg_mode == "token-mean" and trl["loss_type"] == "dapo"  # two names of one thing
+    assert script == "train_grpo.py" and trl["loss_type"] == "dapo"  # TRL's name for the mean over all tokens
     assert learning_trl.Args().test_freq == ours.test_freq
     for variant, changed in learning_trl.VARIANTS.items():
         other = learning_trl.settings(learning_trl.Args(), variant, 5, tmp_path)
@@ -466,18 +488,17 @@ def test_pretrained_gain_in_standard_errors_by_hand():
     assert pretrained.table([alone, run], 100).endswith("| 0.200 | 0.500, 0.500 | 4.7, 4.7 | 20 | 10,240 | -, 2.50 |")
 
 
-def test_pretrained_flags_are_those_of_their_scripts():
+def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     """Every run of RUNS and both SFTs parse, and TRL's settings make the same updates of the same size."""
-    modules = train_grpo, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill
-    scripts = {f"{x.__name__}.py": x for x in modules}
+    model = str(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = AutoConfig.from_pretrained(model, max_position_embeddings=2048)  # as many as its responses need
+    config.save_pretrained(model)
     seen = set()
     for task in pretrained.TASKS:
         for job in pretrained.jobs_of(pretrained.Args(task=task), "model"):
             script, *words = job.command.split()
-            if script in scripts:
-                args = tyro.cli(scripts[script].Args, args=words)
-                if args.rollout_quantization == "none" or torch.cuda.is_available():
-                    scripts[script].validate(args)
+            if script in SCRIPTS:
+                args = flags_of(script, words, model)
                 seen.add((script, args.train_batch_size * args.rollout_n))
             else:
                 trl, others = tyro.cli(pretrained_trl.Args, args=words, return_unknown_args=True)
@@ -486,8 +507,12 @@ def test_pretrained_flags_are_those_of_their_scripts():
                 assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 16 * 8
                 assert found["per_device_train_batch_size"] * found["steps_per_generation"] == 64 * 8
                 assert found["learning_rate"] == 1e-5 and others  # flags that TRL has no use for
-        tyro.cli(sft.Args, args=f"--model m --train-files x {pretrained.TASKS[task].sft}".split())
-    assert seen == {(script, 256 if script == "train_ppo.py" else 512) for script in scripts}
+        flags_of("sft.py", f"--model m --train-files x {pretrained.TASKS[task].sft}".split(), model)
+    assert seen == {
+        (script, 256 if script == "train_ppo.py" else 512)
+        for script in SCRIPTS
+        if script not in ("sft.py", "train_grpo_variants.py")
+    }
 
 
 def test_pretrained_reports_runs_that_were_ended_early(tmp_path):
