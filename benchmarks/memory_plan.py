@@ -18,7 +18,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import SHAPES  # noqa: E402
 from rl.flags import AtLeast1, check_limits
-from rl.model.sharding import PIECE
 
 VOCABULARY = 151936
 GIB = 2**30
@@ -105,8 +104,8 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
 
     P parameters, a of them adapters, N GPUs, bytes:
         weights     4 P / N                  LoRA: (2 P + 4 a) / N
-        AdamW       8 P / N                  LoRA: 8 a / N           on the host with an offload, but for one piece of
-                    512 MiB in a step, or of one parameter if that is larger: the embedding has 8 V H / N
+        AdamW       8 P / N                  LoRA: 8 a / N           on the host with an offload, but for those of one
+                    parameter in a step: the embedding has 8 V H / N
         gradients   4 P / N                  LoRA: 4 a / N
         gathered    2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers); and with --param-offload the gradients of the
                     root and of a layer, 6 + 4 / N bytes each: in bf16, in float32, and this rank's part of their sum
@@ -140,7 +139,7 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     stepping = 0 if flags.param_offload else moments
     if flags.optimizer_offload:
         largest = max(VOCABULARY * size.hidden, *(a * b for a, b in zip(size.inputs, size.outputs, strict=True)))
-        stepping = min(stepping, max(PIECE, 8 * largest / gpus))
+        stepping = min(stepping, 8 * largest / gpus)
     reduced = 0 if flags.param_offload else gradients
     host = moments if flags.param_offload or flags.optimizer_offload else 0
     if flags.param_offload:

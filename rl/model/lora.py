@@ -2,9 +2,9 @@
 
     y = W x + B A x * alpha / r        W (out, in) is frozen; A (r, in) begins random, B (out, r) begins as zero
 
-So training begins at the model as it was, its *base*, and only A and B have gradients and optimizer states. With the
-adapters switched off the model is its base again, which is how a reference costs no second model. Engines and exports
-get one weight, W + B A * alpha / r. Names of parameters and files are those of PEFT, which can load what is saved.
+Training begins at the model as it was, its *base*, and only A and B have gradients and optimizer states. With the
+adapters switched off the model is its base again, so that a reference costs no second model. Engines and exports get
+one weight, W + B A * alpha / r. Names of parameters and files are those of PEFT, which can load what is saved.
 
 Source: Hu et al. 2021, arXiv 2106.09685.
 """
@@ -42,7 +42,7 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a model knows of its adapters, as its attribute `lora`."""
+    """A model's attribute `lora`."""
 
     rank: int
     alpha: int
@@ -74,9 +74,9 @@ class Adapted(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in) -> (..., out).
 
-        W x is added to the adapter's part before it is rounded. If it were rounded to bfloat16 first, an adapter's part
-        of less than half the distance to the next number would be lost. A bias comes last, with a rounding of its own.
-        Without its adapter a layer adds zeros, so that a reference is rounded as the policy is.
+        W x and the adapter's part are added before they are rounded. If W x were rounded to bfloat16 first, a small
+        adapter's part would be lost. A bias is added after that, with a rounding of its own. Without its adapter a
+        layer adds zeros, so that a reference is rounded as the policy is.
         """
         if self.is_on:
             added = self.lora_B(self.lora_A(x)) * self.scaling
@@ -89,7 +89,7 @@ class Adapted(nn.Linear):
 def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
     """Names of the linear layers that `targets` means; never the head, which stands directly below the model.
 
-    Raises ValueError naming the target, and what there is, if one of them means no layer.
+    Raises ValueError, which names the target and what there is, if one of them means no layer.
     """
     linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
     kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
@@ -99,17 +99,11 @@ def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model"
         raise ValueError(f"--target-modules names no layer; give all-linear, or some of {kinds}")
     if list(targets) == [ALL]:
         return linear
-    for target in targets:
-        if not any(_is_called(name, target) for name in linear):
-            raise ValueError(
-                f"--target-modules {target}: no linear layer of {flag}, apart from its head, is called so; give "
-                f"all-linear alone, or some of {kinds}"
-            )
-    return [name for name in linear if any(_is_called(name, target) for target in targets)]
-
-
-def _is_called(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
+    found = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    if absent := [target for target, names in found.items() if not names]:
+        problem = f"no linear layer of {flag}, apart from its head, is called so"
+        raise ValueError(f"--target-modules {absent[0]}: {problem}; give all-linear alone, or some of {kinds}")
+    return [name for name in linear if any(name in names for names in found.values())]
 
 
 def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = False) -> None:
@@ -130,10 +124,7 @@ def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = Fa
 
 
 def hash_of(model: nn.Module) -> str:
-    """sha256 of the names and values of all parameters of a model on the host.
-
-    It is the same in every precision that holds the values exactly.
-    """
+    """sha256 of the names and values of a model's parameters on the host, in whatever precision holds them exactly."""
 
     def digest(item: tuple[str, torch.Tensor]) -> bytes:
         name, x = item
@@ -150,23 +141,9 @@ def is_adapter(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
-    """Meanwhile a model computes what its base would."""
-    layers = [x for x in model.modules() if isinstance(x, Adapted)]
-    for layer in layers:
-        layer.is_on = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.is_on = True
-
-
-@contextlib.contextmanager
 def watched(model: nn.Module, *, flag: str = "--model") -> Iterator[None]:
-    """Meanwhile a model with adapters must run. Raises ValueError at the end if a layer that has one was not called.
-
-    Such a model takes the layer's weight and multiplies by itself, so that the adapter would have no effect.
+    """The model must run meanwhile. Raises ValueError at the end if a layer with an adapter was not called: the model
+    has multiplied by the layer's weight itself, so that the adapter would have no effect.
     """
     layers = {name: x for name, x in model.named_modules() if isinstance(x, Adapted)}
     idle = dict.fromkeys(layers)
@@ -190,18 +167,24 @@ class Base:
 
     def __init__(self, model: nn.Module):
         self.model, self.packed = model, replace(model.packed, forward=self._forward)
-        self.parameters, self.modules = model.parameters, model.modules  # which are shared
+        self.parameters, self.modules = model.parameters, model.modules  # both models share them
 
     def _forward(self, *args: Any) -> Any:
-        with switched_off(self.model):
+        layers = [x for x in self.model.modules() if isinstance(x, Adapted)]
+        for layer in layers:
+            layer.is_on = False
+        try:
             return self.model.packed.forward(*args)
+        finally:
+            for layer in layers:
+                layer.is_on = True
 
 
 def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) pairs as they are without adapters: W + B A * alpha / r in the place of W, A and B.
+    """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B; other tensors pass.
 
-    The sum is taken in float32 at least, and then becomes what W is: bfloat16 by `rounded`, others the nearest. Other
-    tensors pass. Raises RuntimeError if parts of an adapted layer have not come when all have passed.
+    The sum is taken in float32 at least, and gets the type of W: bfloat16 by `rounded`, others by the nearest number.
+    Raises RuntimeError if W, A or B of a layer has not come at the end.
     """
     scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in scaling}
@@ -224,14 +207,14 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x (float32) in bfloat16, some entries rounded up and others down, so that their mean is right.
+    """x (float32) in bfloat16 by stochastic rounding: entries are rounded up or down so that their mean is right.
 
-    W itself is a number of bfloat16. So W + change, rounded to the nearest, is W again if the change is less than half
-    the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic rounding
-    goes away from zero with the probability (|x| - below) / (above - below). This keeps changes on average, and leaves
-    numbers that bfloat16 has as they are (Gupta et al. 2015, arXiv 1502.02551). Entry i has the fractional part of
-    1/2 + i * 0.618... (the golden ratio) in place of a random number: these parts are spread evenly, and are the same
-    at every push, in files and on every device. NaN stays NaN.
+    W is a number of bfloat16. W + change, rounded to the nearest number, would be W again if the change is less than
+    half the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic
+    rounding goes away from zero with the probability (|x| - below) / (above - below), which keeps changes on average,
+    and numbers of bfloat16 as they are (Gupta et al. 2015, arXiv 1502.02551). In place of a random number, entry i has
+    the fractional part of 1/2 + i * 0.618... (the golden ratio): evenly spread, and the same at every push, in files
+    and on every device. NaN stays NaN.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     product = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
@@ -241,25 +224,15 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host.
-
-    Of `weights` only adapters, and a score head if there is one, are taken.
+    """Write adapter_config.json and adapter_model.safetensors for PEFT: the adapters, and a score head if there is one,
+    among `weights`, whole tensors by name on the host.
     """
     folder.mkdir(parents=True)
     own, is_lm = model.lora, model.can_generate()
-    config = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM" if is_lm else "SEQ_CLS",
-        base_model_name_or_path=own.base,
-        r=own.rank,
-        lora_alpha=own.alpha,
-        target_modules=list(own.targets),
-        modules_to_save=None if is_lm else ["score"],
-        lora_dropout=0.0,
-        bias="none",
-        fan_in_fan_out=False,
-        inference_mode=True,
-    )
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM" if is_lm else "SEQ_CLS", base_model_name_or_path=own.base)
+    config |= dict(r=own.rank, lora_alpha=own.alpha, target_modules=list(own.targets))
+    config |= dict(modules_to_save=None if is_lm else ["score"], lora_dropout=0.0, bias="none")
+    config |= dict(fan_in_fan_out=False, inference_mode=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
     saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
     saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}

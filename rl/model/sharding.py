@@ -27,7 +27,6 @@ from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
 
 GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in bfloat16
-PIECE = 2**29  # bytes of moments that come to a GPU at a time
 
 # By default torch compiles micro-batches below 4,096 tokens once more, ten seconds in the middle of a run, because it
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
@@ -43,7 +42,7 @@ class Memory:
     activation_checkpointing: Free[Literal["none", "selective", "full"]] = "selective"
     fsdp_size: Free[int | None] = None  # ranks that share one copy of the model, e.g. a machine's GPUs; default: all
     compile: Free[bool] = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
-    # keep AdamW's moments in host memory; in its step they pass through the GPU, a few hundred MB at a time
+    # keep AdamW's moments in host memory; in its step they pass through the GPU, those of one parameter at a time
     optimizer_offload: Free[bool] = False
     # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
     param_offload: Free[bool] = False
@@ -155,20 +154,14 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
 
-    Call it when no graph waits for its backward pass. Neither this nor `onload` does anything to a model that `shard`
-    has left on the host.
+    Call it when no graph waits for its backward pass. `onload` undoes it, bit by bit.
     """
-    _move(model, optimizer, torch.device("cpu"))
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    onload(model, torch.device("cpu"), optimizer)
+    torch.cuda.empty_cache()
 
 
 def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Undo `offload`, bit by bit: move a model, and its optimizer's state, to the device that it was sharded on."""
-    _move(model, optimizer, device)
-
-
-def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """Move a sharded model, and its optimizer's state, to a device; not a model that `shard` has left on the host."""
     if model.packed.on_host:
         return
     model.to(device)
@@ -205,61 +198,42 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> None:
     """From now on the moments of an optimizer are in host memory, pinned if `device` is a GPU. That changes no bit.
 
-    A step goes through the pieces of `moment_pieces`: the moments of a piece come to the device, AdamW steps the
-    parameters of this piece, and the moments go back.
+    A step goes from parameter to parameter: its moments come to the device, AdamW steps it, and its moments go back.
     """
     own_step = optimizer.step
     homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # by parameter and kind of moment
 
-    def move(piece: list[torch.Tensor], *, home: bool) -> None:
-        for x in piece:
-            for kind, moment in optimizer.state.get(x, {}).items():
-                if kind == "step":  # a number
-                    continue
-                own = own_part(moment)
-                if (x, kind) not in homes:
-                    homes[x, kind] = _pinned(own, device)
-                own = homes[x, kind].copy_(own) if home else own.to(device, copy=True)
-                optimizer.state[x][kind] = with_part(moment, own)
+    def move(x: torch.Tensor, *, home: bool) -> None:
+        for kind, moment in optimizer.state.get(x, {}).items():
+            if kind == "step":  # a number
+                continue
+            own = own_part(moment)
+            if (x, kind) not in homes:
+                homes[x, kind] = _pinned(own, device)
+            own = homes[x, kind].copy_(own) if home else own.to(device, copy=True)
+            optimizer.state[x][kind] = with_part(moment, own)
 
     def step() -> None:
         grads = {x: x.grad for group in optimizer.param_groups for x in group["params"] if x.grad is not None}
         for x in grads:
             x.grad = None
-        for piece in moment_pieces(grads):
-            move(piece, home=False)
-            for x in piece:
-                x.grad = grads[x]
+        for x, grad in grads.items():
+            move(x, home=False)
+            x.grad = grad
             own_step()
-            for x in piece:
-                x.grad = None
-            move(piece, home=True)
+            x.grad = None
+            move(x, home=True)
         for x, grad in grads.items():
             x.grad = grad
 
-    for piece in moment_pieces(optimizer.state):
-        move(piece, home=True)
+    for x in optimizer.state:
+        move(x, home=True)
     optimizer.step = step
 
 
-def moment_pieces(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split parameters, in their order, so that the two moments of a piece have at most PIECE bytes on this rank, or
-    belong to one parameter.
-    """
-    pieces, room = [], 0
-    for x in parameters:
-        size = 2 * own_bytes([x])
-        if not pieces or size > room:
-            pieces.append([])
-            room = PIECE
-        pieces[-1].append(x)
-        room -= size
-    return pieces
-
-
 def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:
-    """The most bytes of moments that a step of `keep_moments_on_host` has on the device: those of the largest piece."""
-    return max((2 * own_bytes(piece) for piece in moment_pieces(parameters)), default=0)
+    """The most bytes of moments that a step of `keep_moments_on_host` has on the device: both of one parameter."""
+    return max((2 * own_part(x).nbytes for x in parameters), default=0)
 
 
 def _pinned(like: torch.Tensor, device: torch.device) -> torch.Tensor:

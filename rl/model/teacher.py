@@ -1,7 +1,7 @@
 """Teachers of train_distill.py: a model on the ranks, or one behind a vLLM server; and the student's distance to it.
 
-Either says two things of every sampled token: how likely it was to the teacher, and which K tokens were the teacher's
-likeliest there, with their log-probs. These are constants, so they are asked for once a step, before the updates.
+Once a step, before the updates, a teacher gives the log-prob of every sampled token, and at its place the K likeliest
+tokens with their log-probs.
 """
 
 import concurrent.futures
@@ -11,7 +11,6 @@ import json
 import math
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +25,9 @@ from rl.data.batching import Update
 from rl.data.types import Batch, Sampling
 from rl.flags import Free, PositiveFinite
 from rl.formulas.distillation import with_rest
+from rl.model import logprobs
 from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
 from rl.model.load import load_policy
-from rl.model.logprobs import (
-    FULL,
-    in_chunks,
-    logits_of,
-    over_micro_batches,
-    run_on_responses,
-    sampled_positions,
-    token_logprobs,
-)
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
@@ -58,9 +49,9 @@ class Teacher:
 def check_teacher(
     flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
 ) -> None:
-    """Raise ValueError, before a model is loaded, if the teacher of --teacher-model or --teacher-url cannot score what
-    the `student` (id or folder) samples: it has another tokenizer, too few positions for `longest` tokens, or a server
-    that refuses log-probs of the `top_k` likeliest tokens of a prompt. RuntimeError if a server does not answer.
+    """Raise ValueError, before a model is loaded, if the teacher cannot score what the `student` (id or folder)
+    samples: it has another tokenizer, too few positions for `longest` tokens, or its server refuses log-probs of the
+    `top_k` likeliest tokens of a prompt. RuntimeError if a server does not answer.
     """
     if flags.teacher_url is None:
         check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
@@ -68,30 +59,27 @@ def check_teacher(
         check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
         return
     ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    found = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
+    found, where = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}), _flag(flags)
     if found.get("tokens") != ids:
+        problem = f"its tokenizer is not that of --model {student}, so it would misread every token"
+        raise ValueError(f"{where}: {problem}; choose a teacher of the same family")
+    if (limit := found.get("max_model_len", math.inf)) <= longest:  # the server has to sample one token after them
         raise ValueError(
-            f"--teacher-url {flags.teacher_url}: its tokenizer is not that of --model {student}, so it would misread "
-            "every token; choose a teacher of the same family"
-        )
-    if (limit := found.get("max_model_len", math.inf)) <= longest:  # it insists on sampling a token behind them
-        raise ValueError(
-            f"--teacher-url {flags.teacher_url}: it takes {limit} tokens, one more than --max-prompt-length + "
-            f"--max-response-length = {longest} are needed; lower these, or start it with a larger --max-model-len"
+            f"{where}: it takes {limit} tokens, one more than --max-prompt-length + --max-response-length = {longest} "
+            "are needed; lower these, or start it with a larger --max-model-len"
         )
     _score_prompt(flags, top_k, ids)
 
 
 def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module | None:
-    """The model of --teacher-model, frozen and sharded as the memory flags say, with --teacher-offload on the host.
+    """The model of --teacher-model, frozen, with --teacher-offload on the host; None if it is behind --teacher-url.
 
-    Its `vocabulary` is how many tokens it and the student both know. None if it is behind --teacher-url. All ranks must
-    enter.
+    Its `vocabulary` is how many tokens it and the student both know. All ranks must enter.
     """
     if flags.teacher_url:
         return None
-    kept = dict(longest=longest, frozen=True, flag="--teacher-model")
-    model = load_policy(flags.teacher_model, ranks, memory=memory, **kept)
+    kept = dict(memory=memory, longest=longest, frozen=True, flag="--teacher-model")
+    model = load_policy(flags.teacher_model, ranks, **kept)
     configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (student, flags.teacher_model))
     model.vocabulary = min(config.vocab_size for config in configs)
     if flags.teacher_offload:
@@ -109,12 +97,12 @@ def add_teacher(
     temperature: float,
     ranks: Ranks,
 ) -> Batch:
-    """The batch with what the teacher says of its sampled tokens: `ref_logp` (B, T), and if top_k is not 0, `top_ids`
-    and `top_logp` (B, T, K), all 0 where the mask is 0.
+    """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
+    likeliest tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
 
-    Args: top_k, K; -1 for all tokens that both know, which a server does not tell. All ranks must enter.
-    Raises: ValueError if a server refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if
-    the student has sampled a token that a loaded teacher does not have.
+    Args: top_k, K; -1 for all tokens that both know, not with a server. All ranks must enter. Raises ValueError if a
+    server refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if the student has sampled a
+    token that a loaded teacher does not have.
     """
     if teacher is None:
         return _ask_server(flags, batch, top_k)
@@ -135,11 +123,11 @@ def add_teacher(
 def teacher_logprobs(
     model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling, top_k: int, vocabulary: int
 ) -> Batch:
-    """`add_teacher` by a model. `vocabulary`: how many tokens both models know; either may have more rows of padding.
-    The teacher's probabilities are those of these tokens, so that they add up to 1. All ranks must enter.
+    """`add_teacher` by a model. `vocabulary`: how many tokens both models know, beside padding; the teacher's
+    probabilities of these add up to 1. All ranks must enter.
     """
     k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
-    return _with(batch, *over_micro_batches(model, batch, updates, _teacher_head, sampling, k, vocabulary))
+    return _with(batch, *logprobs.over_micro_batches(model, batch, updates, _teacher_head, sampling, k, vocabulary))
 
 
 def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor) -> Batch:
@@ -153,11 +141,11 @@ def _teacher_head(
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
 
     def chunk(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logps = logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
+        logps = logprobs.logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
         top = logps.topk(k, -1)
         return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
 
-    return in_chunks(chunk, hidden, targets)
+    return logprobs.in_chunks(chunk, hidden, targets)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,22 +153,22 @@ def _teacher_head(
 
 
 def token_distances(
-    policy: nn.Module, batch: Batch, distance: Callable | None, *, beta: float, sampling: Sampling = FULL
+    policy: nn.Module, batch: Batch, distance: Callable | None, *, beta: float, sampling: Sampling = logprobs.FULL
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """`token_logprobs` of a policy, and its distance to the teacher at every sampled token, from one pass.
 
-    Args: batch (b, T), from `add_teacher`; distance, a formula (student, teacher, beta) -> (R,). None: the
-    estimate log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance.
-    Returns: logp, entropy (without gradient) and distance, all (b, T); and of the tokens that were looked at, which
-    share of its probability student and teacher give them, as metrics.
+    Args: batch (b, T), from `add_teacher`; distance, a formula (student, teacher, beta) -> (R,). None: the estimate
+    log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance.
+    Returns: logp, entropy (without gradient) and distance, all (b, T); and as metrics, which share of their probability
+    student and teacher give to the K tokens.
     """
     if distance is None:
-        logp, entropy = token_logprobs(policy, batch, sampling=sampling)
+        logp, entropy = logprobs.token_logprobs(policy, batch, sampling=sampling)
         return logp, entropy, (logp - batch.ref_logp).detach(), {}
-    scored = sampled_positions(batch)
+    scored = logprobs.sampled_positions(batch)
     top, distance = (batch.top_ids[scored].long(), batch.top_logp[scored]), functools.partial(distance, beta=beta)
     args = (*top, sampling.temperature, distance)
-    logp, entropy, gap, student = run_on_responses(policy, batch, _student_head, *args)
+    logp, entropy, gap, student = logprobs.run_on_responses(policy, batch, _student_head, *args)
     teacher = batch.top_logp.exp().sum(-1)
     return logp, entropy, gap, {"distillation/student_mass": student, "distillation/teacher_mass": teacher}
 
@@ -189,14 +177,14 @@ def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
     """hidden (R, H), targets (R,), ids and teacher's log-probs (R, K) -> four tensors (R,), see `token_distances`."""
 
     def chunk(h: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logps = logits_of(model, h, temperature).log_softmax(-1)  # (C, V)
+        logps = logprobs.logits_of(model, h, temperature).log_softmax(-1)  # (C, V)
         student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
         entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
         both = (student, teacher.to(student.dtype))
         gap = distance(*(both if is_all else map(with_rest, both)))
         return logps.gather(-1, y[:, None])[:, 0], entropy, gap, student.detach().exp().sum(-1)
 
-    return in_chunks(functools.partial(checkpoint, chunk, use_reentrant=False), hidden, targets, ids, teacher)
+    return logprobs.in_chunks(functools.partial(checkpoint, chunk, use_reentrant=False), hidden, targets, ids, teacher)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +192,7 @@ def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
 
 
 def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> Batch:
-    """`add_teacher` by a server that speaks vLLM's dialect of the OpenAI protocol: completions with prompt_logprobs."""
+    """`add_teacher` by a server of vLLM: completions of the OpenAI protocol, with vLLM's `prompt_logprobs`."""
     logp = torch.zeros_like(batch.rollout_logp)
     ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
     wanted = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
@@ -224,18 +212,18 @@ def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, 
     """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the likeliest there."""
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
     found = _ask(flags, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
-    if len(found) != len(ids) or any(
-        str(token) not in x or len(x) < top_k for token, x in zip(ids[1:], found[1:], strict=True)
-    ):
-        raise RuntimeError(f"--teacher-url {flags.teacher_url}: its answer does not have the log-probs of all tokens")
+    pairs = zip(ids[1:], found[1:], strict=False)
+    if len(found) != len(ids) or any(str(token) not in x or len(x) < top_k for token, x in pairs):
+        raise RuntimeError(f"{_flag(flags)}: its answer does not have the log-probs of all tokens")
     return found
 
 
+def _flag(flags: Teacher) -> str:
+    return f"--teacher-url {flags.teacher_url}"
+
+
 def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The server's answer to a request. Raises ValueError for one that it refuses, RuntimeError if it cannot be reached
-    in ATTEMPTS.
-    """
-    where = f"--teacher-url {flags.teacher_url}"
+    """The server's answer to a request. Raises ValueError if it refuses, RuntimeError if ATTEMPTS have failed."""
     url = f"{flags.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
     data = json.dumps({"model": flags.teacher_model} | body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -246,10 +234,11 @@ def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code < 500:
                 said = error.read(500).decode(errors="replace")
-                raise ValueError(f"{where}: {path} was refused with {error.code}: {said}") from error
+                raise ValueError(f"{_flag(flags)}: {path} was refused with {error.code}: {said}") from error
             problem = error
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
             problem = error
         if attempt < ATTEMPTS:
             time.sleep(attempt)
-    raise RuntimeError(f"{where}: {path} failed {ATTEMPTS} times: {problem}; is the server of the teacher running?")
+    problem = f"{path} failed {ATTEMPTS} times: {problem}"
+    raise RuntimeError(f"{_flag(flags)}: {problem}; is the server of the teacher running?")

@@ -223,7 +223,7 @@ def test_buffers_and_published_names_reach_engines(folder_of, world):
                 x.mul_(1.5)
         pushed = dict(models.weights_for_engine(policy, world))
         assert any(key.endswith(known) for key in pushed)
-        engine = hf.Engine(folder_of[name], world, torch.float32, max_model_len=64)
+        engine = hf.Engine(folder_of[name], world, longest=64)
         engine.update_weights(iter(pushed.items()))
         theirs = dict(engine.model.named_parameters()) | dict(models.buffers_in_files(engine.model))
         ours = {key: p.full_tensor() for key, p in policy.named_parameters()} | dict(models.buffers_in_files(policy))

@@ -16,7 +16,7 @@ from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, sharding
-from rl.model.logprobs import token_logprobs
+from rl.model.logprobs import run_packed, token_logprobs
 from rl.run import export
 from rl.run.arguments import check
 
@@ -145,8 +145,12 @@ def test_switched_off_they_leave_the_base_bit_by_bit_also_after_an_error(tiny_mo
     base = load_with_adapters(tiny_model, world, lora_rank=0, frozen=True)
     with_adapters = logprobs(policy, batch)
     assert torch.equal(logprobs(lora.Base(policy), batch), logprobs(base, batch))
-    with pytest.raises(KeyError), lora.switched_off(policy):
+
+    def fail(*_):
         raise KeyError
+
+    with pytest.raises(KeyError):
+        run_packed(lora.Base(policy), batch, torch.ones_like(batch.input_ids, dtype=torch.bool), fail)
     assert torch.equal(logprobs(policy, batch), with_adapters)
     assert (with_adapters - logprobs(base, batch)).abs().max() > 0.1
     reference = models.load_reference(tiny_model, world, policy)

@@ -74,7 +74,7 @@ def test_peft_has_the_same_parameters_and_files(tiny_model, policy, folder, tmp_
 
 def test_base_and_adapter_in_peft_the_merged_model_and_the_engine_agree(tiny_model, policy, folder, world, tmp_path):
     """Log-probs of what the engine sampled: of policy, PEFT, export and engine."""
-    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=64)
+    engine = hf.Engine(tiny_model, world, longest=64)
     engine.update_weights(models.weights_for_engine(policy, world))
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(3)]
     samples, _ = sample_groups(engine, rows, SAMPLING, seed=1, on_group=lambda *_: None)

@@ -94,9 +94,8 @@ def test_moments_have_one_place_on_the_host_and_are_whole_for_every_reader(task)
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_steps_in_pieces_change_no_bit(task, monkeypatch, is_sharded):
-    """Frozen parameters, one without a gradient in some steps and one that gets its first late; a piece holds few."""
-    monkeypatch.setattr(sharding, "PIECE", 40_000)
+def test_steps_of_one_parameter_after_the_other_change_no_bit(task, is_sharded):
+    """Frozen parameters, one without a gradient in some steps and one that gets its first late."""
     ranks = init_ranks()
 
     def train(on_host, steps, loaded=None):
@@ -124,8 +123,6 @@ def test_steps_in_pieces_change_no_bit(task, monkeypatch, is_sharded):
         assert every[1] not in optimizer.state and (every[2] in optimizer.state) == (max(steps) >= 2)
         return [x.detach().clone() for x in every], optimizer.state_dict()
 
-    pieces = sharding.moment_pieces(models.load_causal_lm(task.model, ranks).parameters())
-    assert len(pieces) > 4 and max(map(len, pieces)) > 1
     expected = train(False, range(4))
     resumed = train(True, range(2, 4), loaded=train(True, range(2)))
     for weights, state in (train(True, range(4)), resumed):
@@ -135,18 +132,40 @@ def test_steps_in_pieces_change_no_bit(task, monkeypatch, is_sharded):
             h.assert_same(kinds, expected[1]["state"][i])
 
 
-def test_a_piece_is_no_larger_than_said_unless_it_is_one_parameter(monkeypatch):
-    monkeypatch.setattr(sharding, "PIECE", 80)
-    parameters = [torch.zeros(n) for n in (5, 5, 1, 50, 4, 6, 10)]  # 8 bytes of moments each
-    pieces = sharding.moment_pieces(iter(parameters))
-    assert [[len(x) for x in piece] for piece in pieces] == [[5, 5], [1], [50], [4, 6], [10]]
-    assert sharding.moment_bytes_in_step(parameters) == 8 * 50 and sharding.moment_pieces([]) == []
+def test_a_step_has_the_moments_of_one_parameter_on_the_device_at_a_time(task):
+    """Seen from within AdamW's own step: only the parameter with a gradient has its moments elsewhere than at home."""
+    ranks, seen = init_ranks(), []
+    every = list(models.load_causal_lm(task.model, ranks).parameters())
+    optimizer = torch.optim.AdamW(every, lr=1e-3)
+    own_step = optimizer.step
+
+    def places():
+        return [[y.data_ptr() for kind, y in optimizer.state.get(x, {}).items() if kind != "step"] for x in every]
+
+    def watched_step():
+        seen.append((places(), [x.grad is not None for x in every]))
+        own_step()
+
+    optimizer.step = watched_step
+    sharding.keep_moments_on_host(optimizer, ranks.device)
+    for _ in range(2):
+        for x in every:
+            x.grad = torch.ones_like(x)
+        optimizer.step()
+    home, second = places(), seen[len(every) :]
+    assert len(second) == len(every) and all(len(set(pair)) == 2 for pair in home)
+    for number, (there, learning) in enumerate(second):
+        assert learning == [i == number for i in range(len(every))]
+        assert [x != y for x, y in zip(there, home, strict=True)] == learning
+
+
+def test_the_moments_of_one_parameter_are_in_a_step():
+    parameters = [torch.zeros(n) for n in (5, 50, 4)]
+    assert sharding.moment_bytes_in_step(iter(parameters)) == 8 * 50 and sharding.moment_bytes_in_step([]) == 0
     empty = torch.zeros(0)  # as a rank has of a parameter with fewer rows than there are ranks
-    assert sharding.moment_pieces([empty, empty]) == [[empty, empty]]
     assert sharding._pinned(empty, torch.device("cpu")).shape == (0,)
     half = sharding._pinned(torch.zeros(3, 2).bfloat16(), torch.device("cpu"))
     assert half.data_ptr() % mmap.PAGESIZE == 0 and half.shape == (3, 2) and half.dtype == torch.bfloat16
-    assert sharding.moment_bytes_in_step(parameters[:2]) == 80 and sharding.moment_bytes_in_step([]) == 0
 
 
 def test_registered_memory_is_free_again_with_the_last_tensor_in_it(monkeypatch):

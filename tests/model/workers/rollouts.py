@@ -54,9 +54,8 @@ def in_flight(
 
 def main(path: str, batch_file: str, out: str, tensor_parallel_size: str) -> None:
     ranks = init_ranks()
-    engine = vllm.Engine(
-        path, ranks, ranks.dtype, max_model_len=64, max_num_seqs=8, tensor_parallel_size=int(tensor_parallel_size)
-    )
+    flags = Rollout(max_num_seqs=8, tensor_model_parallel_size=int(tensor_parallel_size))
+    engine = vllm.Engine(path, ranks, flags, longest=64)
     policy = shard(load_causal_lm(path, ranks), ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     batch = torch.load(batch_file, weights_only=False)
