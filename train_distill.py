@@ -200,7 +200,7 @@ def main(args: Args) -> dict[str, float]:
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
-        as_sampled = dict(top_k=top_k, temperature=args.decoding.temperature, ranks=ranks)
+        as_sampled = dict(top_k=top_k, temperature=args.decoding.temperature)
         batch = add_teacher(args.teacher, teacher, batch, updates, **as_sampled)
         clock("ref")
 

@@ -35,7 +35,7 @@ from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
-from rl.model.load import check_policy, load_policy, load_reference, weights_for_engine
+from rl.model.load import check_second_model, load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
@@ -104,7 +104,7 @@ def main(args: Args) -> dict[str, float]:
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args, prompts_per_step=num_prompts)
     longest = args.max_prompt_length + args.max_response_length
     prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
-    check_policy(prm_path, tokenizer, args.lora, longest=longest, flag=prm_flag, model=args.model)
+    check_second_model(prm_path, tokenizer, args.lora, longest=longest, flag=prm_flag, model=args.model)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # of the policy in a step
 

@@ -12,52 +12,37 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rl.data.batching import Update
 from rl.data.types import Batch
-from rl.model.checks import check_same_tokenizer, check_trainable
-from rl.model.load import check_lora
+from rl.model.load import check_second_model
 from rl.model.logprobs import over_micro_batches, run_on_responses
 from rl.model.lora import LoRA
 from rl.model.reward_model import check_reward_model, load_trained
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
+FLAG = "--critic-model"
 
-def check_critic(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    lora: LoRA,
-    *,
-    policy: str,
-    longest: int,
-    flag: str = "--critic-model",
-) -> None:
-    """Raise ValueError naming `flag` if the model in `path` cannot be the critic: its head gives more than one number,
-    it has no tokenizer, too few positions, no layers for the adapters of --lora-rank, or reads tokens otherwise.
 
-    `tokenizer` is that of the `policy` (id or folder): the critic gets its token ids, so both must give a token the
-    same id. `longest`: tokens of the longest sequence.
+def check_critic(path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, policy: str, longest: int) -> None:
+    """Raise ValueError naming the flag if the model in `path` cannot be the critic: its head gives more than one
+    number, or as `check_second_model`, which has the arguments (`policy`: `model`).
     """
-    check_same_tokenizer(tokenizer, path, flag=flag, model=policy)
-    check_reward_model(path, flag=flag, new_head=True)
-    check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
-    check_trainable(path, longest, flag=flag)
+    kept = dict(longest=longest, flag=FLAG, model=policy)
+    check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
+    check_reward_model(path, flag=FLAG, new_head=True)
 
 
 def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest: int, seed: int) -> nn.Module:
-    """A critic from a causal LM or a reward model, sharded as the memory flags say, to be trained.
-
-    A model without a score head gets one of zeros; a reward model, such as one of train_reward.py, keeps its own. All
-    ranks must enter. Raises: ValueError as `reward_model.load_trained`.
+    """A critic from a causal LM or a reward model, to be trained. A model without a score head gets one of zeros; a
+    reward model keeps its own. All ranks must enter. Raises ValueError as `reward_model.load_trained`.
     """
-    kept = dict(longest=longest, seed=seed, flag="--critic-model")
-    return load_trained(path, ranks, lora, memory, new_head=nn.init.zeros_, **kept)
+    return load_trained(path, ranks, lora, memory, new_head=nn.init.zeros_, longest=longest, seed=seed, flag=FLAG)
 
 
 def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
     """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients.
 
-    Args: model, a critic, sharded or through `logprobs.add_packed_forward`; batch (b, T).
-    Returns: (b, T), float32 (float64 for a float64 model), zero where response_mask is zero. The head runs in that
-    precision too: bfloat16 would round values above 4 to multiples of 1/32.
+    Returns: (b, T), zero where response_mask is zero. Values and the head's product are float32 (float64 for a float64
+    model): bfloat16 would round values above 4 to multiples of 1/32.
     """
     [values] = run_on_responses(model, batch, _response_values)
     return values

@@ -86,7 +86,7 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *,
     return True
 
 
-def check_policy(
+def check_second_model(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     lora: LoRA,

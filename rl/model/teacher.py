@@ -88,46 +88,30 @@ def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, 
 
 
 def add_teacher(
-    flags: Teacher,
-    teacher: nn.Module | None,
-    batch: Batch,
-    updates: Sequence[Update],
-    *,
-    top_k: int,
-    temperature: float,
-    ranks: Ranks,
+    flags: Teacher, model: nn.Module | None, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
 ) -> Batch:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
     likeliest tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
 
-    Args: top_k, K; -1 for all tokens that both know, not with a server. All ranks must enter. Raises ValueError if a
-    server refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if the student has sampled a
-    token that a loaded teacher does not have.
+    The probabilities of a loaded teacher are those of the tokens that it and the student both know, and add up to 1.
+    Args: top_k, K; -1 for all these tokens, not with a server. All ranks must enter. Raises ValueError if a server
+    refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if the student has sampled a token
+    that a loaded teacher does not have.
     """
-    if teacher is None:
+    if model is None:
         return _ask_server(flags, batch, top_k)
-    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= teacher.vocabulary:
+    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= model.vocabulary:
         raise RuntimeError(
             f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from the "
             "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
         )
     if flags.teacher_offload:
-        onload(teacher, ranks.device)
-    sampling = Sampling(temperature=temperature)
-    batch = teacher_logprobs(teacher, batch, updates, sampling=sampling, top_k=top_k, vocabulary=teacher.vocabulary)
+        onload(model, model.packed.device)
+    k = min(top_k, model.vocabulary) if top_k >= 0 else model.vocabulary
+    found = logprobs.over_micro_batches(model, batch, updates, _teacher_head, temperature, k)
     if flags.teacher_offload:
-        offload(teacher)
-    return batch
-
-
-def teacher_logprobs(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling, top_k: int, vocabulary: int
-) -> Batch:
-    """`add_teacher` by a model. `vocabulary`: how many tokens both models know, beside padding; the teacher's
-    probabilities of these add up to 1. All ranks must enter.
-    """
-    k = min(top_k, vocabulary) if top_k >= 0 else vocabulary
-    return _with(batch, *logprobs.over_micro_batches(model, batch, updates, _teacher_head, sampling, k, vocabulary))
+        offload(model)
+    return _with(batch, *found)
 
 
 def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor) -> Batch:
@@ -136,12 +120,12 @@ def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tens
 
 
 def _teacher_head(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, k: int, vocabulary: int
+    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, k: int
 ) -> tuple[torch.Tensor, ...]:
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
 
     def chunk(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logps = logprobs.logits_of(model, h, sampling.temperature)[:, :vocabulary].log_softmax(-1)
+        logps = logprobs.logits_of(model, h, temperature)[:, : model.vocabulary].log_softmax(-1)
         top = logps.topk(k, -1)
         return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
 

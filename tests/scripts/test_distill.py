@@ -175,8 +175,8 @@ def test_steps_are_what_plain_transformers_computes(
 
 def test_several_updates_a_step_are_clipped_and_the_teacher_is_asked_once(distill, monkeypatch):
     calls = []
-    ask = teacher.teacher_logprobs
-    monkeypatch.setattr(teacher, "teacher_logprobs", lambda *a, **kw: calls.append(1) or ask(*a, **kw))
+    ask = train_distill.add_teacher
+    monkeypatch.setattr(train_distill, "add_teacher", lambda *a, **kw: calls.append(1) or ask(*a, **kw))
     distill(ppo_mini_batch_size=2, ppo_epochs=3, lr=1e-2, total_training_steps=1)
     assert distill.lines(1)[0]["actor/pg_clipfrac"] > 0 and len(calls) == 1
 
