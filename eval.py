@@ -23,7 +23,7 @@ from rl.model.checks import check_context
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
 from rl.run.metrics import of_scoring
-from rl.sampling.engines import EngineFlags, check_engine_flags, make_engine
+from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
 from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Rewards, Scoring, make_scorer
@@ -72,7 +72,8 @@ def main(args: Args) -> dict[str, float]:
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
-    engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed, load_weights=True)
+    rollout = Rollout(**vars(args.rollout))
+    engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
     sampling = Sampling(
         n=args.rollout_n,
         temperature=args.temperature,

@@ -11,7 +11,7 @@ prints what a run would log of it: the trainer, in float32, computes the log-pro
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
     longest = max(len(row["prompt_ids"]) for row in rows) + args.max_response_length
     trainer, found = load_causal_lm(args.model, ranks).eval(), {}
     for name in ("bf16", "fp8"):
-        engine = hf.Engine(args.model, ranks, torch.float32, max_model_len=longest)
+        engine = hf.Engine(args.model, replace(ranks, dtype=torch.float32), longest=longest)
         round_layers(engine.model, fp8=name == "fp8")
         samples, _ = sample_groups(engine, rows, sampling, seed=args.seed)
         batch = take_rows(collate(samples, pad_id=0), range(len(samples)), ranks.device)

@@ -240,7 +240,7 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]
     sampling = Sampling(n=2, temperature=1.0, max_tokens=40)
     try:
-        engine = vllm.Engine(export, ranks, ranks.dtype, max_model_len=64, max_num_seqs=8)
+        engine = vllm.Engine(export, ranks, Rollout(max_num_seqs=8), longest=64)
         for x in policy.parameters():
             x.mul_(1.05)
         engine.update_weights(models.weights_for_engine(policy, ranks))

@@ -42,7 +42,7 @@ from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
-from rl.sampling.engines import vllm, vllm_requests  # noqa: E402
+from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -221,21 +221,9 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
     ranks = init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = encode_prompts(tokenizer, read_rows(args.data.train_files), max_prompt_length=args.max_prompt_length)
-    engine = vllm.Engine(
-        args.model,
-        ranks,
-        ranks.dtype,
-        max_model_len=args.max_prompt_length + args.max_response_length,
-        max_num_seqs=args.rollout.max_num_seqs,
-        gpu_memory_utilization=args.rollout.gpu_memory_utilization,
-        tensor_parallel_size=args.rollout.tensor_model_parallel_size,
-        free_cache_engine=args.rollout.free_cache_engine,
-        seed=args.seed,
-        load_weights=True,
-        quantization=args.rollout.rollout_quantization,
-    )
-    if isinstance(engine.core, vllm_requests.Shortcuts):
-        vllm_requests.drop_shortcuts(engine.core.scheduler)
+    longest = args.max_prompt_length + args.max_response_length
+    engine = vllm.Engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed, load_weights=True)
+    vllm_scheduler.drop_shortcuts(engine.scheduler)
     from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
     sampling = SamplingParams(

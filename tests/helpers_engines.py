@@ -11,7 +11,7 @@ from rl.data.batching import collate
 from rl.data.types import Sample, Sampling
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import full_tensors
-from rl.sampling.engines import vllm, vllm_requests
+from rl.sampling.engines import vllm, vllm_scheduler
 
 TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
@@ -96,13 +96,10 @@ def logp_of(policy, prompt_ids, response_ids, temperature=TEMPERATURE):
 @contextmanager
 def without_shortcuts(engine: vllm.Engine) -> Iterator[None]:
     """All tokens of the engine pass through vLLM's scheduler meanwhile."""
-    if not isinstance(engine.core, vllm_requests.Shortcuts):  # as on every version that is not in TESTED
-        yield
-        return
-    shortcuts, scheduler = engine.core, engine.core.scheduler
-    vllm_requests.drop_shortcuts(scheduler)
-    engine.core = vllm_requests.Requests(engine.llm)
+    had = "schedule" in vars(engine.scheduler)  # not on a version that is not in TESTED
+    vllm_scheduler.drop_shortcuts(engine.scheduler)
     try:
         yield
     finally:
-        engine.core, shortcuts.growing = shortcuts, vllm_requests.take_shortcuts(scheduler)
+        if had:
+            vllm_scheduler.take_shortcuts(engine.scheduler, engine.in_flight)

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -290,15 +289,15 @@ def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
     """
 
     def whole_group(engine):
-        waiting, engine.waiting = engine.waiting, deque()
-        first = waiting[0].request
-        while waiting and waiting[0].request.key[0] == first.key[0]:
-            engine.waiting.append(waiting.popleft())
+        first, waiting = engine.new[0], engine.new
+        engine.new = [request for request in waiting if request.key[0] == first.key[0]]
+        engine.keys = {request.key for request in engine.new}
         completions = []
         with seeded(derive_seed(*first.prompt_ids), engine.device):
             while engine.has_requests():
                 completions += step(engine)
-        engine.waiting = waiting
+        engine.new = [request for request in waiting if request.key[0] != first.key[0]]
+        engine.keys = {request.key for request in engine.new}
         return completions
 
     return whole_group

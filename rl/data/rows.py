@@ -153,7 +153,9 @@ def _check_sft_row(row: Row, where: str) -> Row:
             raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
         return {**row, "messages": messages}
     if not {"prompt", "response"} <= row.keys():
-        raise ValueError(f"{where}: no messages, nor prompt and response; add them (there are {', '.join(row)})")
+        raise ValueError(
+            f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
+        )
     prompt = _check_prompt(row["prompt"], f"{where}: prompt")
     return {**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}
 

@@ -579,7 +579,7 @@ def test_read_sft_rows(tmp_path):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"text": "a"}, r"no messages, nor prompt and response; add them \(there are text\)"),
+        ({"text": "a"}, r"no messages, nor prompt and response; add or rename them \(there are text\)"),
         ({"prompt": "a"}, r"no messages, nor prompt and response"),
         ({"prompt": "a", "response": None}, r"response is None"),
         ({"prompt": "a", "response": ""}, r"response is ''"),

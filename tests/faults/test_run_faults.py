@@ -143,7 +143,7 @@ class Engine(hf.Engine):
 def sample(tiny_model):
     """sample(change) -> policy and samples of an engine that is wrong in this way, with the policy's weights."""
     ranks = init_ranks()
-    engine = Engine(tiny_model, ranks, torch.float32, max_model_len=64)
+    engine = Engine(tiny_model, ranks, longest=64)
     policy = sharding.shard(models.load_causal_lm(tiny_model, ranks), ranks)
     scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), workers=1)
 

@@ -263,7 +263,7 @@ def compare(model: str, questions: list[str]) -> list[dict]:
     """Pairs of the model's own responses to each question: one that is preferred, and one that is not."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     alone = Ranks(0, 1, torch.device("cpu"), torch.float32, data_rank=0, data_size=1, group=None, data_group=None)
-    engine = hf.Engine(model, alone, torch.float32, max_model_len=128)
+    engine = hf.Engine(model, alone, longest=128)
     texts = [tokenizer.apply_chat_template(user(q), tokenize=False, add_generation_prompt=True) for q in questions]
     sampling = Sampling(16, 1.0, max_tokens=48, stop_token_ids=(EOS,))
     rows = [{"prompt_ids": tokenizer(text)["input_ids"], "row_index": i} for i, text in enumerate(texts)]

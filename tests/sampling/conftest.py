@@ -5,23 +5,22 @@ from collections.abc import Iterator
 
 import helpers_scripts as h
 import pytest
-import torch
 from helpers_engines import without_shortcuts
 from torch import nn
 
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import hf, vllm
+from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.base import Engine
 
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
-MAX_MODEL_LEN = 320
+LONGEST = 320
 
 
 @pytest.fixture(scope="module")
 def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
     """The plain engine."""
-    engine = hf.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    engine = hf.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
     yield engine
     engine.close()
 
@@ -30,7 +29,7 @@ def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
 def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
     """vLLM, with shortcuts."""
     h.needs_vllm()
-    engine = vllm.Engine(tiny_model, world, torch.float32, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS)
+    engine = vllm.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
     yield engine
     engine.close()
 

@@ -269,7 +269,7 @@ def test_sequences_that_vllm_preempts_are_scored_right(engine, policy):
     if isinstance(engine, hf.Engine):
         pytest.skip("only vLLM has a cache that can be full")
     push(engine, policy)
-    scheduler = engine.core.scheduler
+    scheduler = engine.scheduler
     pool, block_size = scheduler.kv_cache_manager.block_pool, engine.llm.llm_engine.vllm_config.cache_config.block_size
     one_sequence = math.ceil(320 / block_size)
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - one_sequence - 1)
@@ -485,7 +485,7 @@ def test_hf_engine_refuses_tensor_parallelism(tiny_model):
 
 def test_vllm_engine_refuses_more_parallelism_than_ranks(tiny_model, world):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 1 rank"):
-        vllm.Engine(tiny_model, world, torch.float32, max_model_len=64, tensor_parallel_size=2)
+        vllm.Engine(tiny_model, world, Rollout(tensor_model_parallel_size=2), longest=64)
 
 
 # --- samples ---

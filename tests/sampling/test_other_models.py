@@ -30,7 +30,7 @@ def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, kind, (kind, sizes, families.PACKED))
     folder = families.save(kind, tmp_path)
     before = families.load(folder, world)
-    engine = vllm.Engine(folder, world, torch.float32, max_model_len=64, max_num_seqs=8)
+    engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
     after = families.load(folder, world)  # such as a reference
     with torch.no_grad():
         for x in after.parameters():

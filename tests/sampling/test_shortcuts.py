@@ -1,4 +1,4 @@
-"""vLLM's schedulers with the shortcuts of vllm_requests.py decide as without, in every decoding step.
+"""vLLM's schedulers with the shortcuts of vllm_scheduler.py decide as without, in every decoding step.
 
 No model runs: the next token of a sequence is a number that depends on the sequence and the position.
 """
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.sampling.engines.vllm_requests import Growing, drop_shortcuts, take_shortcuts
+from rl.sampling.engines.base import InFlight
+from rl.sampling.engines.vllm_scheduler import drop_shortcuts, take_shortcuts
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -95,12 +96,9 @@ def drive(scheduler, *, shortcuts, pushes=()):
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    every = take_shortcuts(scheduler)
-    assert every == {}
-    responses = {name: Growing([], [], ends_of(name)) for name in REQUESTS}
-    if shortcuts:
-        every.update(responses)
-    else:
+    responses = {name: InFlight(None, 0, 0, ends_of(name)) for name in REQUESTS}
+    take_shortcuts(scheduler, responses if shortcuts else {})
+    if not shortcuts:
         vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect
     hasher = get_request_block_hasher(BLOCK, sha256)
     for name, (length, limit) in REQUESTS.items():
@@ -149,7 +147,7 @@ def drive(scheduler, *, shortcuts, pushes=()):
                     responses[one.request_id].token_ids.extend(one.new_token_ids)
                     responses[one.request_id].logprobs.append(one.new_logprobs)
     assert not scheduler.has_requests() and not in_flight and pushed == list(pushes)
-    return steps, {name: (growing.token_ids, growing.logprobs) for name, growing in responses.items()}
+    return steps, {name: (x.token_ids, x.logprobs) for name, x in responses.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +184,7 @@ def test_sequences_that_a_push_of_weights_throws_out_get_the_same_tokens(config,
 def test_dropped_shortcuts_leave_vllms_own_methods(config):
     scheduler = make_scheduler(config, "in turn", 200)
     own = scheduler.schedule, scheduler.update_from_output
-    take_shortcuts(scheduler)
+    take_shortcuts(scheduler, {})
     assert scheduler.schedule != own[0] and scheduler.update_from_output != own[1]
     drop_shortcuts(scheduler)
     assert (scheduler.schedule, scheduler.update_from_output) == own

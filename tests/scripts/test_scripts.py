@@ -1170,7 +1170,7 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
         models.load_causal_lm(str(model), ranks)
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
-        hf.Engine(str(model), ranks, ranks.dtype, max_model_len=64)
+        hf.Engine(str(model), ranks, longest=64)
 
 
 def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):

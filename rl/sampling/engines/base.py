@@ -1,4 +1,4 @@
-"""What every engine that samples responses can do.
+"""What every engine that samples responses can do, and the flags of engines.
 
     engine = make_engine(model, ranks, longest=1024)
     engine.wake(); engine.update_weights(...)         the policy's weights, after every update of them
@@ -10,17 +10,66 @@
 rl/sampling/rollout.py has this loop once, for groups of responses.
 """
 
-from collections.abc import Container, Hashable, Iterable, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import load_tokenizer
 from rl.data.types import Completion, Request
+from rl.flags import AtLeast1, Free, Positive, PositiveShare
+from rl.ranks import Ranks
 
 
-class Engine(Protocol):
+@dataclass(frozen=True)
+class EngineFlags:
+    """rollout engine"""
+
+    engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
+    # GPUs that share one vLLM engine: for a large model, or a few long responses
+    tensor_model_parallel_size: Free[AtLeast1] = 1
+    gpu_memory_utilization: Free[PositiveShare] = 0.5  # share of GPU memory that vLLM may take while it generates
+    max_num_seqs: Free[AtLeast1] = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
+
+
+@dataclass(frozen=True)
+class Rollout(EngineFlags):
+    """rollout engine"""
+
+    free_cache_engine: Free[bool] = True  # give vLLM's memory back while training (sleep level 2)
+    # stop if engine and trainer log-probs differ by more than this on average after a push of weights; default 1e-4 in
+    # float32, 0.06 in bfloat16, 0.3 with --rollout-quantization
+    max_logprob_gap: Free[Positive | None] = None
+    # vLLM's weights in eight bits, on a GPU that computes with them, such as an H100; needs --rollout-is
+    rollout_quantization: Free[Literal["none", "fp8"]] = "none"
+    log_stats: Free[bool] = False  # vLLM keeps its own metrics, which --prometheus-port serves beside the run's
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the engine rounds its weights to fewer bits than the trainer."""
+        return self.rollout_quantization != "none"
+
+
+DEFAULT = Rollout()
+
+
+@dataclass
+class InFlight:
+    """A response that is being sampled."""
+
+    request: Request
+    version: int  # of the weights when it began
+    rank: int  # that asked for it
+    ends: set[int] = field(default_factory=set)  # ids that end it, as vLLM has them
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Engine:
     """Requests in flight over one copy of the model, on this rank or on a few neighbouring ones.
 
     Ranks that share an engine (--tensor-model-parallel-size) enter `has_requests`, `step`, `abort`, `update_weights`,
@@ -29,23 +78,44 @@ class Engine(Protocol):
     Engines draw from the global random generators of torch and numpy. Whoever calls `step` seeds them first.
     """
 
-    device: torch.device
     first_rank: int  # of those that share this engine: they sample with one seed
     group: dist.ProcessGroup | None  # of those ranks, for objects on the host; None for one rank alone
     memory: int  # bytes on the device that `sleep` gives back, as `make_engine` has seen it; 0 before
     policy_version: int  # how often weights were pushed
 
+    def __init__(self, model: str, ranks: Ranks, longest: int):
+        self.path, self.device, self.rank, self.longest = model, ranks.device, ranks.rank, longest
+        self.first_rank, self.group = ranks.rank, None
+        self.memory = self.policy_version = 0
+        self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
+        self.new: list[Request] = []  # those of them that have not begun
+
     def add(self, requests: Sequence[Request]) -> None:
         """Take requests. Raises ValueError if one could outgrow the engine, or has the key of one that is in flight."""
+        keys = set(self.keys)
+        for request in requests:
+            most = len(request.prompt_ids) + request.sampling.max_tokens
+            if most > self.longest:
+                raise ValueError(
+                    f"a prompt and its response may have {most} tokens, but the engine was made for {self.longest}"
+                )
+            if request.key in keys:
+                raise ValueError(f"a request with the key {request.key!r} is in flight already; keys must differ")
+            keys.add(request.key)
+        self.keys = keys
+        self.new += requests
 
     def has_requests(self) -> bool:
         """Whether any response is still to be sampled, by this rank or one that shares the engine."""
+        return bool(self.keys)
 
     def step(self) -> list[Completion]:
         """Sample about one more token of every response that fits into the memory. Returns those that are complete."""
+        raise NotImplementedError
 
     def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
         """Stop sampling these requests of this rank, by default all. Returns what they have so far, reason "abort"."""
+        raise NotImplementedError
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load (name, whole tensor) pairs with Hugging Face names, lazily. All ranks must enter.
@@ -53,6 +123,7 @@ class Engine(Protocol):
         Responses in flight go on with the new weights; what they have so far is read again by the new weights. Raises
         RuntimeError naming weights that no pushed tensor reached.
         """
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Give the accelerator's memory back; `wake` and `update_weights` must follow. No request may be in flight."""
@@ -63,30 +134,21 @@ class Engine(Protocol):
     def close(self) -> None:
         """Shut down, once every rank is done."""
 
+    def _complete(self, x: InFlight, reason: str) -> Completion:
+        """Forget a request of this rank; returns what it has."""
+        self.keys.discard(x.request.key)
+        return Completion(x.request.key, x.token_ids, x.logprobs, reason, (x.version, self.policy_version))
 
-class StopTexts:
-    """Finds the token that completes a stop text of `Sampling.stop`."""
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.path)  # only requests with stop texts need it
 
-    def __init__(self, model: str):
-        self.model, self.tokenizer = model, None  # loaded when first needed
-
-    def complete(self, token_ids: Sequence[int], texts: tuple[str, ...]) -> bool:
-        """Whether the last of these tokens completes one of the texts. Ask after every token."""
-        if not texts or not token_ids:
-            return False
-        if self.tokenizer is None:
-            self.tokenizer = load_tokenizer(self.model)
-        longest = max(len(text.encode()) for text in texts)  # no token is shorter than a byte
-        tail = self.tokenizer.decode(list(token_ids[-longest - 4 :]))
-        return any(text in tail for text in texts)
+    def _has_stop_text(self, x: InFlight) -> bool:
+        return bool(x.request.sampling.stop) and completes(self._tokenizer, x.token_ids, x.request.sampling.stop)
 
 
-def check_request(request: Request, taken: Container[Hashable], max_model_len: int) -> None:
-    """Raise ValueError if a request could outgrow an engine, or has a key that is `taken`."""
-    most = len(request.prompt_ids) + request.sampling.max_tokens
-    if most > max_model_len:
-        raise ValueError(
-            f"a prompt and its response may have {most} tokens, but the engine was made for {max_model_len}"
-        )
-    if request.key in taken:
-        raise ValueError(f"a request with the key {request.key!r} is in flight already; keys tell completions apart")
+def completes(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], texts: tuple[str, ...]) -> bool:
+    """Whether the last of these tokens completes one of the texts. Ask after every token."""
+    longest = max(len(text.encode()) for text in texts)  # no token is shorter than a byte
+    tail = tokenizer.decode(list(token_ids[-longest - 4 :]))
+    return any(text in tail for text in texts)

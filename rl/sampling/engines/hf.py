@@ -6,59 +6,35 @@ the end of the batch.
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl.data.types import Completion, Request, Sampling
+from rl.data.types import Completion, Sampling
 from rl.model.load import buffers_in_files, check_whole, exported
 from rl.ranks import Ranks
-from rl.sampling.engines.base import StopTexts, check_request
+from rl.sampling.engines.base import DEFAULT, InFlight, Rollout
+from rl.sampling.engines.base import Engine as Base
 
 
-class Growing:
-    """A response that is being sampled."""
-
-    def __init__(self, request: Request, version: int):
-        self.request, self.version = request, version
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-
-
-class Engine:
-    """See `base.Engine`. A second copy of the model on this rank's device.
+class Engine(Base):
+    """See `base.Engine`. A second copy of the model on this rank's device, which never sleeps.
 
     Raises ValueError if the model's files lack weights.
     """
 
-    def __init__(self, model: str, ranks: Ranks, dtype: torch.dtype, *, max_model_len: int, max_num_seqs: int = 256):
-        replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+    def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
+        super().__init__(model, ranks, longest)
+        replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
         check_whole(model, set(info["missing_keys"]))
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
-        self.device, self.first_rank, self.group = ranks.device, ranks.rank, None
-        self.memory = self.policy_version = 0
-        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+        self.max_num_seqs = flags.max_num_seqs
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-        self.stop_texts = StopTexts(model)
-        self.waiting: deque[Growing] = deque()
-        self.batch: list[Growing | None] = []  # None: this one has ended
+        self.batch: list[InFlight | None] = []  # None: this one has ended
         self.ids = self.attention_mask = self.cache = None  # (b, t) of the batch, prompts padded on the left
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """See `base.Engine`."""
-        taken = {x.request.key for x in [*self.waiting, *filter(None, self.batch)]}
-        for request in requests:
-            check_request(request, taken, self.max_model_len)
-            taken.add(request.key)
-        self.waiting += [Growing(request, self.policy_version) for request in requests]
-
-    def has_requests(self) -> bool:
-        """See `base.Engine`."""
-        return bool(self.waiting) or any(self.batch)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -81,20 +57,22 @@ class Engine:
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(tokens)[:, None]], dim=1)
         done = []
         for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-            if (growing := self.batch[i]) is not None:
-                growing.token_ids.append(token)
-                growing.logprobs.append(logprob)
-                if reason := self._reason_to_end(growing):
-                    done.append(self._complete(growing, reason))
+            if (x := self.batch[i]) is not None:
+                x.token_ids.append(token)
+                x.logprobs.append(logprob)
+                if reason := self._reason_to_end(x):
+                    done.append(self._complete(x, reason))
                     self.batch[i] = None
         return done
 
     def _begin_batch(self) -> None:
-        self.batch = [self.waiting.popleft() for _ in range(min(self.max_num_seqs, len(self.waiting)))]
-        prompts = [list(x.request.prompt_ids) for x in self.batch]
-        width = max(map(len, prompts))
-        self.ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
-        self.attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
+        self.batch = [InFlight(request, self.policy_version, self.rank) for request in begin]
+        width = max(len(request.prompt_ids) for request in begin)
+        padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
+        ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
+        mask = [pad + [1] * (width - len(pad)) for pad in padding]
+        self.ids, self.attention_mask = (torch.tensor(x, device=self.device) for x in (ids, mask))
         self.cache = None
 
     def _sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,25 +88,20 @@ class Engine:
             tokens = torch.where(greedy, tokens, torch.multinomial(logp.exp(), 1)[:, 0])
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
-    def _reason_to_end(self, growing: Growing) -> str:
-        sampling, ids = growing.request.sampling, growing.token_ids
-        if ids[-1] in self.eos_token_ids or ids[-1] in sampling.stop_token_ids:
+    def _reason_to_end(self, x: InFlight) -> str:
+        ends = (*self.eos_token_ids, *x.request.sampling.stop_token_ids)
+        if x.token_ids[-1] in ends or self._has_stop_text(x):
             return "stop"
-        if self.stop_texts.complete(ids, sampling.stop):
-            return "stop"
-        return "length" if len(ids) == sampling.max_tokens else ""
-
-    def _complete(self, growing: Growing, reason: str) -> Completion:
-        versions = growing.version, self.policy_version
-        return Completion(growing.request.key, growing.token_ids, growing.logprobs, reason, versions)
+        return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
 
     def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
         """See `base.Engine`."""
-        in_flight = [*filter(None, self.batch), *self.waiting]
-        keys = {x.request.key for x in in_flight} if keys is None else set(keys)
-        self.waiting = deque(x for x in self.waiting if x.request.key not in keys)
-        self.batch = [None if x is None or x.request.key in keys else x for x in self.batch]
-        return [self._complete(x, "abort") for x in in_flight if x.request.key in keys]
+        wanted = set(self.keys if keys is None else keys)
+        gone = [x for x in self.batch if x is not None and x.request.key in wanted]
+        gone += [InFlight(request, self.policy_version, self.rank) for request in self.new if request.key in wanted]
+        self.batch = [None if x is None or x.request.key in wanted else x for x in self.batch]
+        self.new = [request for request in self.new if request.key not in wanted]
+        return [self._complete(x, "abort") for x in gone]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""
@@ -144,17 +117,6 @@ class Engine:
             )
         self.cache = None  # keys and values of the old weights
         self.policy_version += 1
-        for growing in self.waiting:
-            growing.version = self.policy_version
-
-    def sleep(self) -> None:
-        """Nothing to free: the replica stays where it is."""
-
-    def wake(self) -> None:
-        """Nothing to allocate."""
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -7,61 +7,50 @@ its own.
 
 import contextlib
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModel
 
 from rl.console import say
-from rl.data.types import Completion, Request, Sampling
+from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines.base import StopTexts, check_request
-from rl.sampling.engines.vllm_requests import Requests, connect
+from rl.sampling.engines.base import DEFAULT, InFlight, Rollout
+from rl.sampling.engines.base import Engine as Base
+from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
 
 
-class InFlight(NamedTuple):
-    """A response that is being sampled."""
+class Engine(Base):
+    """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighbouring ranks.
 
-    rank: int  # that asked for it
-    key: Hashable
-    stop: tuple[str, ...]
-    version: int  # of the weights when it began
+    Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
+    be divided into engines of that size.
 
-
-class Engine:
-    """See `base.Engine`. vLLM on this rank's device, or over `tensor_parallel_size` neighbouring ranks.
-
-    Unless `load_weights`, weights are dummies until the first `update_weights`. With `log_stats` vLLM keeps its own
-    metrics, in prometheus_client's registry of this process. Raises ValueError if the ranks cannot be shared out to
-    engines of that size.
+    Tokens are read from vLLM's core. `LLM.generate` and `LLMEngine.step` turn each token of each sequence into objects
+    for their users, in Python, which takes twice as long as the GPU: see vllm_scheduler.py.
     """
 
     def __init__(
         self,
         model: str,
         ranks: Ranks,
-        dtype: torch.dtype,
+        flags: Rollout = DEFAULT,
         *,
-        max_model_len: int,
-        max_num_seqs: int = 256,
-        gpu_memory_utilization: float = 0.5,
-        tensor_parallel_size: int = 1,
+        longest: int,
         seed: int = 0,
-        free_cache_engine: bool = True,
         load_weights: bool = False,
-        quantization: str = "none",
-        log_stats: bool = False,
     ):
-        if ranks.size % tensor_parallel_size:
+        super().__init__(model, ranks, longest)
+        if ranks.size % (size := flags.tensor_model_parallel_size):
             raise ValueError(
-                f"--tensor-model-parallel-size {tensor_parallel_size} does not divide the {ranks.size} rank(s) of "
-                "this run; start a multiple of it with torchrun --nproc_per_node"
+                f"--tensor-model-parallel-size {size} does not divide the {ranks.size} rank(s) of this run; start a "
+                "multiple of it with torchrun --nproc_per_node"
             )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -73,51 +62,43 @@ class Engine:
         import vllm
         from vllm.distributed import parallel_state
 
+        self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _transformers_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
                 skip_tokenizer_init=True,
                 distributed_executor_backend="external_launcher",
-                tensor_parallel_size=tensor_parallel_size,
-                dtype=str(dtype).removeprefix("torch."),
-                quantization=QUANTIZATIONS[quantization],
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max(8192, max_model_len),
-                gpu_memory_utilization=gpu_memory_utilization,
+                tensor_parallel_size=size,
+                dtype=str(ranks.dtype).removeprefix("torch."),
+                quantization=QUANTIZATIONS[flags.rollout_quantization],
+                max_model_len=longest,
+                max_num_seqs=flags.max_num_seqs,
+                max_num_batched_tokens=max(8192, longest),
+                gpu_memory_utilization=flags.gpu_memory_utilization,
                 worker_cls="auto" if on_cpu else "rl.sampling.engines.vllm_worker.Worker",
                 load_format="auto" if load_weights else "dummy",
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, after temperature and top-p
                 enable_prefix_caching=True,
-                enable_sleep_mode=free_cache_engine and not on_cpu,
+                enable_sleep_mode=self.can_sleep,
                 enforce_eager=on_cpu,
-                compilation_config={} if on_cpu else {"max_cudagraph_capture_size": max_num_seqs},  # vLLM stops at 512
+                # CUDA graphs for all numbers of sequences; vLLM stops at 512
+                compilation_config={} if on_cpu else {"max_cudagraph_capture_size": flags.max_num_seqs},
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
-                disable_log_stats=not log_stats,
+                disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
                 seed=seed,
             )
-        self.memory = self.policy_version = 0
-        self.device, self.rank, self.is_quantized = ranks.device, ranks.rank, quantization != "none"
-        self.first_rank = ranks.rank - ranks.rank % tensor_parallel_size
-        self.group = parallel_state.get_tp_group().cpu_group if tensor_parallel_size > 1 else None
-        self.can_sleep, self.max_model_len = free_cache_engine and not on_cpu, max_model_len
-        self.stop_texts = StopTexts(model)
-        self.core = connect(self.llm, vllm.__version__)
-        if type(self.core) is Requests and ranks.is_main:
-            say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
+        self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
+        self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
+        self.core = self.llm.llm_engine.engine_core
+        self.scheduler = self.core.engine_core.scheduler
         self.in_flight: dict[str, InFlight] = {}  # by vLLM's name of the request, of all ranks that share this engine
         self.watched: set[str] = set()  # those of them whose text may end them
-        self.new: list[Request] = []  # that vLLM does not know yet
         self.may_be_new = True  # whether ranks that share this engine have to ask each other for new requests
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """See `base.Engine`. Ranks that share an engine take each other's new requests when a response has ended."""
-        taken = {x.key for x in self.in_flight.values() if x.rank == self.rank} | {x.key for x in self.new}
-        for request in requests:
-            check_request(request, taken, self.max_model_len)
-            taken.add(request.key)
-        self.new += requests
+        if vllm.__version__.startswith(TESTED):
+            take_shortcuts(self.scheduler, self.in_flight)
+        elif ranks.is_main:
+            say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
     def has_requests(self) -> bool:
         """See `base.Engine`."""
@@ -125,71 +106,76 @@ class Engine:
         return bool(self.in_flight)
 
     def _take_new(self) -> None:
-        """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine."""
-        if self.group is None:
-            every, self.new = [(self.rank, request) for request in self.new], []
-        elif self.may_be_new or not self.in_flight:
-            parts: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(parts, (self.rank, self.new), group=self.group)
-            every, self.new = [(rank, request) for rank, requests in parts for request in requests], []
-        else:
+        """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine, which take
+        each other's new requests when a response has ended.
+        """
+        if self.group is not None and not self.may_be_new and self.in_flight:
             return
-        self.may_be_new = False
-        if every:
-            params = {way: _params(way) for way in {request.sampling for _, request in every}}
-            names = self.core.add([x.prompt_ids for _, x in every], [params[x.sampling] for _, x in every])
-            for name, (rank, x) in zip(names, every, strict=True):
-                self.in_flight[name] = InFlight(rank, x.key, x.sampling.stop, self.policy_version)
-                if x.sampling.stop:
-                    self.watched.add(name)
+        every = [(rank, request) for rank, requests in self._of_group((self.rank, self.new)) for request in requests]
+        self.new, self.may_be_new = [], False
+        if not every:
+            return
+        params = {way: _params(way) for way in {request.sampling for _, request in every}}
+        prompts = [{"prompt_token_ids": list(x.prompt_ids)} for _, x in every]
+        names = self.llm.enqueue(prompts, [params[x.sampling] for _, x in every], use_tqdm=False)
+        # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
+        self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
+        for name, (rank, x) in zip(names, every, strict=True):
+            ends = self.scheduler.requests[name].sampling_params.all_stop_token_ids
+            self.in_flight[name] = InFlight(x, self.policy_version, rank, ends)
+            if x.sampling.stop:
+                self.watched.add(name)
+
+    def _of_group(self, own: Any) -> list[Any]:
+        """What each rank that shares this engine gives."""
+        if self.group is None:
+            return [own]
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, own, group=self.group)
+        return parts
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
         self._take_new()
-        if not self.core.has_requests():
+        if not self.scheduler.has_requests():
             lost = list(self.in_flight)
-            self.core.abort(lost)
-            self._complete(dict.fromkeys(lost, "abort"))
+            self._forget(dict.fromkeys(lost, "abort"))
             raise RuntimeError(f"vLLM has dropped {len(lost)} responses")
-        ended: dict[str, str] = {}
-        for name, reason in self.core.step():
-            if reason not in (None, "stop", "length"):
-                raise RuntimeError(f"vLLM gave up on the response {self.in_flight[name].key}: {reason}")
-            if reason is not None:
-                ended[name] = reason
-        cut = [name for name in self.watched if ended.get(name) != "stop" and self._is_cut(name)]
+        outputs, ended = self.core.get_output(), {}
+        if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
+            stats.record(outputs.scheduler_stats, None)
+        for output in outputs.outputs:  # of the responses that vLLM's scheduler has looked at
+            if (x := self.in_flight.get(output.request_id)) is None:
+                continue  # aborted, and its last token was on the way
+            if output.new_token_ids:
+                found = output.new_logprobs  # a number with shortcuts
+                x.token_ids.extend(output.new_token_ids)
+                x.logprobs.append(found if isinstance(found, float) else float(found.logprobs[0, 0]))
+            if output.finish_reason is not None:
+                ended[output.request_id] = reason = str(output.finish_reason)
+                if reason not in ("stop", "length"):
+                    raise RuntimeError(f"vLLM gave up on the response {x.request.key}: {reason}")
+        cut = [name for name in self.watched if ended.get(name) != "stop" and self._has_stop_text(self.in_flight[name])]
         if going_on := [name for name in cut if name not in ended]:
-            self.core.abort(going_on)
-        return self._complete(ended | dict.fromkeys(cut, "stop"))
+            self.core.abort_requests(going_on)
+        return self._forget(ended | dict.fromkeys(cut, "stop"))
 
-    def _is_cut(self, name: str) -> bool:
-        return self.stop_texts.complete(self.core.growing[name].token_ids, self.in_flight[name].stop)
-
-    def _complete(self, ended: dict[str, str]) -> list[Completion]:
+    def _forget(self, ended: dict[str, str]) -> list[Completion]:
         """Forget requests, by name with their reasons; returns the completions of this rank."""
         self.may_be_new = self.may_be_new or bool(ended)
         self.watched -= ended.keys()
-        done = []
-        for name, reason in ended.items():
-            x, growing = self.in_flight.pop(name), self.core.growing.pop(name)
-            if x.rank == self.rank:
-                versions = x.version, self.policy_version
-                done.append(Completion(x.key, growing.token_ids, growing.logprobs, reason, versions))
-        return done
+        gone = [(self.in_flight.pop(name), reason) for name, reason in ended.items()]
+        return [self._complete(x, reason) for x, reason in gone if x.rank == self.rank]
 
     def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
         """See `base.Engine`."""
         self.may_be_new = True
         self._take_new()
-        own = [x.key for x in self.in_flight.values() if x.rank == self.rank]
-        wanted = {(self.rank, key) for key in (own if keys is None else keys)}
-        if self.group is not None:
-            parts: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(parts, wanted, group=self.group)
-            wanted = set().union(*parts)
-        names = [name for name, x in self.in_flight.items() if (x.rank, x.key) in wanted]
-        self.core.abort(names)
-        return self._complete(dict.fromkeys(names, "abort"))
+        own = {(self.rank, key) for key in (self.keys if keys is None else keys)}
+        wanted = set().union(*self._of_group(own))
+        names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in wanted]
+        self.core.abort_requests(names)
+        return self._forget(dict.fromkeys(names, "abort"))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`. Drops every cached prefix. Quantizes the weights again, if they are quantized."""
@@ -218,8 +204,8 @@ class Engine:
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.policy_version += 1
-        for name in self.in_flight.keys() - self.core.begun():
-            self.in_flight[name] = self.in_flight[name]._replace(version=self.policy_version)
+        for x in self.in_flight.values():
+            x.version = x.version if x.token_ids else self.policy_version
 
     def sleep(self) -> None:
         """Free vLLM's weights and KV cache (level 2: nothing is kept, `update_weights` must follow `wake`)."""
