@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -46,14 +47,11 @@ def load_policy(
     frozen: bool = False,
     flag: str = "--model",
 ) -> nn.Module:
-    """A causal LM by Hugging Face id or folder, sharded over the ranks.
+    """A causal LM by Hugging Face id or folder, sharded over the ranks, to be trained, or `frozen` without gradients.
 
-    It is trained, with master weights in float32; or with --lora-rank, with frozen weights in the compute precision and
-    adapters in float32; or `frozen`, in the compute precision and without gradients.
-
+    What learns is in float32: all weights, or with --lora-rank the adapters. Frozen weights have the compute precision.
     Args: longest, tokens of the longest sequence; seed, of new adapters; flag, that has named the model. All ranks must
-    enter. Raises ValueError if the model's files lack weights, or as `lora.layers_of` before they are read, or as
-    `choose_forward`.
+    enter. Raises ValueError if the model's files lack weights, or as `lora.layers_of` or `choose_forward`.
     """
     adapt = not frozen and check_lora(lora, path, flag=flag)
     model = load_causal_lm(path, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32, flag=flag)
@@ -96,10 +94,8 @@ def check_second_model(
     flag: str,
     model: str,
 ) -> None:
-    """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy.
-
-    No weights are read. See `check_same_tokenizer`, `check_trainable` and `check_lora`. Args: tokenizer, of the policy;
-    longest, tokens of the longest sequence; model, the policy as --model has named it.
+    """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy `model`, as
+    far as its config and tokenizer tell. `tokenizer` is the policy's; `longest`, tokens of the longest sequence.
     """
     check_same_tokenizer(tokenizer, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
@@ -121,9 +117,8 @@ def exported(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
 
-    Both the push to the engine and the files of a checkpoint come from here, so that they cannot differ. Adapters are
-    added to their weights, see `lora.merged`. Names are those of the files that the model's authors publish, where
-    transformers has changed them.
+    Adapters are added to their weights, see `lora.merged`. Names are those of the files that the model's authors
+    publish, where transformers has changed them. Checkpoints use this too, so that they cannot differ from a push.
     """
     for name, x in adapters.merged(model, named_tensors):
         yield from revert_weight_conversion(model, {name: x}).items()
@@ -135,9 +130,8 @@ def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, t
 
 
 def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for all buffers that a model's files hold, such as constants of activations.
-
-    Nothing trains them, and every rank has all of them. Tables that a model computes when it is made are not here.
+    """Yield (name, tensor) for all buffers that a model's files hold, such as constants of activations, but not tables
+    that a model computes when it is made. Nothing trains them, and every rank has all of them.
     """
     for prefix, module in model.named_modules():
         for name, x in module.named_buffers(recurse=False):
@@ -203,6 +197,8 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     Returns: the way. If it is "padded", rank 0 prints why and what it costs. Raises ValueError naming `flag` if none is
     right. All ranks must enter.
     """
+    head = model.get_output_embeddings()  # None: hidden states are compared
+    is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
     batch = _random_batch(model.config, longest or positions, ranks.device)
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
@@ -215,7 +211,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             other, _ = _difference(model, batch, expected, ranks)
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
         for way, options in WAYS.items():
-            if way == "packed" and not _has_plain_head(model):
+            if way == "packed" and not is_plain:
                 errors[way], reasons[way] = math.inf, "its LM head is more than one matrix"
             elif way != "padded":
                 use_forward(model, **options)
@@ -233,21 +229,15 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
         say(
             f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
             f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more "
-            "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if it does not "
-            "fit"
+            "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if needed"
         )
     return way
 
 
-def _has_plain_head(model: nn.Module) -> bool:
-    """Whether logits are the product of hidden states and one matrix, or the model has no LM head."""
-    head = model.get_output_embeddings()
-    return head is None or (isinstance(head, nn.Linear) and head.bias is None)
-
-
 def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) -> Batch:
     """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's."""
-    entries = _entries(config.to_dict())
+    leaves, _ = tree_flatten_with_path(config.to_dict())  # whole numbers in the config and the configs in it, by name
+    entries = [([str(k.key) for k in path if isinstance(k, MappingKey)][-1], n) for path, n in leaves if type(n) is int]
     windows = [n for name, n in entries if ("window" in name or "chunk" in name) and n < longest]
     length = min(longest, LONGEST_TEST, max([24, *(n + 24 for n in windows)]))
     lengths = torch.tensor([min(n, longest) for n in (9, 24, 3, 40, 40, length)])
@@ -262,18 +252,6 @@ def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) 
     sampled = ((position > 0) & (position < lengths[:, None])).float()
     batch = Batch(ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))
     return take_rows(batch, range(len(lengths)), device)
-
-
-def _entries(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """All (name, whole number) of a config and the configs in it; of a list, every number."""
-    found = []
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found += _entries(value)
-        for x in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(x, int) and not isinstance(x, bool):
-                found.append((name, x))
-    return found
 
 
 def _difference(model: nn.Module, batch: Batch, expected: list[torch.Tensor], ranks: Ranks) -> tuple[float, str]:
