@@ -65,8 +65,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     )
     loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
     entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
-    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
-    clip_ratio_high: NotNegative = 0.28  # a ratio above 1 + this is not pushed further up; 0.2 is GRPO's
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.28  # where A > 0: no gradient at a ratio above 1 plus this; 0.2 is GRPO's
     clip_ratio_c: Above1 = 10.0  # dual clip: where A < 0 the loss is at most this times |A|
 
     # --- what follows is as in train_grpo.py, but for some defaults
@@ -137,8 +137,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last iteration only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step, state={"drawn": drawn, "surplus": waiting_groups.to_state(waiting)})
 
         # Give the engine the policy's weights. It keeps them until the batch is full.
@@ -189,7 +189,7 @@ def main(args: Args) -> dict[str, float]:
         groups, waiting = groups[: args.train_batch_size], groups[args.train_batch_size :]
         clock("gen")
         engine.sleep()
-        # The trainer computes the log-probs of a few fresh responses: if they differ from the engine's, the run ends.
+        # The trainer computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         check_engine(policy, own_samples, sampling, args.rollout, ranks)
         clock("verify")
 
@@ -235,7 +235,7 @@ def main(args: Args) -> dict[str, float]:
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 

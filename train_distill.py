@@ -80,8 +80,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
         "token-mean"
     )
     loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
-    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
-    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
@@ -147,15 +147,15 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step)
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.
+        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -229,7 +229,7 @@ def main(args: Args) -> dict[str, float]:
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 # distance (b', t): see DISTANCES; without one it is logp - ref_logp, for the log only. shares: how much
                 # probability student and teacher give to the K tokens.
                 logp, entropy, distance, shares = token_distances(
@@ -244,7 +244,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss

@@ -159,8 +159,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step)
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -168,7 +168,7 @@ def main(args: Args) -> dict[str, float]:
         asked = [] if args.offline else rows  # prompts that the policy answers; offline none
 
         # 2. Rollouts: give the engine the policy's weights, and sample responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.
+        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")

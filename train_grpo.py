@@ -16,8 +16,11 @@ Where this departs from the paper, as most code does: the mean is over tokens, n
 is no KL term unless --use-kl-loss; the standard deviation is unbiased; where A is negative the loss is at most 3 |A|
 (dual clip, arXiv 1912.09729). Other estimators, losses, means and KL terms: train_grpo_variants.py.
 
-P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
-position t describes token t given the tokens before it. docs/train_grpo.md explains all of this at more leisure.
+A step samples, scores and learns. An update is one optimizer step, on one mini-batch of the step's responses.
+
+P prompts a step, B = P * G responses, b of these on this process (rank), T tokens of prompt and response. Tensors of
+tokens are (b, T), and position t describes token t given the tokens before it. Flags and metrics have verl's names: the
+actor is the policy. docs/train_grpo.md explains all of this at more leisure.
 """
 
 import math
@@ -54,8 +57,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
-    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
-    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up; DAPO's clip-higher is 0.28
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
     kl_loss_coef: float = 0.001  # weight of that KL term
@@ -81,7 +84,7 @@ def main(args: Args) -> dict[str, float]:
     # Everything a user can get wrong is refused here, before a model is loaded.
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
-    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
+    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
@@ -95,15 +98,15 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step)
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.
+        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -122,8 +125,9 @@ def main(args: Args) -> dict[str, float]:
         check_engine(policy, own_samples, sampling, args.rollout, ranks)
         clock("verify")
 
-        # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the
-        # scores and lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
+        # 3. Rewards: other processes call the function of --custom-reward-function, or that of the data source in
+        # rewards/, as soon as a group is complete. Then all ranks get the scores and lengths of the whole step; tokens
+        # stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
         run.exit_if_asked()
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
@@ -142,8 +146,8 @@ def main(args: Args) -> dict[str, float]:
         )  # (b, T)
         clock("batch")
 
-        # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update a step the first are not needed: then the policy has not changed yet.
+        # 5. Log-probs that stay fixed while the policy changes. l_old is computed by the trainer, since the engine's
+        # log-probs are not quite the same. With one update a step it is not needed here: then l_old is l in phase 7.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
@@ -152,13 +156,15 @@ def main(args: Args) -> dict[str, float]:
             clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: how much better than its group was each response? All its tokens get this number.
-        mean, std = advantages.of_groups(scores_PG)  # (P, 1), of the scored responses; 0 and 1 if only one is scored
+        # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
+        # responses count; where a group has but one, its mean is 0 and its standard deviation 1.
+        mean, std = advantages.of_groups(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
+        # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Updates: one for each mini-batch; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
@@ -167,25 +173,27 @@ def main(args: Args) -> dict[str, float]:
             num_tokens = max(update.num_tokens, 1)
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
-                micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                # The gradient of the ratio is ratio * gradient of logp. Where the clip decides, the gradient is 0.
+                # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
+                # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
-                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
+                # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
+                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
-                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:
-                    log_ratio = (micro.ref_logp - logp).clamp(-20, 20)
-                    kl = (log_ratio.expm1() - log_ratio).clamp(max=10)  # k3, an estimate of KL(policy, reference)
+                    x = (micro.ref_logp - logp).clamp(-20, 20)
+                    kl = (x.expm1() - x).clamp(max=10)  # k3 = e^x - x - 1, an estimate of KL(policy, reference)
                     loss = loss + args.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
                 loss = (loss * mask).sum() / num_tokens

@@ -111,8 +111,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
-    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
-    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up; DAPO's clip-higher is 0.28
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
     kl_loss_coef: float = 0.001  # weight of that KL term
@@ -169,15 +169,15 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: if they differ from the engine's, the run ends with an error.
+        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -267,12 +267,12 @@ def main(args: Args) -> dict[str, float]:
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', t): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for the tokens that the policy sampled
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
                 pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=micro.chosen, **numbers)
-                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy

@@ -61,8 +61,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
     gamma: Share = 1.0  # discount of a reward that comes one token later
-    clip_ratio_low: NotNegative = 0.2  # a ratio below 1 - this is not pushed further down
-    clip_ratio_high: NotNegative = 0.2  # a ratio above 1 + this is not pushed further up
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     loss_agg_mode: Literal[*losses.MEANS] = "token-mean"  # mean of the losses; Dr. GRPO: seq-mean-token-sum-norm
     loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default --max-response-length
@@ -109,8 +109,8 @@ def main(args: Args) -> dict[str, float]:
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -226,7 +226,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.maximum(unclipped, clipped)
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
-                # All 1 unless --rollout-is or a mask asks for more: the engine's log-probs are not quite the trainer's.
+                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy

@@ -119,8 +119,8 @@ def main(args: Args) -> dict[str, float]:
     step_metrics, val_metrics = {}, {}
 
     for step in progress("reward", range(run.start, total_steps + 1)):  # the last round only evaluates
-        # Saves the steps made so far, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves
-        # and exits at the next exit_if_asked(); once the optimizer has changed weights, it completes the step first.
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
         clock = run.save_and_begin(step)
 
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the chosen response wins.
