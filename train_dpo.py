@@ -151,7 +151,8 @@ def main(args: Args) -> dict[str, float]:
     reference = load_reference(args.model, ranks, policy, args.memory, longest=longest)
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    saved = {"actor": (policy, optimizer)} | ({"reference": (reference, None)} if args.ref_update_steps else {})
+    saved = {"actor": (policy, optimizer)}
+    saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
     num_sampled = 0 if args.offline else args.rollout_n  # responses to each prompt
     about = f"{args.train_batch_size} prompts x {num_sampled} sampled responses and up to "
     about += f"{num_mini_batches * args.ppo_epochs} update(s) a step, {len(train_rows)} prompts to draw from"

@@ -48,7 +48,7 @@ from rl.sampling.evaluation import evaluate
 from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
 from rl.scoring.pool import raise_if_failing
 
-# --adv-estimator -> function: rewards (P, G), lengths (P, G), parts of the rewards by name -> advantages (P, G)
+# --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
 ADVANTAGES = {
     "grpo": advantages.grpo,
     "dr_grpo": lambda rewards, lengths, **_: advantages.grpo(rewards, lengths, norm_by_std=False),
@@ -61,7 +61,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus_baseline,
     "gdpo": advantages.gdpo,
 }
-# --loss-mode -> function: logp, old_logp, advantages, mask (b, t), numbers by name -> loss (b, t), is_clipped (b, t)
+# --loss-mode -> function: logp, old_logp, advantages, mask (b, t), values of flags -> loss (b, t), is_clipped (b, t)
 LOSSES = {
     "ppo_clip": losses.ppo_clip,
     "dppo_tv": losses.dppo_tv,
@@ -94,7 +94,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     )
     loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
     entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"  # "+": gradient of k2
+    # estimator of --use-kl-loss; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"
     ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response, from the score
     kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
@@ -136,7 +137,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 def validate(args: Args) -> None:
     """Raise ValueError for flags of the family that contradict each other, naming the flag, its value and the fix."""
-    if args.loss_agg_mode != (mean := AGGREGATIONS.get(args.loss_mode, args.loss_agg_mode)):
+    mean = AGGREGATIONS.get(args.loss_mode, args.loss_agg_mode)
+    if args.loss_agg_mode != mean:
         raise ValueError(f"--loss-mode {args.loss_mode} needs --loss-agg-mode {mean}, its paper's mean")
     keys, weights = args.gdpo_reward_keys, args.gdpo_reward_weights
     if (args.adv_estimator == "gdpo") != bool(keys) or len(weights) not in (0, len(keys)):
@@ -163,7 +165,7 @@ def main(args: Args) -> dict[str, float]:
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # a checkpoint has it if it changes
+    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
     run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=f"{about}\n{scorer.report}")
     kl_coef = run.state.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
     step_metrics, val_metrics = {}, {}
@@ -218,7 +220,7 @@ def main(args: Args) -> dict[str, float]:
         clock("batch")
 
         # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
-        # reference. With one update a step the loss does not need the first: then the policy has not changed yet.
+        # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
         if num_updates > 1 or args.use_kl_in_reward or args.loss_mode in token_selection.RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
@@ -241,12 +243,12 @@ def main(args: Args) -> dict[str, float]:
                 aim = dict(target=args.kl_target, horizon=args.kl_horizon)
                 num_responses = int(rewards_PG.isfinite().sum())
                 kl_coef = schedule.adaptive_kl_coef(kl_coef, mean_kl, num_responses=num_responses, **aim)
-        parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # (K, P, G)
+        parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: K keys, (K, P, G)
         of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards_PG, lengths_PG, **of_gdpo)  # (P, G)
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
-        # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. For clip_cov and kl_cov, some
-        # tokens are marked in batch.chosen: their losses treat these differently. Without such flags nothing happens.
+        # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
+        # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
         entropies = partial(fixed_entropies, policy, sampling=sampling)
         by_step = dict(seed=derive_seed(args.seed, step), ranks=ranks)
         batch = token_selection.choose(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
@@ -255,9 +257,9 @@ def main(args: Args) -> dict[str, float]:
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
-        numbers = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
-        numbers |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
-        numbers |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # each loss reads those that it needs
+        of_loss = dict(clip_ratio_low=args.clip_ratio_low, clip_ratio_high=args.clip_ratio_high)
+        of_loss |= dict(clip_ratio_c=args.clip_ratio_c, tau_pos=args.tau_pos, tau_neg=args.tau_neg)
+        of_loss |= dict(ppo_kl_coef=args.selection.ppo_kl_coef)  # each loss reads those that it needs
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             # These count the whole mini-batch on all ranks, so gradients of micro-batches and ranks add up.
@@ -271,7 +273,7 @@ def main(args: Args) -> dict[str, float]:
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling, entropy_grad=args.entropy_coeff != 0)
                 old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
-                pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=micro.chosen, **numbers)
+                pg_loss, is_clipped = LOSSES[args.loss_mode](logp, old_logp, A, mask, chosen=micro.chosen, **of_loss)
                 # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
