@@ -2,12 +2,10 @@
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
-sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses`, or `run_packed`
-if they read other positions.
+sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses` or `run_packed`.
 
 Some models cannot run packed, because layers carry a state from token to token, or have an attention of their own. They
-get one row a sequence, padded on the right, and run their own forward. `load.choose_forward` finds out which way is
-right.
+run their own forward on padded rows, a sequence each. `load.choose_forward` finds out which way is right.
 """
 
 import functools
@@ -37,7 +35,7 @@ SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded 
 
 @dataclass(frozen=True)
 class Packed:
-    """How a model runs on sequences: what `add_packed_forward` adds to it, as its attribute `packed`."""
+    """How a model runs on sequences: its attribute `packed`, from `add_packed_forward`."""
 
     forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
@@ -57,14 +55,13 @@ def token_logprobs(
         logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
         entropy[i, t] = logsumexp_S(z) - sum over v in S of softmax_S(z)_v z_v
 
-    S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token: the whole vocabulary
-    unless it has top_k, top_p or min_p. So the policy is the distribution that the engine has sampled from, and its
-    ratio to itself is 1.
+    S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token; without top_k, top_p and
+    min_p the whole vocabulary. So the policy is the distribution that the engine has sampled from.
 
     Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled;
-    entropy_grad, whether gradients flow through the entropy (for an entropy bonus). Returns: logp (b, T) and entropy
-    (b, T), float32 (float64 for a float64 model), zero where response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv
-    2512.02556), "keep sampling mask".
+    entropy_grad, whether gradients flow through the entropy. Returns: logp and entropy (b, T), float32 (float64 for a
+    float64 model), zero where response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling
+    mask".
     """
     return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
@@ -113,8 +110,7 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
 
     `head` takes the model, the hidden states (R, H) of the tokens right before those R, their ids (R,), and `args`, and
-    returns tensors (R, ...). Returns: each of these as (b, T, ...), where position t is about token t, zero where
-    response_mask is zero.
+    returns tensors (R, ...). Returns: these as (b, T, ...), zero where response_mask is zero.
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
@@ -125,9 +121,8 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
 def sampled_positions(batch: Batch) -> torch.Tensor:
     """Which tokens of a batch `run_on_responses` hands to a head: (b, T) bool, those with response_mask 1."""
     b, T = batch.input_ids.shape
-    assert batch.response_mask.shape == (b, T) and batch.lengths.shape == (b,), (
-        f"input_ids {(b, T)}, response_mask {tuple(batch.response_mask.shape)}, lengths {tuple(batch.lengths.shape)}"
-    )
+    shapes = tuple(batch.response_mask.shape), tuple(batch.lengths.shape)
+    assert shapes == ((b, T), (b,)), f"input_ids {(b, T)}, response_mask {shapes[0]}, lengths {shapes[1]}"
     position = torch.arange(T, device=batch.input_ids.device)
     scored = (batch.response_mask > 0) & (position < batch.lengths[:, None]) & (position > 0)  # before 0 there is none
     scored[0, 1] |= ~scored.any()  # an empty row still runs the head, with weight zero, so that collectives match
@@ -141,14 +136,12 @@ def _to_grid(x: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch
 
 
 def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
-    """One pass over the tokens of a batch, then `head(model, hidden, *args)`; returns what the head returns.
+    """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
+    (b, T) bool, row after row. The model went through `add_packed_forward`.
 
-    What rows have in common at their start, such as the prompt of a group, is computed once for neighbours: under a
-    causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.)
-
-    Args: model, a Hugging Face model that went through `add_packed_forward`; batch (b, T); wanted (b, T) bool, the R
-    tokens whose hidden states (R, H) the head gets, row after row. FSDP2 holds the root's weights, such as those of the
-    model's own head, gathered meanwhile.
+    What neighbouring rows have in common at their start, such as the prompt of a group, is computed once: under a
+    causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.) FSDP2 holds the
+    root's weights gathered for the head.
     """
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
     out = model.packed.forward(head, inputs, place[wanted], *args)
@@ -177,8 +170,8 @@ def _pack(batch: Batch) -> tuple[list[dict[str, Any]], torch.Tensor]:
 
 
 def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Tensor]:
-    """The decoder's arguments for every pass over a batch (b, T) with one row a sequence, rows of similar length in one
-    pass, and the place (b, T) of every token among those of all passes, one after the other.
+    """The decoder's arguments for passes over padded rows of a batch (b, T), those of similar length in one pass, and
+    the place (b, T) of every token among those of all passes, one after the other.
     """
     ids, groups = batch.input_ids, []
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
@@ -211,10 +204,9 @@ def add_packed_forward(
 ) -> nn.Module:
     """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
 
-    `sharding.shard` calls it again: FSDP2 must learn of the forward, and a compiled head replaces the plain one.
-
-    Args: device, by default where the model is; compile, whether the LM head runs compiled; keep_logits, whether the
-    backward pass finds the logits (2 V bytes a token in bfloat16) or computes them again; others, see `Packed`.
+    `sharding.shard` calls it once more, since FSDP2 must learn of the forward. Args: device, by default where the model
+    is; compile, whether the LM head runs compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a
+    token in bfloat16) or computes them again; others, see `Packed`.
     """
     attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
@@ -232,7 +224,7 @@ def add_packed_forward(
 
 
 def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool) -> None:
-    """Say how a model that went through `add_packed_forward` runs from now on; see `Packed`."""
+    """Say how a model runs from now on; see `Packed`."""
     model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head)
     use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
 
@@ -245,15 +237,15 @@ def _forward(self, head, inputs, wanted, *args):
 
 
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """What a decoder returns that has hidden states to give and nothing else: any other field is None."""
+    """What a decoder returns; any field but hidden states is None."""
 
     def __getattr__(self, name):
         return None
 
 
 def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """hidden (C, H) -> logits (C, V), as the model's own forward makes them of what its decoder returns: scaled,
-    capped, with a bias. For this one call the decoder returns `hidden`.
+    """hidden (C, H) -> logits (C, V) by the model's own forward, which may scale, cap, or add a bias. For this one call
+    the decoder returns `hidden`.
     """
     decoder, result = model.base_model, _HiddenStates(last_hidden_state=hidden[None])
     decoder.forward = lambda *args, **kwargs: result
@@ -282,14 +274,11 @@ def response_logprobs(
     return in_chunks(lambda h, y: head_chunk(source, h, y, sampling.temperature, kept, entropy_grad), hidden, targets)
 
 
-def logits_of(model: nn.Module, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
-    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32; for heads of `run_on_responses`."""
-    return _logits(model if model.packed.own_head else model.get_output_embeddings().weight, hidden, temperature)
-
-
-def _logits(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
-    # source: the weight (V, H) of a plain head, or else the model
-    logits = nn.functional.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
+def logits_of(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    """hidden (C, H) -> logits (C, V) over the temperature, in at least float32, by a model or its head's weight."""
+    if not isinstance(source, torch.Tensor) and not source.packed.own_head:
+        source = source.get_output_embeddings().weight
+    logits = F.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
 
@@ -309,8 +298,8 @@ def response_collisions(
 
 
 def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
-    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32. For `source` see `_logits`."""
-    logits = _logits(source, hidden, temperature)
+    """hidden (C, H), targets (C,) -> logp (C,), entropy (C,), in at least float32. For `source` see `logits_of`."""
+    logits = logits_of(source, hidden, temperature)
     sampled = logits.gather(-1, targets[:, None])[:, 0]
     if kept is not None:
         left_out = logits.detach() < truncation(logits.detach(), *kept)[:, None]
@@ -327,9 +316,9 @@ def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
 def truncation(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
 
-    S = {v: z_v >= limit}, one after the other: tokens at least `min_p` times as likely as the likeliest; of these the
-    `top_k` likeliest; of these the fewest likeliest ones whose share is at least `top_p`. Ties at the limit are in S.
-    The last limit is found by halving the interval of all logits 24 times, which is faster than to sort them.
+    S = {v: z_v >= limit}, one filter after the other: min-p sampling, then top-k, then nucleus sampling (top-p) among
+    the tokens that are left. Ties at the limit are in S. The last limit is found by halving the interval of all logits
+    24 times, which is faster than to sort them.
     """
     largest = logits.amax(-1)
     limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
