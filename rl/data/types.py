@@ -21,7 +21,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0  # tokens less than this times as likely as the likeliest are not sampled
+    min_p: float = 0.0  # tokens less than this times as likely as the most likely one are not sampled
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these ids, beside the model's own
     stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
@@ -141,7 +141,7 @@ class Batch:
     rollout_logp: torch.Tensor  # (B, T) float32, by the engine that sampled
     old_logp: torch.Tensor | None = None  # (B, T) by the policy that starts the step
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
-    top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's likeliest tokens
+    top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)

@@ -21,7 +21,7 @@ from rl.formulas.shared import MAX_LOG_RATIO, check_shapes
 
 
 def rollout_ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, level: str) -> Tensor:
-    """How much likelier the trainer finds what the engine sampled: the ratio of a level, on every token.
+    """How much more likely the trainer finds what the engine sampled: the ratio of a level, on every token.
 
     The logarithm is bounded to [-20, 20]. Example: x = [log 2, log 8] -> token [2, 8], sequence [16, 16],
     geometric [4, 4].

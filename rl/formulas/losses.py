@@ -83,7 +83,7 @@ def ppo_clip(
     """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
 
     max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 and c is given, at most -A * c. |delta| <= 20.
-    Without the dual clip a bad token that the policy has made much likelier has an unbounded loss.
+    Without the dual clip a bad token that the policy has made much more likely has an unbounded loss.
 
     Raises: ValueError unless clip_ratio_c > 1.
     Source: PPO, eq. 7, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, DAPO, eq. 10, arXiv 2503.14476.

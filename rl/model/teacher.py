@@ -1,6 +1,6 @@
 """Teachers of train_distill.py: a model on the ranks, or one behind a vLLM server; and the student's distance to it.
 
-Once a step, before the updates, a teacher gives the log-prob of every sampled token, and at its place the K likeliest
+Once a step, before the updates, a teacher gives the log-prob of every sampled token, and at its place the K most likely
 tokens with their log-probs.
 """
 
@@ -51,7 +51,7 @@ def check_teacher(
 ) -> None:
     """Raise ValueError, before a model is loaded, if the teacher cannot score what the `student` (id or folder)
     samples: it has another tokenizer, too few positions for `longest` tokens, or its server refuses log-probs of the
-    `top_k` likeliest tokens of a prompt. RuntimeError if a server does not answer.
+    `top_k` most likely tokens of a prompt. RuntimeError if a server does not answer.
     """
     if flags.teacher_url is None:
         check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
@@ -91,7 +91,7 @@ def add_teacher(
     flags: Teacher, model: nn.Module | None, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
 ) -> Batch:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
-    likeliest tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
+    most likely tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
 
     The probabilities of a loaded teacher are those of the tokens that it and the student both know, and add up to 1.
     Args: top_k, K; -1 for all these tokens, not with a server. All ranks must enter. Raises ValueError if a server
@@ -122,7 +122,7 @@ def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tens
 def _teacher_head(
     model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, k: int
 ) -> tuple[torch.Tensor, ...]:
-    """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the likeliest tokens and their log-probs."""
+    """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the most likely tokens and their log-probs."""
 
     def chunk(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logps = logprobs.logits_of(model, h, temperature)[:, : model.vocabulary].log_softmax(-1)
@@ -186,14 +186,14 @@ def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> Batch:
             for t in batch.response_mask[i].nonzero()[:, 0].tolist():
                 ranked = sorted(((x["logprob"], int(token)) for token, x in found[t].items()), reverse=True)
                 logp[i, t] = found[t][str(prompt[t])]["logprob"]
-                if top_k:  # vLLM adds the sampled token where it is not among the likeliest
+                if top_k:  # vLLM adds the sampled token where it is not among the most likely
                     best = torch.tensor(ranked[:top_k], dtype=torch.float64)
                     logps[i, t], ids[i, t] = best[:, 0].to(logps.dtype), best[:, 1].int()
     return _with(batch, logp, ids, logps)
 
 
 def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
-    """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the likeliest there."""
+    """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the most likely ones."""
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
     found = _ask(flags, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     pairs = zip(ids[1:], found[1:], strict=False)

@@ -40,7 +40,7 @@ from rl.model import reward_model
 from rl.model.load import shard_as
 from rl.model.sharding import BARE, offload
 from rl.ranks import Ranks
-from rl.scoring.awake import Awake
+from rl.scoring.stopwatch import Stopwatch
 from rl.scoring.worker import HEADER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -410,7 +410,7 @@ class _Worker:
 
     def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
         """Send a message and wait for the reply; a worker that is late or dies is killed, and that is the reply."""
-        waited = Awake(min(seconds / 10, 0.5))  # a suspended job is not late
+        waited = Stopwatch(min(seconds / 10, 0.5))  # a suspended job is not late
         outgoing, incoming = memoryview(HEADER.pack(len(message)) + message), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self.results, selectors.EVENT_READ)

@@ -3,7 +3,7 @@
 import time
 
 
-class Awake:
+class Stopwatch:
     """Seconds since this object was made, as somebody counts who looks every `tick` seconds.
 
     A job that is suspended goes on hours later as if nothing had been, and no clock of the kernel says how long it was
