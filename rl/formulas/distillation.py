@@ -1,6 +1,6 @@
 """Distances from a student's next-token distribution to its teacher's.
 
-A row is a position of a response: log-probs under both models of the teacher's K most likely tokens, and perhaps of "any
+A row is a position of a response: log-probs under both models of the teacher's K most likely tokens and perhaps of "any
 other token" as one more entry, see `with_rest`. All K + 1 then are a distribution, coarser than the real one, so that
 a distance is never negative, never larger than the real one, and 0 exactly where the models agree on all entries.
 
