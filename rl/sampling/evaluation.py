@@ -1,5 +1,6 @@
 """Held-out prompts, answered with the current weights."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -66,23 +67,15 @@ def evaluate(
     own_scores = scorer.collect(tickets)
     if stop.requested(ranks.group):
         return Evaluation({}, [])
-    own_found = []
-    for i, row in enumerate(own_rows):
-        group = slice(i * n, (i + 1) * n)
-        lengths = [len(s.response_ids) for s in own_samples[group]]
-        own_found.append(of_prompt(row["data_source"], own_scores[group], lengths))
+    own_found, own_shown = [], []
     first = {row["row_index"] for row in rows[: validation.log_val_generations]}
-    shown = [
-        {
-            "prompt": scorer.tokenizer.decode(s.prompt_ids),
-            "response": x.text,
-            "score": x.value,
-            "components": x.components,
-        }
-        for s, x in zip(own_samples, own_scores, strict=True)
-        if s.row_index in first
-    ]
-    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(shown))
+    for i, row in enumerate(own_rows):
+        samples, scores = own_samples[i * n : (i + 1) * n], own_scores[i * n : (i + 1) * n]
+        own_found.append(of_prompt(row["data_source"], scores, [len(s.response_ids) for s in samples]))
+        if row["row_index"] in first:
+            prompt = scorer.tokenizer.decode(row["prompt_ids"])
+            own_shown += [dict(prompt=prompt, response=x.text, score=x.value, components=x.components) for x in scores]
+    return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(own_shown))
 
 
 def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> dict[str, float]:
@@ -94,9 +87,8 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
         val-aux/<source>/<component>/mean@n, best@n/mean
         val/accuracy, val/response_length           means
 
-    The accuracy is the mean of the component `acc` (verl's name for right or wrong) where a reward has it, with or
-    without a score, and of the score elsewhere. verl draws n of the n responses with replacement, 1,000 times, so that
-    its best@n is lower.
+    The accuracy is the mean of the component `acc`, verl's name for right or wrong, or of the score where a reward has
+    none. verl draws n of the n responses with replacement, 1,000 times, so that its best@n is lower.
     """
     n, reward = len(scores), [score.value or 0.0 for score in scores]
     found = {"val/accuracy": sum(score.accuracy for score in scores) / n, "val/response_length": sum(lengths) / n}
@@ -129,10 +121,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs 1 <= k <= n = {num_samples} samples per prompt")
-    miss = 1.0
-    for i in range(num_correct):
-        miss *= max(num_samples - k - i, 0) / (num_samples - i)
-    return 1.0 - miss
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def final_answer(text: str) -> str | None:
@@ -148,9 +137,6 @@ def final_answer(text: str) -> str | None:
 
 
 def majority_vote(answers: Sequence[str | None]) -> int | None:
-    """Index of the first sample that gives the most frequent answer; None answers do not vote.
-
-    Ties go to the answer seen first.
-    """
+    """Index of the first sample that gives the most frequent answer, of ties the one seen first. None does not vote."""
     votes = Counter(a for a in answers if a is not None)
     return answers.index(votes.most_common(1)[0][0]) if votes else None

@@ -28,7 +28,7 @@ STOP_EVERY = 16  # ranks that share an engine ask each other after so many decod
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the global random generators that engines draw from, those of torch and numpy, and restore them afterwards.
+    """Seed the global random generators that engines draw from, and restore them afterwards.
 
     vLLM's newer sampler on the GPU takes its seeds from numpy. Ranks that share an engine must give the same seed.
     (A seed for each request would cost vLLM's older sampler one kernel launch a sequence a token.)
@@ -58,9 +58,7 @@ class Decoding:
 def sampling_settings(
     decoding: Decoding, model: str, tokenizer: PreTrainedTokenizerBase, *, n: int, max_tokens: int
 ) -> Sampling:
-    """How an engine samples n responses to each prompt: of at most max_tokens, ended by any token that ends a turn of
-    the model (id or folder).
-    """
+    """How an engine samples n responses to each prompt; they end with any token that ends a turn of the model."""
     stops = stop_token_ids(model, tokenizer)
     return Sampling(n, decoding.temperature, decoding.top_p, decoding.top_k, decoding.min_p, max_tokens, stops)
 
@@ -83,8 +81,8 @@ def sample_groups(
             sampled, such as `Scorer.submit`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
-    Both end early if the run was asked to stop meanwhile: call `run.exit_if_asked` then. Raises RuntimeError naming the
-    row if the engine returns anything but each response once, with a finite log-prob for every token.
+    Both are incomplete if the run was asked to stop: call `run.exit_if_asked` then. Raises RuntimeError naming the row
+    if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
     pairs = enumerate(zip(rows, ways, strict=True))
@@ -115,8 +113,7 @@ def sample_groups(
                     handed[i] = on_group(rows[i], group) if on_group is not None else None
         else:
             if missing:
-                row = rows[min(missing)[0]]["row_index"]
-                lost = f"{len(missing)} of {len(requests)} responses"
+                row, lost = rows[min(missing)[0]]["row_index"], f"{len(missing)} of {len(requests)} responses"
                 raise RuntimeError(f"the engine lost {lost}, one to row {row} among them")
     samples = [groups[i][j] for i in sorted(handed) for j in range(ways[i].n)]
     return samples, [handed[i] for i in sorted(handed)]
@@ -134,19 +131,13 @@ def as_sample(completion: Completion, row: dict) -> Sample:
     return Sample(row["prompt_ids"], ids, ones, logprobs, completion.finish_reason, row["row_index"], versions)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What all ranks know
-
-
 def gather_responses(
     own_samples: Sequence[Sample], own_scores: Sequence[Score], rows: Sequence[dict], ranks: Ranks
 ) -> list[Response]:
     """What every rank has to know about the responses of all ranks, in rank order: scores and lengths.
 
-    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them.
-
-    Args: own_samples, own_scores, of this rank; rows, with the prompts of all ranks' samples. All data ranks must
-    enter.
+    Tokens and texts stay where they are: `batching.make_batch` sends tokens to the rank that trains on them. Args:
+    rows, with the prompts of all ranks' samples. All data ranks must enter.
     """
     own = []
     for number, (s, score) in enumerate(zip(own_samples, own_scores, strict=True)):
@@ -155,12 +146,11 @@ def gather_responses(
             shared = len(s.prompt_ids) + common_prefix(above.response_ids, s.response_ids)
         own.append(Response.of(s, score, shared=shared, rank=ranks.data_rank, number=number))
     prompts = {row["row_index"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    every = ranks.all_gather(own)
-    samples = iter(own_samples)
-    return [
-        replace(r, prompt_ids=prompts[r.row_index], sample=next(samples) if r.rank == ranks.data_rank else None)
-        for r in every
-    ]
+    samples, gathered = iter(own_samples), []
+    for r in ranks.all_gather(own):
+        sample = next(samples) if r.rank == ranks.data_rank else None
+        gathered.append(replace(r, prompt_ids=prompts[r.row_index], sample=sample))
+    return gathered
 
 
 def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
@@ -212,13 +202,8 @@ def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
 def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
     """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component."""
     scored = [r.score.components if r.score.value is not None else {} for r in responses]
-    return torch.tensor([[parts.get(name, math.nan) for parts in scored] for name in names]).view(
-        len(names), len(responses)
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Does the engine hold the policy's weights?
+    found = [[parts.get(name, math.nan) for parts in scored] for name in names]
+    return torch.tensor(found).view(len(names), len(responses))
 
 
 @torch.no_grad()
@@ -231,20 +216,21 @@ def check_engine(
     *,
     num_probe: int = 4,
 ) -> float:
-    """Score a few fresh samples of every rank with the trainer and compare with the engine's own log-probs.
+    """Score a few fresh samples of every rank with the trainer, and compare with the engine's own log-probs.
 
-    Args: rollout, whose --max-logprob-gap limits the mean absolute difference; by default 1e-4 in float32, 0.06 in
-    bfloat16, where 0.004 to 0.04 is normal: it grows with the size of the model, and 0.3 with a quantized engine.
-    Returns the mean absolute difference over all probed tokens of all ranks. Raises RuntimeError on every rank if it
-    exceeds the limit or is not finite: weights that did not reach the engine, a different temperature, a broken kernel.
-    Also if the tokens were likelier to the engine than to the trainer by more than a sixth of the limit on average, and
-    not by chance (four standard errors): rounding goes both ways and leaves 0.001. Not so with top-k and the like: the
-    engine takes tokens at the edge that rounding has moved into its set. All ranks must enter.
+    Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
+    every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
+    temperature, a broken kernel. The default limit is 1e-4 in float32 and 0.06 in bfloat16, where 0.004 to 0.04 is
+    normal, more for larger models; for a quantized engine it is 0.3.
+
+    Rounding goes both ways and leaves a mean difference of 0.001. So it is an error too if tokens were likelier to the
+    engine by more than a sixth of the limit on average, and not by chance (four standard errors). With top-k and the
+    like that is normal: the engine samples tokens at the edge that rounding has moved into its set.
     """
     usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
     limit = rollout.max_logprob_gap or usual
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
-    batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)], pad_id=0)
+    batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)])
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
     logp, _ = token_logprobs(policy, batch, sampling=sampling)
     more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much likelier to the engine
@@ -262,6 +248,6 @@ def check_engine(
         raise RuntimeError(
             f"engine and trainer disagree: their log-probs differ by {mean:.2e} on average over {count:.0f} tokens, "
             f"more than --max-logprob-gap {limit:.0e}, or by more than a sixth of it in one direction ({bias:.2e}). "
-            + cause
+            f"{cause}"
         )
     return mean

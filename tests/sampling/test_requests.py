@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from rl.data.types import Request, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import hf, vllm
+from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.base import completes
 from rl.sampling.rollout import sample_groups, seeded
 
@@ -374,7 +374,7 @@ def test_only_tested_versions_have_shortcuts_and_others_say_so_once(
     for module in (fake, distributed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm, "take_shortcuts", lambda *arguments: took.append(arguments))
-    engine = vllm.Engine(tiny_model, ranks_without_group(rank, 2), longest=64)
+    engine = vllm.Engine(tiny_model, ranks_without_group(rank, 2), Rollout(), longest=64)
     assert took == ([(engine.scheduler, engine.in_flight)] if is_tested else [])
     printed = capsys.readouterr().out.splitlines()
     said = f"vLLM {version} was not tested with our shortcuts: generation takes about a third longer"

@@ -78,15 +78,12 @@ class Engine:
     Engines draw from the global random generators of torch and numpy. Whoever calls `step` seeds them first.
     """
 
-    first_rank: int  # of those that share this engine: they sample with one seed
-    group: dist.ProcessGroup | None  # of those ranks, for objects on the host; None for one rank alone
-    memory: int  # bytes on the device that `sleep` gives back, as `make_engine` has seen it; 0 before
-    policy_version: int  # how often weights were pushed
-
     def __init__(self, model: str, ranks: Ranks, longest: int):
         self.path, self.device, self.rank, self.longest = model, ranks.device, ranks.rank, longest
-        self.first_rank, self.group = ranks.rank, None
-        self.memory = self.policy_version = 0
+        self.first_rank = ranks.rank  # of those that share this engine: they sample with one seed
+        self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
+        self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
+        self.policy_version = 0  # how often weights were pushed
         self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
         self.new: list[Request] = []  # those of them that have not begun
 
@@ -94,11 +91,9 @@ class Engine:
         """Take requests. Raises ValueError if one could outgrow the engine, or has the key of one that is in flight."""
         keys = set(self.keys)
         for request in requests:
-            most = len(request.prompt_ids) + request.sampling.max_tokens
-            if most > self.longest:
-                raise ValueError(
-                    f"a prompt and its response may have {most} tokens, but the engine was made for {self.longest}"
-                )
+            n = len(request.prompt_ids) + request.sampling.max_tokens
+            if n > self.longest:
+                raise ValueError(f"prompt and response may have {n} tokens, but the engine was made for {self.longest}")
             if request.key in keys:
                 raise ValueError(f"a request with the key {request.key!r} is in flight already; keys must differ")
             keys.add(request.key)

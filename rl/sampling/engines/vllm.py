@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel
 from rl.console import say
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
-from rl.sampling.engines.base import DEFAULT, InFlight, Rollout
 from rl.sampling.engines.base import Engine as Base
+from rl.sampling.engines.base import InFlight, Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
@@ -37,14 +37,7 @@ class Engine(Base):
     """
 
     def __init__(
-        self,
-        model: str,
-        ranks: Ranks,
-        flags: Rollout = DEFAULT,
-        *,
-        longest: int,
-        seed: int = 0,
-        load_weights: bool = False,
+        self, model: str, ranks: Ranks, flags: Rollout, *, longest: int, seed: int = 0, load_weights: bool = False
     ):
         super().__init__(model, ranks, longest)
         if ranks.size % (size := flags.tensor_model_parallel_size):
@@ -205,7 +198,8 @@ class Engine(Base):
         assert reset, "vLLM kept a stale prefix cache after a weight push"
         self.policy_version += 1
         for x in self.in_flight.values():
-            x.version = x.version if x.token_ids else self.policy_version
+            if not x.token_ids:
+                x.version = self.policy_version
 
     def sleep(self) -> None:
         """Free vLLM's weights and KV cache (level 2: nothing is kept, `update_weights` must follow `wake`)."""
@@ -240,19 +234,11 @@ def _transformers_as_it_is(model: str) -> Iterator[None]:
 
 
 def _params(sampling: Sampling) -> Any:
-    """vLLM's SamplingParams for one response."""
+    """vLLM's SamplingParams for one response, which have our names; this engine looks for stop texts itself."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0,  # the sampled token's only
-        detokenize=False,
-    )
+    ours = vars(sampling) | {"n": 1, "stop": None, "stop_token_ids": list(sampling.stop_token_ids)}
+    return SamplingParams(**ours, logprobs=0, detokenize=False)  # logprobs: of the sampled token only
 
 
 def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -> set[str]:
