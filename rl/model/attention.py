@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
@@ -34,10 +34,10 @@ GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen
 class Packing(NamedTuple):
     """Where b sequences of N' tokens stand in a packed row of N <= N' tokens, in which shared ones stand once."""
 
-    borders: torch.Tensor  # (b + 1,) int32, of the tokens each sequence has to itself; they end it
-    key_borders: torch.Tensor  # (b + 1,) int32, in key_index, of all its tokens
-    key_index: torch.Tensor  # (N',) int64, position in the packed row of every token of every sequence
-    offset: torch.Tensor  # (L,) int64, 0 ... L - 1, L tokens being the longest sequence
+    borders: Tensor  # (b + 1,) int32, of the tokens each sequence has to itself; they end it
+    key_borders: Tensor  # (b + 1,) int32, in key_index, of all its tokens
+    key_index: Tensor  # (N',) int64, position in the packed row of every token of every sequence
+    offset: Tensor  # (L,) int64, 0 ... L - 1, L tokens being the longest sequence
 
 
 def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
@@ -82,7 +82,7 @@ def _for_kernel(query, key, value, packing, sliding_window) -> tuple[tuple, tupl
     return (q, k, v, *lengths), window
 
 
-def _expand(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def _expand(x: Tensor, packing: Packing) -> Tensor:
     """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence. Gradients of a shared token's copies are
     added up in float32.
     """

@@ -7,7 +7,7 @@ at the last one. A new head is zero, so that V = 0 everywhere until the first up
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
@@ -38,7 +38,7 @@ def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest:
     return load_trained(path, ranks, lora, memory, new_head=nn.init.zeros_, longest=longest, seed=seed, flag=FLAG)
 
 
-def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
+def token_values(model: nn.Module, batch: Batch) -> Tensor:
     """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients.
 
     Returns: (b, T), zero where response_mask is zero. Values and the head's product are float32 (float64 for a float64
@@ -48,7 +48,7 @@ def token_values(model: nn.Module, batch: Batch) -> torch.Tensor:
     return values
 
 
-def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> torch.Tensor:
+def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> Tensor:
     """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
     return over_micro_batches(model, batch, updates, _response_values)[0]
 

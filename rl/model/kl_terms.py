@@ -6,7 +6,7 @@ The reward and the loss that have the terms stand in the scripts, the estimators
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from rl.data.types import Batch
 from rl.flags import AtLeast1, Positive
@@ -43,7 +43,7 @@ class KLTerms:
         return state["kl_coef"] if state and self.kl_ctrl_type == "adaptive" else self.kl_coef
 
     def next_coef(
-        self, kl_coef: float, token_kl: torch.Tensor, batch: Batch, trainable: torch.Tensor, ranks: Ranks
+        self, kl_coef: float, token_kl: Tensor, batch: Batch, trainable: Tensor, ranks: Ranks
     ) -> tuple[float, dict[str, float]]:
         """The weight of the KL in the reward of the next step, and the metrics of this step.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -112,9 +112,7 @@ def shard_as(
     return model
 
 
-def exported(
-    model: PreTrainedModel, named_tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
 
     Adapters are added to their weights, see `lora.merged`. Names are those of the files that the model's authors
@@ -124,12 +122,12 @@ def exported(
         yield from revert_weight_conversion(model, {name: x}).items()
 
 
-def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) for `update_weights` of an engine, in the compute precision. All ranks must iterate."""
     return exported(policy, itertools.chain(full_tensors(policy, ranks.dtype), buffers_in_files(policy)))
 
 
-def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for all buffers that a model's files hold, such as constants of activations, but not tables
     that a model computes when it is made. Nothing trains them, and every rank has all of them.
     """
@@ -211,13 +209,12 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             other, _ = _difference(model, batch, expected, ranks)
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
         for way, options in WAYS.items():
+            use_forward(model, **options)
             if way == "packed" and not is_plain:
                 errors[way], reasons[way] = math.inf, "its LM head is more than one matrix"
             elif way != "padded":
-                use_forward(model, **options)
                 errors[way], reasons[way] = _difference(model, batch, expected, ranks)
             if errors[way] <= limit:
-                use_forward(model, **options)
                 break
         else:
             raise ValueError(
@@ -254,7 +251,7 @@ def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) 
     return take_rows(batch, range(len(lengths)), device)
 
 
-def _difference(model: nn.Module, batch: Batch, expected: list[torch.Tensor], ranks: Ranks) -> tuple[float, str]:
+def _difference(model: nn.Module, batch: Batch, expected: list[Tensor], ranks: Ranks) -> tuple[float, str]:
     """How far a model's outputs are from those expected, the same number on all ranks, and that in words."""
     reason = ""
     try:
@@ -274,7 +271,7 @@ def _difference(model: nn.Module, batch: Batch, expected: list[torch.Tensor], ra
     return error, reason.splitlines()[0][:200] if reason else f"its {what} would differ by {error:.1g}"
 
 
-def _outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+def _outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """For every sequence of a batch its log-probs (n - 1,), or the hidden states (n, H) of a model without LM head."""
     lengths = batch.lengths.tolist()
     if model.can_generate():
@@ -284,7 +281,7 @@ def _outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     return list(run_packed(model, batch, real, lambda model, hidden: hidden.float()).split(lengths))
 
 
-def _own_outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+def _own_outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """What `_outputs` should be, by the model's own forward of one sequence at a time, which has no padding."""
     found = []
     for i, n in enumerate(batch.lengths.tolist()):

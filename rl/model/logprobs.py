@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -39,17 +39,17 @@ class Packed:
 
     forward: Callable  # inputs and a head -> what the head makes of the hidden states; known to FSDP2
     head_chunk: Callable  # the LM head on HEAD_CHUNK tokens, perhaps compiled
-    device: torch.device  # where it computes
-    on_host: bool  # whether its weights live in host memory all the same
-    is_whole: bool  # whether every rank has all of the model on its device, see `sharding.backward`
     attention: str  # name of the attention function for packed sequences
+    device: torch.device  # where it computes
+    on_host: bool = False  # whether its weights live in host memory all the same
+    is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
     is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
 
 
 def token_logprobs(
     model: nn.Module, batch: Batch, *, sampling: Sampling = FULL, entropy_grad: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """log pi(token t | tokens before t) and the entropy of that distribution, for every token with response_mask 1.
 
         logp[i, t]    = z[y_t] - logsumexp_S(z),   z = logits at t-1 / temperature
@@ -66,23 +66,17 @@ def token_logprobs(
     return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
 
-def fixed_logprobs(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
-) -> torch.Tensor:
+def fixed_logprobs(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
     """`token_logprobs` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
     return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[0]
 
 
-def fixed_entropies(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
-) -> torch.Tensor:
+def fixed_entropies(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
     """As `fixed_logprobs`, the entropy of the distribution that every token was drawn from."""
     return over_micro_batches(model, batch, updates, response_logprobs, sampling, False)[1]
 
 
-def fixed_collisions(
-    model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL
-) -> torch.Tensor:
+def fixed_collisions(model: nn.Module, batch: Batch, updates: Sequence[Update], *, sampling: Sampling = FULL) -> Tensor:
     """As `fixed_logprobs`, the chance that two draws of a token agree: the sum over all tokens v of pi(v)^2."""
     return over_micro_batches(model, batch, updates, response_collisions, sampling)[0]
 
@@ -90,7 +84,7 @@ def fixed_collisions(
 @torch.no_grad()
 def over_micro_batches(
     model: nn.Module, batch: Batch, updates: Sequence[Update], head: Callable, *args: Any
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """`run_on_responses` without gradients on each of this rank's micro-batches, which go to where the model computes.
 
     Returns: (B, T, ...) on the host, floats in the type of batch.rollout_logp. All ranks must enter.
@@ -106,7 +100,7 @@ def over_micro_batches(
     return results
 
 
-def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[torch.Tensor, ...]:
+def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any) -> tuple[Tensor, ...]:
     """One pass over a batch (b, T), with a head on the R positions that predict a token with response_mask 1.
 
     `head` takes the model, the hidden states (R, H) of the tokens right before those R, their ids (R,), and `args`, and
@@ -118,7 +112,7 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
 
 
-def sampled_positions(batch: Batch) -> torch.Tensor:
+def sampled_positions(batch: Batch) -> Tensor:
     """Which tokens of a batch `run_on_responses` hands to a head: (b, T) bool, those with response_mask 1."""
     b, T = batch.input_ids.shape
     shapes = tuple(batch.response_mask.shape), tuple(batch.lengths.shape)
@@ -129,13 +123,13 @@ def sampled_positions(batch: Batch) -> torch.Tensor:
     return scored
 
 
-def _to_grid(x: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _to_grid(x: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
     """x (R, ...), one entry for each scored token -> (b, T, ...), zero where the mask (b, T) is."""
     here, mask = (y.view(*y.shape, *[1] * (x.ndim - 1)) for y in (scored, mask))
     return x.new_zeros(*scored.shape, *x.shape[1:]).masked_scatter(here, x) * mask.to(x.dtype)
 
 
-def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Callable, *args: Any) -> Any:
+def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *args: Any) -> Any:
     """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
     (b, T) bool, row after row. The model went through `add_packed_forward`.
 
@@ -152,7 +146,7 @@ def run_packed(model: nn.Module, batch: Batch, wanted: torch.Tensor, head: Calla
     return out
 
 
-def _pack(batch: Batch) -> tuple[list[dict[str, Any]], torch.Tensor]:
+def _pack(batch: Batch) -> tuple[list[dict[str, Any]], Tensor]:
     """The decoder's arguments for a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
@@ -169,7 +163,7 @@ def _pack(batch: Batch) -> tuple[list[dict[str, Any]], torch.Tensor]:
     return [dict(input_ids=ids, position_ids=positions, packing=packing)], place
 
 
-def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Tensor]:
+def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """The decoder's arguments for passes over padded rows of a batch (b, T), those of similar length in one pass, and
     the place (b, T) of every token among those of all passes, one after the other.
     """
@@ -194,32 +188,21 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], torch.Te
 
 
 def add_packed_forward(
-    model: nn.Module,
-    *,
-    device: torch.device | None = None,
-    on_host: bool = False,
-    compile: bool = False,
-    keep_logits: bool = False,
-    is_whole: bool = True,
+    model: nn.Module, *, compile: bool = False, keep_logits: bool = False, **fields: Any
 ) -> nn.Module:
     """Give a Hugging Face model its attribute `packed`, whose forward FSDP2 knows as a second forward of the model.
 
-    `sharding.shard` calls it once more, since FSDP2 must learn of the forward. Args: device, by default where the model
-    is; compile, whether the LM head runs compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a
-    token in bfloat16) or computes them again; others, see `Packed`.
+    `sharding.shard` calls it once more, since FSDP2 must learn of the forward. Args: compile, whether the LM head runs
+    compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
+    again; fields of `Packed`, the device by default that of the model.
     """
     attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
+    chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    model.packed = Packed(
-        forward=model.packed,
-        head_chunk=chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False),
-        device=device or next(model.parameters()).device,
-        on_host=on_host,
-        is_whole=is_whole,
-        attention=attention,
-    )
+    fields = dict(device=next(model.parameters()).device) | fields
+    model.packed = Packed(model.packed, chunk, attention, **fields)
     return model
 
 
@@ -243,7 +226,7 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
         return None
 
 
-def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """hidden (C, H) -> logits (C, V) by the model's own forward, which may scale, cap, or add a bias. For this one call
     the decoder returns `hidden`.
     """
@@ -255,7 +238,7 @@ def _own_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         del decoder.forward
 
 
-def in_chunks(head: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_chunks(head: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What a head gives for tensors (R, ...), computed on at most HEAD_CHUNK rows at a time, since logits are large."""
     count = math.ceil(len(tensors[0]) / HEAD_CHUNK)  # of equal size: a chunk of one token would be compiled for itself
     found = [head(*parts) for parts in zip(*(x.tensor_split(count) for x in tensors), strict=True)]
@@ -263,8 +246,8 @@ def in_chunks(head: Callable, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def response_logprobs(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling, entropy_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
     if model.packed.own_head:
         source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
@@ -274,20 +257,18 @@ def response_logprobs(
     return in_chunks(lambda h, y: head_chunk(source, h, y, sampling.temperature, kept, entropy_grad), hidden, targets)
 
 
-def logits_of(source: nn.Module | torch.Tensor, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) -> Tensor:
     """hidden (C, H) -> logits (C, V) over the temperature, in at least float32, by a model or its head's weight."""
-    if not isinstance(source, torch.Tensor) and not source.packed.own_head:
+    if not isinstance(source, Tensor) and not source.packed.own_head:
         source = source.get_output_embeddings().weight
-    logits = F.linear(hidden, source) if isinstance(source, torch.Tensor) else _own_logits(source, hidden)
+    logits = F.linear(hidden, source) if isinstance(source, Tensor) else _own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
 
-def response_collisions(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, sampling: Sampling
-) -> tuple[torch.Tensor]:
+def response_collisions(model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling) -> tuple[Tensor]:
     """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
 
-    def collisions(h: torch.Tensor) -> tuple[torch.Tensor]:
+    def collisions(h: Tensor) -> tuple[Tensor]:
         logits = logits_of(model, h, sampling.temperature)
         if sampling.is_truncated:
             limit = truncation(logits, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -313,7 +294,7 @@ def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
     return logp, entropy
 
 
-def truncation(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
 
     S = {v: z_v >= limit}, one filter after the other: min-p sampling, then top-k, then nucleus sampling (top-p) among

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from rl.flags import AtLeast1, Count
 
@@ -71,7 +71,7 @@ class Adapted(nn.Linear):
         nn.init.zeros_(self.lora_B.weight)
         self.scaling, self.is_on = scaling, True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out).
 
         W x and the adapter's part are added before they are rounded. If W x were rounded to bfloat16 first, a small
@@ -126,7 +126,7 @@ def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = Fa
 def hash_of(model: nn.Module) -> str:
     """sha256 of the names and values of a model's parameters on the host, in whatever precision holds them exactly."""
 
-    def digest(item: tuple[str, torch.Tensor]) -> bytes:
+    def digest(item: tuple[str, Tensor]) -> bytes:
         name, x = item
         values = x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous().numpy()
         return hashlib.sha256(f"{name} {tuple(x.shape)} ".encode() + hashlib.sha256(values).digest()).digest()
@@ -180,14 +180,14 @@ class Base:
                 layer.is_on = True
 
 
-def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B; other tensors pass.
 
     The sum is taken in float32 at least, and gets the type of W: bfloat16 by `rounded`, others by the nearest number.
     Raises RuntimeError if W, A or B of a layer has not come at the end.
     """
     scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
-    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in scaling}
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in scaling}
     for name, x in named_tensors:
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in PARTS:
@@ -206,7 +206,7 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         raise RuntimeError(f"{len(parts)} weights came without their adapters, {layer} with {sorted(there)} only")
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
+def rounded(x: Tensor) -> Tensor:
     """x (float32) in bfloat16 by stochastic rounding: entries are rounded up or down so that their mean is right.
 
     W is a number of bfloat16. W + change, rounded to the nearest number, would be W again if the change is less than
@@ -223,7 +223,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return upper.masked_fill_(x.isnan(), torch.nan).bfloat16()
 
 
-def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Write adapter_config.json and adapter_model.safetensors for PEFT: the adapters, and a score head if there is one,
     among `weights`, whole tensors by name on the host.
     """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.console import say
@@ -77,7 +77,7 @@ def load_reward_model(
     *,
     flag: str = "--reward-model",
     dtype: torch.dtype = torch.float32,
-    new_head: Callable[[torch.Tensor], object] | None = None,
+    new_head: Callable[[Tensor], object] | None = None,
 ) -> nn.Module:
     """A model with a scalar head, its weights in `dtype` on the host, ready for `sharding.shard`.
 
@@ -102,7 +102,7 @@ def load_trained(
     lora: LoRA,
     memory: Memory,
     *,
-    new_head: Callable[[torch.Tensor], object],
+    new_head: Callable[[Tensor], object],
     longest: int,
     seed: int,
     flag: str = "--model",
@@ -120,7 +120,7 @@ def load_trained(
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
 
 
-def random_head(weight: torch.Tensor, *, seed: int) -> None:
+def random_head(weight: Tensor, *, seed: int) -> None:
     """Fill the weight (1, H) of a head from a normal distribution with standard deviation 1 / sqrt(H + 1).
 
     First scores are then of order 1 (Stiennon et al. 2020, arXiv 2009.01325).
@@ -157,7 +157,7 @@ def add_scores(
     return result
 
 
-def sequence_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
+def sequence_scores(model: nn.Module, batch: Batch) -> Tensor:
     """The score (b,) of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
 
     Scores and the head's product are float32 (float64 for a float64 model): bfloat16 would round scores above 4 to
@@ -175,7 +175,7 @@ def _scores(model, hidden):
 
 
 @torch.no_grad()
-def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[int]]) -> torch.Tensor:
+def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[int]]) -> Tensor:
     """`sequence_scores` without gradients of the rows in micro-batches: (B,) float32 on the host, zero in others."""
     scores = torch.zeros(len(batch.lengths))
     for rows in micro_batches:

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 import torch._inductor
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -90,8 +90,6 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
     options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
-    stay = {*plain, *model.buffers()}  # what will not be replaced by shards; nothing else may be held here
-    there: set[torch.Tensor] = set()
     for unit in units:
         if memory.activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -102,12 +100,10 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
             unit.forward = _compile_for_all_lengths(unit.forward)
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if not isinstance(tensor, DTensor) and tensor not in there:
+            if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(ranks.device)
                 if ranks.size > 1:
                     dist.broadcast(tensor.data, src=0, group=ranks.group)
-                if tensor in stay:
-                    there.add(tensor)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
         fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
     for module in model.modules():
@@ -139,7 +135,7 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for x in tree_leaves((args, kwargs)):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 torch._dynamo.maybe_mark_dynamic(x, min(1, x.ndim - 1))
         return compiled(*args, **kwargs)
 
@@ -171,17 +167,17 @@ def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimi
                 state[kind] = x.to(device)
 
 
-def own_part(x: torch.Tensor) -> torch.Tensor:
+def own_part(x: Tensor) -> Tensor:
     """What this rank has of a tensor: all of one that is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_bytes(xs: Iterable[torch.Tensor]) -> int:
+def own_bytes(xs: Iterable[Tensor]) -> int:
     """What tensors take on this rank."""
     return sum(own_part(x).nbytes for x in xs)
 
 
-def with_part(like: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def with_part(like: Tensor, own: Tensor) -> Tensor:
     """A tensor sharded as `like`, of which this rank has `own`, wherever that is."""
     # Not DTensor.from_local, which would bring what is on the host to the device.
     return DTensor(own, like._spec, requires_grad=False) if isinstance(like, DTensor) else own
@@ -201,9 +197,9 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
     A step goes from parameter to parameter: its moments come to the device, AdamW steps it, and its moments go back.
     """
     own_step = optimizer.step
-    homes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # by parameter and kind of moment
+    homes: dict[tuple[Tensor, str], Tensor] = {}  # by parameter and kind of moment
 
-    def move(x: torch.Tensor, *, home: bool) -> None:
+    def move(x: Tensor, *, home: bool) -> None:
         for kind, moment in optimizer.state.get(x, {}).items():
             if kind == "step":  # a number
                 continue
@@ -231,12 +227,12 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
     optimizer.step = step
 
 
-def moment_bytes_in_step(parameters: Iterable[torch.Tensor]) -> int:
+def moment_bytes_in_step(parameters: Iterable[Tensor]) -> int:
     """The most bytes of moments that a step of `keep_moments_on_host` has on the device: both of one parameter."""
     return max((2 * own_part(x).nbytes for x in parameters), default=0)
 
 
-def _pinned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _pinned(like: Tensor, device: torch.device) -> Tensor:
     """Host memory for a tensor, pinned if `device` is a GPU: torch's own pinned memory comes in powers of two."""
     pages = np.frombuffer(mmap.mmap(-1, max(1, like.nbytes), mmap.MAP_PRIVATE), np.uint8)
     if device.type == "cuda":
@@ -247,7 +243,7 @@ def _pinned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(pages)[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering.
 
     Adapters keep their own type, in which they are added to weights. All ranks must iterate. One call gathers many
@@ -266,7 +262,7 @@ def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator
         yield from ((name, whole[name]) for name in parameters)
 
 
-def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Tensors whose rows `shard` spread over ranks as one rank alone would have them, in `dtype` on the device."""
     if not isinstance(tensors[0], DTensor):
         return [x.to(device).to(dtype) for x in tensors]
@@ -284,7 +280,7 @@ def _whole(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device
     return [torch.cat(part)[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-def backward(model: nn.Module, loss: torch.Tensor, *, is_last: bool) -> None:
+def backward(model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
     """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks.
 
     Gradients of copies of the model (--fsdp-size) are added up when it `is_last` of an update. All ranks must enter.

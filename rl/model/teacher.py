@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -114,17 +114,15 @@ def add_teacher(
     return _with(batch, *found)
 
 
-def _with(batch: Batch, logp: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor) -> Batch:
+def _with(batch: Batch, logp: Tensor, ids: Tensor, logps: Tensor) -> Batch:
     top = dict(top_ids=ids, top_logp=logps) if ids.shape[-1] else {}
     return replace(batch, ref_logp=logp, **top)
 
 
-def _teacher_head(
-    model: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, k: int
-) -> tuple[torch.Tensor, ...]:
+def _teacher_head(model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, k: int) -> tuple[Tensor, ...]:
     """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the most likely tokens and their log-probs."""
 
-    def chunk(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         logps = logprobs.logits_of(model, h, temperature)[:, : model.vocabulary].log_softmax(-1)
         top = logps.topk(k, -1)
         return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
@@ -138,7 +136,7 @@ def _teacher_head(
 
 def token_distances(
     policy: nn.Module, batch: Batch, distance: Callable | None, *, beta: float, sampling: Sampling = logprobs.FULL
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """`token_logprobs` of a policy, and its distance to the teacher at every sampled token, from one pass.
 
     Args: batch (b, T), from `add_teacher`; distance, a formula (student, teacher, beta) -> (R,). None: the estimate
@@ -160,7 +158,7 @@ def token_distances(
 def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
     """hidden (R, H), targets (R,), ids and teacher's log-probs (R, K) -> four tensors (R,), see `token_distances`."""
 
-    def chunk(h: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def chunk(h: Tensor, y: Tensor, ids: Tensor, teacher: Tensor) -> tuple[Tensor, ...]:
         logps = logprobs.logits_of(model, h, temperature).log_softmax(-1)  # (C, V)
         student, is_all = logps.gather(-1, ids), ids.shape[-1] == logps.shape[-1]
         entropy = -(logps.detach().exp() * logps.detach()).sum(-1)
