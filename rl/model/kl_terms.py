@@ -36,10 +36,7 @@ class KLTerms:
         return self.use_kl_in_reward or self.use_kl_loss
 
     def first_coef(self, state: dict[str, Any]) -> float:
-        """Weight of the KL in the reward when a run starts: --kl-coef, or where the adaptive controller was.
-
-        Args: state, what a checkpoint has of the loop; {} in a new run.
-        """
+        """The first weight of the KL in the reward; `state` is what a checkpoint has of the loop, {} in a new run."""
         return state["kl_coef"] if state and self.kl_ctrl_type == "adaptive" else self.kl_coef
 
     def next_coef(
@@ -47,11 +44,9 @@ class KLTerms:
     ) -> tuple[float, dict[str, float]]:
         """The weight of the KL in the reward of the next step, and the metrics of this step.
 
-        The weight stays as it is unless --kl-ctrl-type adaptive: see `schedule.adaptive_kl_coef`. The KL that was
-        measured is a mean over responses of the mean KL of their tokens.
-
-        Args: kl_coef, the weight in this step; token_kl (b, T) of this rank's batch, 0 where its mask is 0; trainable
-        (B,) bool, which responses of the step count. All data ranks must enter.
+        It stays `kl_coef` unless --kl-ctrl-type is adaptive, see `schedule.adaptive_kl_coef`. The measured KL is a mean
+        over responses of the mean KL of their tokens. Args: token_kl (b, T) of this rank's batch, 0 where its mask is
+        0; trainable (B,) bool, which responses of the step count. All data ranks must enter.
         """
         own_kl = token_kl.sum(1) / batch.response_mask.sum(1).clamp(min=1)  # (b,)
         mean_kl = ranks.all_rows(own_kl, batch.rows, len(trainable))[trainable].mean().nan_to_num().item()

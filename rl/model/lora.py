@@ -74,9 +74,8 @@ class Adapted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out).
 
-        W x and the adapter's part are added before they are rounded. If W x were rounded to bfloat16 first, a small
-        adapter's part would be lost. A bias is added after that, with a rounding of its own. Without its adapter a
-        layer adds zeros, so that a reference is rounded as the policy is.
+        W x and the adapter's part are added before they are rounded, or a small adapter's part would be lost. A bias
+        has a rounding of its own. Without its adapter a layer adds zeros, and so rounds as with it.
         """
         if self.is_on:
             added = self.lora_B(self.lora_A(x)) * self.scaling
@@ -160,10 +159,7 @@ def watched(model: nn.Module, *, flag: str = "--model") -> Iterator[None]:
 
 
 class Base:
-    """What a model with adapters was before training: the same weights, run with the adapters switched off.
-
-    It stands where `logprobs.fixed_logprobs` wants a model, and holds no memory of its own.
-    """
+    """What a model with adapters was before training: a model for `logprobs.fixed_logprobs`, without own memory."""
 
     def __init__(self, model: nn.Module):
         self.model, self.packed = model, replace(model.packed, forward=self._forward)
@@ -209,12 +205,11 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Ite
 def rounded(x: Tensor) -> Tensor:
     """x (float32) in bfloat16 by stochastic rounding: entries are rounded up or down so that their mean is right.
 
-    W is a number of bfloat16. W + change, rounded to the nearest number, would be W again if the change is less than
-    half the distance to the next number, 1/512 to 1/256 of W: an engine would not see small updates. Stochastic
-    rounding goes away from zero with the probability (|x| - below) / (above - below), which keeps changes on average,
-    and numbers of bfloat16 as they are (Gupta et al. 2015, arXiv 1502.02551). In place of a random number, entry i has
-    the fractional part of 1/2 + i * 0.618... (the golden ratio): evenly spread, and the same at every push, in files
-    and on every device. NaN stays NaN.
+    W + change, rounded to the nearest number, would be W again if the change is less than 1/512 to 1/256 of W: an
+    engine would not see small updates. Stochastic rounding goes away from zero with the probability
+    (|x| - below) / (above - below), and leaves numbers of bfloat16 as they are (Gupta et al. 2015, arXiv 1502.02551).
+    In place of a random number, entry i has the fractional part of 1/2 + i * 0.618... (the golden ratio): evenly
+    spread, and the same at every push, in files and on every device. NaN stays NaN.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     product = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory

@@ -56,10 +56,8 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
 
 
 def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model that shall score responses to prompts like that of `row`.
-
-    Raises ValueError, from its config and tokenizer alone, if it has no score head, fewer than `max_length` positions,
-    no tokenizer, or no chat template for messages.
+    """The tokenizer of a reward model. Raises ValueError, before its weights are loaded, if it has no score head, fewer
+    than `max_length` positions, no tokenizer, or no chat template for messages as in `row`.
     """
     tokenizer = load_tokenizer(path, flag="--reward-model")
     check_reward_model(path)
@@ -79,10 +77,8 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     new_head: Callable[[Tensor], object] | None = None,
 ) -> nn.Module:
-    """A model with a scalar head, its weights in `dtype` on the host, ready for `sharding.shard`.
-
-    Args: new_head fills the head's weight (1, H) of a model that comes without one; None: it must not. Raises
-    ValueError as `check_reward_model`, or if the head is not one vector, or if the files lack weights.
+    """A model with a scalar head, its weights in `dtype` on the host. `new_head` fills the head's weight (1, H) of a
+    model that comes without one. Raises ValueError as `check_reward_model`, or if the files lack other weights.
     """
     check_reward_model(path, flag=flag, new_head=new_head is not None)
     model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, dtype=dtype, num_labels=1)
@@ -107,9 +103,8 @@ def load_trained(
     seed: int,
     flag: str = "--model",
 ) -> nn.Module:
-    """`load_reward_model` to be trained, sharded: all of it, or with --lora-rank adapters and the head.
-
-    All ranks must enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `load.choose_forward`.
+    """`load_reward_model` to be trained, sharded: all of it, or with --lora-rank adapters and the head. All ranks must
+    enter. Raises ValueError as `load_reward_model`, `lora.layers_of` or `load.choose_forward`.
     """
     adapt = check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
     dtype = ranks.dtype if adapt else torch.float32
@@ -121,9 +116,8 @@ def load_trained(
 
 
 def random_head(weight: Tensor, *, seed: int) -> None:
-    """Fill the weight (1, H) of a head from a normal distribution with standard deviation 1 / sqrt(H + 1).
-
-    First scores are then of order 1 (Stiennon et al. 2020, arXiv 2009.01325).
+    """Fill a head's weight (1, H) from a normal distribution with standard deviation 1 / sqrt(H + 1), so that first
+    scores are of order 1 (Stiennon et al. 2020, arXiv 2009.01325).
     """
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(weight, std=(weight.shape[1] + 1) ** -0.5, generator=generator)
@@ -134,10 +128,9 @@ def add_scores(
 ) -> list[Score]:
     """Add the model's score, times its weight, to this rank's scores, and name it as the component `reward_model`.
 
-    `rows` hold the prompts of the samples. The model, which `offload` put on the host, comes to the device for it. A
-    response that has no score gets none here either, and one that the model gives NaN or infinity loses its own. Unless
-    the model is `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must
-    enter.
+    `rows` hold the prompts of the samples. The model comes from the host to the device for it. A response without a
+    score gets none here either, and one for which the model gives NaN or infinity loses its own. Unless the model is
+    `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must enter.
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
     onload(judge.model, judge.ranks.device)

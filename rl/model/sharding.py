@@ -63,17 +63,16 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
     Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
-    SUMMED over ranks (divide factor 1), so that a loss divided by a global denominator needs no `* world_size`. Each
-    decoder layer is a unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter.
-    Every rank ends up with rank 0's values, buffers included. The model is left in evaluation mode, which stops no
-    gradient. Weights that are frozen while others learn, as beside LoRA's adapters, are not sharded where a shard would
-    be the whole: FSDP2 would hold a second copy of them.
+    SUMMED over ranks, so that a loss divided by a global denominator needs no `* world_size`. Each decoder layer is a
+    unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. Every rank gets
+    rank 0's values, buffers included. The model is left in evaluation mode, which stops no gradient. Frozen weights
+    beside LoRA's adapters are not sharded where a shard would be the whole: FSDP2 would hold a second copy of them.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
-    arXiv 2205.05198). compile: each layer, and the LM head of `token_logprobs`, once for all lengths. fsdp_size: shard
-    over so many neighbouring ranks, such as those of a machine, and keep copies on the others; between machines only
-    one all-reduce of gradients an update is left (`backward`). param_offload: parameters live in host memory, pinned
-    for a GPU, and a unit comes to the device for its pass; gradients go to the host too, where an optimizer steps.
+    arXiv 2205.05198). compile: each layer, and the LM head of `token_logprobs`. fsdp_size: shard over so many
+    neighbouring ranks, such as a machine's, and keep copies on the others; between machines only one all-reduce of
+    gradients an update is left (`backward`). param_offload: a unit comes to the device for its pass, and gradients go
+    to the host, where an optimizer steps.
     """
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
     master = learning[0] if learning else next(model.parameters()).dtype
@@ -126,10 +125,8 @@ def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
 
 
 def _compile_for_all_lengths(forward: Callable) -> Callable:
-    """A layer's forward compiled once for any number of tokens.
-
-    Marked as variable is the dimension of tokens or sequences, the second or only one of every tensor. `dynamic=True`
-    would take the width of a head for variable too, and the rotary embedding would take several times as long.
+    """A layer's forward compiled once for any number of tokens or sequences, the second or only dimension of a tensor.
+    `dynamic=True` would take the width of a head for variable too, and the rotary embedding would be slow.
     """
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)
 
@@ -148,9 +145,8 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a sharded model, and its optimizer's state, to the host, and give their memory on the device back.
-
-    Call it when no graph waits for its backward pass. `onload` undoes it, bit by bit.
+    """Move a sharded model, and its optimizer's state, to the host; `onload` undoes that, bit by bit. Call it when no
+    graph waits for its backward pass.
     """
     onload(model, torch.device("cpu"), optimizer)
     torch.cuda.empty_cache()
@@ -244,10 +240,9 @@ def _pinned(like: Tensor, device: torch.device) -> Tensor:
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering.
-
-    Adapters keep their own type, in which they are added to weights. All ranks must iterate. One call gathers many
-    parameters of a kind, since Python would take half a millisecond for each alone.
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering
+    (adapters are not). All ranks must iterate. One call gathers many parameters of a kind: half a millisecond for each
+    alone would add up.
     """
     named = list(model.named_parameters())
     ends = itertools.accumulate(x.numel() for _, x in named)
@@ -281,9 +276,8 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
 
 
 def backward(model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
-    """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks.
-
-    Gradients of copies of the model (--fsdp-size) are added up when it `is_last` of an update. All ranks must enter.
+    """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks; over copies of
+    the model (--fsdp-size) once it `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # nothing at all, until the last

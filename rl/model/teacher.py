@@ -99,24 +99,21 @@ def add_teacher(
     that a loaded teacher does not have.
     """
     if model is None:
-        return _ask_server(flags, batch, top_k)
-    if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= model.vocabulary:
-        raise RuntimeError(
-            f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from the "
-            "padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a vocabulary"
-        )
-    if flags.teacher_offload:
-        onload(model, model.packed.device)
-    k = min(top_k, model.vocabulary) if top_k >= 0 else model.vocabulary
-    found = logprobs.over_micro_batches(model, batch, updates, _teacher_head, temperature, k)
-    if flags.teacher_offload:
-        offload(model)
-    return _with(batch, *found)
-
-
-def _with(batch: Batch, logp: Tensor, ids: Tensor, logps: Tensor) -> Batch:
-    top = dict(top_ids=ids, top_logp=logps) if ids.shape[-1] else {}
-    return replace(batch, ref_logp=logp, **top)
+        logp, ids, logps = _ask_server(flags, batch, top_k)
+    else:
+        if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= model.vocabulary:
+            raise RuntimeError(
+                f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from "
+                "the padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a "
+                "vocabulary"
+            )
+        if flags.teacher_offload:
+            onload(model, model.packed.device)
+        k = min(top_k, model.vocabulary) if top_k >= 0 else model.vocabulary
+        logp, ids, logps = logprobs.over_micro_batches(model, batch, updates, _teacher_head, temperature, k)
+        if flags.teacher_offload:
+            offload(model)
+    return replace(batch, ref_logp=logp, **(dict(top_ids=ids, top_logp=logps) if top_k else {}))
 
 
 def _teacher_head(model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, k: int) -> tuple[Tensor, ...]:
@@ -173,7 +170,7 @@ def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
 # A server
 
 
-def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> Batch:
+def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`add_teacher` by a server of vLLM: completions of the OpenAI protocol, with vLLM's `prompt_logprobs`."""
     logp = torch.zeros_like(batch.rollout_logp)
     ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
@@ -187,7 +184,7 @@ def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> Batch:
                 if top_k:  # vLLM adds the sampled token where it is not among the most likely
                     best = torch.tensor(ranked[:top_k], dtype=torch.float64)
                     logps[i, t], ids[i, t] = best[:, 0].to(logps.dtype), best[:, 1].int()
-    return _with(batch, logp, ids, logps)
+    return logp, ids, logps
 
 
 def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
