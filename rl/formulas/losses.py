@@ -8,8 +8,8 @@ The policy losses share one signature and one result, so that a script can pick 
 
     loss, clipped = f(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, ...)
 
-Args: logp, old_logp, advantages, mask, all (B, T). Numbers, and the tokens that were chosen, come by name: a loss
-names those that it needs, and `**_` takes the rest.
+Args: tensors logp, old_logp, advantages, mask, all (B, T). Floats, and the tensor of tokens that were chosen, come by
+name: a loss names those that it needs, and `**_` takes the rest.
 Returns: loss (B, T), to be minimised, 0 where mask is 0; clipped (B, T), 1.0 where the clip decides the loss, without
 gradient. Gradients flow through logp only. delta = logp - old_logp, ratio = exp(delta).
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rl.formulas.shared import MAX_LOG_RATIO, check_shapes
 
+Loss = tuple[Tensor, Tensor]  # loss and clipped
 MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")  # of `aggregate`
 
 
@@ -76,10 +77,7 @@ def aggregate(
     raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(MEANS)}")
 
 
-def ppo_clip(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def ppo_clip(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, clip_ratio_c=None, **_) -> Loss:
     """Clipped surrogate of PPO, with a lower clip and an upper clip, and optionally the dual clip.
 
     max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)); where A < 0 and c is given, at most -A * c. |delta| <= 20.
@@ -100,10 +98,7 @@ def ppo_clip(
     return _keep(loss, mask), _keep(clipped.to(loss.dtype), mask)
 
 
-def gspo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gspo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Clipped surrogate on the length-normalised ratio of the whole sequence (the GSPO-token form).
 
     log s_it = logp_it - sg(logp_it) + sg(mean_t delta_it), at most 10; max(-A * s, -A * clip(s, 1 - low, 1 + high)).
@@ -121,10 +116,7 @@ def gspo(
     return _keep(loss, mask), _keep(clipped.to(loss.dtype), mask)
 
 
-def dppo_tv(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dppo_tv(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, clip_ratio_c=None, **_) -> Loss:
     """Policy gradient within a trust region of probabilities, not of their ratio: total variation of (token, rest).
 
     With p = exp(logp), p_old = exp(old_logp): -sg(min(ratio, c)) * A * logp, and 0 where the token has already moved
@@ -141,10 +133,7 @@ def dppo_tv(
     return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
 
 
-def dppo_kl(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None = None, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dppo_kl(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, clip_ratio_c=None, **_) -> Loss:
     """As `dppo_tv`, with the KL divergence of (token, rest) in the place of total variation.
 
     D = p_old * (old_logp - logp) + (1 - p_old) * log((1 - p_old + 1e-8) / (1 - p + 1e-8)). The loss is 0 where the
@@ -158,27 +147,21 @@ def dppo_kl(
     q, q_old = (1 - p).clamp(min=0), (1 - p_old).clamp(min=0)  # rounding may make a probability larger than 1
     rest = q_old * ((q_old + 1e-8) / (q + 1e-8)).log()
     divergence = p_old * (old - live.detach()) + rest
-    outside = torch.where(
-        advantages > 0,
-        (divergence > clip_ratio_high) & (p > p_old),
-        (divergence > clip_ratio_low) & (p < p_old),
-    )
+    too_high, too_low = (divergence > clip_ratio_high) & (p > p_old), (divergence > clip_ratio_low) & (p < p_old)
+    outside = torch.where(advantages > 0, too_high, too_low)
     return _weighted_gradient(live, old, advantages, mask, outside, clip_ratio_c)
 
 
 def _weighted_gradient(
     live: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, outside: Tensor, cap: float | None
-) -> tuple[Tensor, Tensor]:
+) -> Loss:
     """-sg(min(ratio, cap)) * A * live where a token is not `outside`, else 0; and where it is."""
     ratio = (live.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     loss = torch.where(outside, 0.0, -ratio.clamp(max=math.inf if cap is None else cap) * advantages * live)
     return _keep(loss, mask), _keep(outside.to(live.dtype), mask)
 
 
-def cispo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def cispo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Policy gradient under a clipped importance weight: every token keeps a gradient, only its weight is bounded.
 
     -sg(clip(ratio, 1 - low, 1 + high)) * A * logp, |delta| <= 20; clipped is 1 where the weight was changed.
@@ -192,10 +175,7 @@ def cispo(
     return _keep(-weight * advantages * live, mask), _keep((weight != ratio).to(logp.dtype), mask)
 
 
-def sapo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def sapo(logp, old_logp, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, **_) -> Loss:
     """Soft gate instead of a clip: the gradient fades smoothly as the ratio leaves 1.
 
     -A * sigmoid(tau * (ratio - 1)) * 4 / tau, tau = tau_pos where A > 0, else tau_neg; |delta| <= 20. The factor
@@ -211,10 +191,7 @@ def sapo(
     return _keep(-gate * advantages, mask), torch.zeros_like(logp)
 
 
-def gmpo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, clip_ratio_low: float, clip_ratio_high: float, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gmpo(logp, old_logp, advantages, mask, *, clip_ratio_low, clip_ratio_high, **_) -> Loss:
     """Geometric mean of the token ratios of a sequence, each clipped in log space, pessimistically as in PPO.
 
     s = sign(A_t); delta'_t = s * min(s * delta_t, s * clip(delta_t, -low, high));
@@ -233,17 +210,13 @@ def gmpo(
     return _keep(row_loss.expand_as(logp), mask), _keep((bounded < free).to(logp.dtype), mask)
 
 
-def clip_cov(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, chosen: Tensor, clip_ratio_low: float, clip_ratio_high: float, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Clipped surrogate of PPO, and a loss of 0 on chosen tokens, so that they do not push the policy.
+def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_ratio_high, **_) -> Loss:
+    """Clipped surrogate of PPO, and a loss of 0 on tokens that are `chosen` (B, T) bool, so that these do not push.
 
     0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
     `token_selection.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where
     chosen.
 
-    Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
     """
     check_shapes(logp, old_logp, advantages, mask, chosen)
@@ -252,17 +225,13 @@ def clip_cov(
     return _keep(loss, mask.bool() & ~chosen), _keep(chosen.to(loss.dtype), mask)
 
 
-def kl_cov(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-    *, chosen: Tensor, ppo_kl_coef: float, **_: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Surrogate without a clip; chosen tokens pay for moving away from the policy that starts the step.
+def kl_cov(logp, old_logp, advantages, mask, *, chosen, ppo_kl_coef, **_) -> Loss:
+    """Surrogate without a clip; tokens that are `chosen` (B, T) bool pay for moving away from the step's first policy.
 
     -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
     `token_selection.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where
     chosen.
 
-    Args: chosen (B, T) bool.
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
     """
     check_shapes(logp, old_logp, advantages, mask, chosen)
@@ -272,9 +241,7 @@ def kl_cov(
     return _keep(loss, mask), _keep(chosen.to(loss.dtype), mask)
 
 
-def policy_gradient(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, **_: object
-) -> tuple[Tensor, Tensor]:
+def policy_gradient(logp, old_logp, advantages, mask, **_) -> Loss:
     """Plain REINFORCE: -A * logp. old_logp is not used, and nothing is clipped.
 
     Source: Simple Statistical Gradient-Following Algorithms (REINFORCE), Williams 1992; GPG, arXiv 2504.02546.

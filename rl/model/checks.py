@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 from rl.data.encode import load_tokenizer
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
+LENGTHS = "--max-prompt-length + --max-response-length"  # flags that limit the tokens of a sequence
 
 
 def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
@@ -25,7 +26,7 @@ def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag:
         raise ValueError(f"{flag} {path}: {problem}; choose a model with an embedding for each of them")
 
 
-def check_context(model: str, tokens: int, flags: str = "--max-prompt-length + --max-response-length") -> None:
+def check_context(model: str, tokens: int, flags: str = LENGTHS) -> None:
     """Raise ValueError if the model has fewer positions than the tokens that `flags` allow a sequence to have."""
     config = AutoConfig.from_pretrained(model).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)  # also where a config calls it n_positions
@@ -37,24 +38,16 @@ def check_heads(model: str, size: int) -> None:
     """Raise ValueError, from the config alone, if an engine cannot divide the model's attention heads among GPUs."""
     heads = AutoConfig.from_pretrained(model).get_text_config().to_dict().get("num_attention_heads")
     if isinstance(heads, int) and heads % size:
-        raise ValueError(
-            f"--tensor-model-parallel-size {size} does not divide the {heads} attention heads of {model}; choose a "
-            "divisor of that number"
-        )
+        problem = f"does not divide the {heads} attention heads of {model}"
+        raise ValueError(f"--tensor-model-parallel-size {size} {problem}; choose a divisor of that number")
 
 
 def check_trainable(
-    model: str,
-    tokens: int,
-    flags: str = "--max-prompt-length + --max-response-length",
-    *,
-    flag: str = "--model",
-    instead: str = "choose a dense model",
+    model: str, tokens: int, flags: str = LENGTHS, *, flag: str = "--model", instead: str = "choose a dense model"
 ) -> None:
-    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on so many tokens.
-
-    That is: `check_context` fails, it is a mixture of experts (the message proposes `instead`), or its rotary
-    embeddings depend on what else is packed.
+    """Raise ValueError, from the config alone, if `model`, which `flag` has named, cannot be trained on so many tokens:
+    `check_context` fails, it is a mixture of experts (the message proposes `instead`), or its rotary embeddings depend
+    on what else is packed.
     """
     check_context(model, tokens, flags)
     config = AutoConfig.from_pretrained(model).get_text_config()

@@ -54,9 +54,7 @@ BARE = Memory(activation_checkpointing="none", compile=False)  # FSDP2 and nothi
 def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
     """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
     if fsdp_size is not None and (fsdp_size < 1 or ranks.size % fsdp_size):
-        raise ValueError(
-            f"--fsdp-size {fsdp_size} does not divide the {ranks.size} rank(s) of this run; choose a divisor"
-        )
+        raise ValueError(f"--fsdp-size {fsdp_size} does not divide the {ranks.size} rank(s); choose a divisor")
 
 
 def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
