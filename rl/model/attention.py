@@ -41,10 +41,7 @@ class Packing(NamedTuple):
 
 
 def packed_sdpa(module, query, key, value, attention_mask, *, packing, scaling=None, sliding_window=None, **rest):
-    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask.
-
-    Shared tokens are queries in every sequence here, and one result is used.
-    """
+    """query (1, H, N, D), key and value (1, Hkv, N, D) -> (1, N, H, D). Right padding is exact under a causal mask."""
     _refuse_options(rest)
     borders, key_borders, offset = packing.borders.long(), packing.key_borders.long(), packing.offset
     valid = offset < key_borders.diff()[:, None]  # (b, L)
@@ -83,9 +80,7 @@ def _for_kernel(query, key, value, packing, sliding_window) -> tuple[tuple, tupl
 
 
 def _expand(x: Tensor, packing: Packing) -> Tensor:
-    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence. Gradients of a shared token's copies are
-    added up in float32.
-    """
+    """Keys or values (1, Hkv, N, D) -> (N', Hkv, D), sequence by sequence; gradients are added up in float32."""
     return x[0].transpose(0, 1).float().index_select(0, packing.key_index).to(x.dtype)
 
 

@@ -6,7 +6,6 @@ at the last one. A new head is zero, so that V = 0 everywhere until the first up
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from rl.data.types import Batch
 from rl.model.load import check_second_model
 from rl.model.logprobs import over_micro_batches, run_on_responses
 from rl.model.lora import LoRA
-from rl.model.reward_model import check_reward_model, load_trained
+from rl.model.reward_model import check_reward_model, load_trained, score_head
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
@@ -39,22 +38,12 @@ def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest:
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:
-    """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients.
-
-    Returns: (b, T), zero where response_mask is zero. Values and the head's product are float32 (float64 for a float64
-    model): bfloat16 would round values above 4 to multiples of 1/32.
+    """V_t = head(hidden state of token t-1) for every token with response_mask 1, with gradients: (b, T), zero where
+    response_mask is zero, float32 (float64 for a float64 model).
     """
-    [values] = run_on_responses(model, batch, _response_values)
-    return values
+    return run_on_responses(model, batch, score_head)[0]
 
 
 def fixed_values(model: nn.Module, batch: Batch, updates: Sequence[Update]) -> Tensor:
     """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
-    return over_micro_batches(model, batch, updates, _response_values)[0]
-
-
-def _response_values(model, hidden, targets):
-    """hidden (R, H) -> values (R,), which know nothing of the targets that follow."""
-    weight = model.score.weight
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return (hidden.to(dtype) @ weight[0].to(dtype),)
+    return over_micro_batches(model, batch, updates, score_head)[0]

@@ -65,9 +65,8 @@ def load_policy(
 def load_reference(
     path: str, ranks: Ranks, policy: nn.Module, memory: Memory = DEFAULT_MEMORY, *, longest: int | None = None
 ) -> nn.Module | Base:
-    """The policy before training, for KL terms: a second, frozen model, or with LoRA the policy without its adapters.
-
-    All ranks must enter, before training. Raises ValueError as `load_policy`.
+    """The policy before training: a second, frozen model, or with LoRA the policy without its adapters. All ranks must
+    enter, before training. Raises ValueError as `load_policy`.
     """
     if hasattr(policy, "lora"):
         return Base(policy)
@@ -113,10 +112,8 @@ def shard_as(
 
 
 def exported(model: PreTrainedModel, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model as engines and files know them, from (name, whole tensor) as the trainer has them.
-
-    Adapters are added to their weights, see `lora.merged`. Names are those of the files that the model's authors
-    publish, where transformers has changed them. Checkpoints use this too, so that they cannot differ from a push.
+    """The weights of a model for engines and files, from (name, whole tensor) as the trainer has them: adapters are
+    added to their weights, and names are those that the model's authors publish, where transformers has changed them.
     """
     for name, x in adapters.merged(model, named_tensors):
         yield from revert_weight_conversion(model, {name: x}).items()
@@ -154,10 +151,8 @@ def check_whole(path: str, missing: set[str], *, flag: str = "--model") -> None:
 def load_pretrained(
     auto_class: Any, path: str, ranks: Ranks, *, dtype: torch.dtype, **config_changes: Any
 ) -> tuple[nn.Module, set[str]]:
-    """A model of a transformers auto class on the host, and the names of its weights that the files do not hold.
-
-    Rank 0 reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: entries of the
-    config to replace, such as num_labels.
+    """A model of a transformers auto class on the host, and the names of its weights that the files do not hold. Rank 0
+    reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: such as num_labels.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -186,14 +181,13 @@ def load_pretrained(
 def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None, flag: str = "--model") -> str:
     """Let a sharded model run in the fastest of `WAYS` that gives what its own forward gives for one sequence alone.
 
-    Random sequences are compared: log-probs of a causal LM, hidden states of any other. Most are short, two begin
-    alike, and one is longer than the attention windows in the config, but not than `longest` tokens, the most that the
-    run allows (default: the model's positions). In float32 the root mean square of the difference may be 1e-4 in the
-    worst sequence. In bfloat16 it may be three times what padding alone, or another way to round in the attention,
-    changes in the model's own forward, but not more than 0.2.
+    Log-probs of random sequences are compared, or hidden states if there is no LM head. Most sequences are short, two
+    begin alike, and one is longer than the attention windows in the config, up to `longest` tokens (default: the
+    model's positions). In float32 the root mean square of the difference may be 1e-4 in the worst sequence. In bfloat16
+    it may be three times what padding, or another rounding in the attention, changes in the own forward, up to 0.2.
 
-    Returns: the way. If it is "padded", rank 0 prints why and what it costs. Raises ValueError naming `flag` if none is
-    right. All ranks must enter.
+    Returns: the way; rank 0 prints why it is "padded". Raises ValueError naming `flag` if none is right. All ranks must
+    enter.
     """
     head = model.get_output_embeddings()  # None: hidden states are compared
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)

@@ -131,11 +131,10 @@ def _to_grid(x: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
 
 def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *args: Any) -> Any:
     """`head(model, hidden, *args)` after one pass over a batch (b, T), for hidden states (R, H) of the `wanted` tokens
-    (b, T) bool, row after row. The model went through `add_packed_forward`.
+    (b, T) bool, row after row. FSDP2 holds the root's weights gathered for the head.
 
-    What neighbouring rows have in common at their start, such as the prompt of a group, is computed once: under a
-    causal mask its hidden states do not depend on what follows. (Not by a model that runs padded.) FSDP2 holds the
-    root's weights gathered for the head.
+    What neighbouring rows have in common at their start, such as the prompt of a group, is computed once (unless the
+    model runs padded): under a causal mask its hidden states do not depend on what follows.
     """
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
     out = model.packed.forward(head, inputs, place[wanted], *args)

@@ -86,9 +86,8 @@ class Adapted(nn.Linear):
 
 
 def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
-    """Names of the linear layers that `targets` means; never the head, which stands directly below the model.
-
-    Raises ValueError, which names the target and what there is, if one of them means no layer.
+    """Names of the linear layers that `targets` means; never the head, which stands directly below the model. Raises
+    ValueError, which names the target and what there is, if one of them means no layer.
     """
     linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
     kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
@@ -106,10 +105,8 @@ def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model"
 
 
 def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = False) -> None:
-    """Freeze a model on the host, not sharded yet, and give it adapters that add nothing yet, in float32 at least.
-
-    Args: path, where its weights are from; seed, of A; hashed, whether to take the hash of the weights. Raises
-    ValueError as `layers_of`.
+    """Freeze a model on the host, with weights from `path`, and give it adapters that add nothing yet, in float32 at
+    least. `seed` is that of A; `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
     """
     base_sha256 = hash_of(model) if hashed else ""
     names, generator = layers_of(model, lora.target_modules), torch.Generator().manual_seed(seed)
@@ -177,10 +174,9 @@ class Base:
 
 
 def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B; other tensors pass.
-
-    The sum is taken in float32 at least, and gets the type of W: bfloat16 by `rounded`, others by the nearest number.
-    Raises RuntimeError if W, A or B of a layer has not come at the end.
+    """(name, whole tensor) pairs with W + B A * alpha / r in the place of W, A and B: a sum in float32 at least, which
+    becomes bfloat16 by `rounded`, or another type of W by the nearest number. Other tensors pass. Raises RuntimeError
+    if W, A or B of a layer has not come at the end.
     """
     scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in scaling}

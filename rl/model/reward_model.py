@@ -151,20 +151,15 @@ def add_scores(
 
 
 def sequence_scores(model: nn.Module, batch: Batch) -> Tensor:
-    """The score (b,) of every sequence of a batch (b, T), from the hidden state of its last token, with gradients.
-
-    Scores and the head's product are float32 (float64 for a float64 model): bfloat16 would round scores above 4 to
-    multiples of 1/32.
-    """
+    """The score (b,) of every sequence of a batch (b, T), from the hidden state of its last token, with gradients."""
     last = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) == batch.lengths[:, None] - 1  # (b, T)
-    return run_packed(model, batch, last, _scores)[:, 0]
+    return run_packed(model, batch, last, score_head)[0]
 
 
-def _scores(model, hidden):
-    """hidden (b, H) -> scores (b, 1)."""
-    weight = model.score.weight
+def score_head(model: nn.Module, hidden: Tensor, *_: Tensor) -> tuple[Tensor]:
+    """hidden (R, H) -> scores (R,), in float32 at least: bfloat16 would round scores above 4 to multiples of 1/32."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return nn.functional.linear(hidden.to(dtype), weight.to(dtype))
+    return (hidden.to(dtype) @ model.score.weight[0].to(dtype),)
 
 
 @torch.no_grad()

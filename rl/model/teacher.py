@@ -72,9 +72,8 @@ def check_teacher(
 
 
 def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module | None:
-    """The model of --teacher-model, frozen, with --teacher-offload on the host; None if it is behind --teacher-url.
-
-    Its `vocabulary` is how many tokens it and the student both know. All ranks must enter.
+    """The model of --teacher-model, frozen; None if it is behind --teacher-url. Its `vocabulary` is how many tokens it
+    and the student both know. All ranks must enter.
     """
     if flags.teacher_url:
         return None
@@ -210,12 +209,10 @@ def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(request, timeout=flags.teacher_timeout) as response:
                 return json.load(response)
-        except urllib.error.HTTPError as error:
-            if error.code < 500:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # HTTPError and time-outs are OSErrors
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                 said = error.read(500).decode(errors="replace")
                 raise ValueError(f"{_flag(flags)}: {path} was refused with {error.code}: {said}") from error
-            problem = error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError and time-outs are OSErrors
             problem = error
         if attempt < ATTEMPTS:
             time.sleep(attempt)
