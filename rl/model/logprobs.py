@@ -58,10 +58,9 @@ def token_logprobs(
     S is the set of tokens that `sampling` draws from, see `truncation`, and the sampled token; without top_k, top_p and
     min_p the whole vocabulary. So the policy is the distribution that the engine has sampled from.
 
-    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); sampling, how the engine sampled;
-    entropy_grad, whether gradients flow through the entropy. Returns: logp and entropy (b, T), float32 (float64 for a
-    float64 model), zero where response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling
-    mask".
+    Args: model, a causal LM that went through `add_packed_forward`; batch (b, T); entropy_grad, whether gradients flow
+    through the entropy. Returns: logp and entropy (b, T), float32 (float64 for a float64 model), zero where
+    response_mask is zero. Source of S: DeepSeek-V3.2 (arXiv 2512.02556), "keep sampling mask".
     """
     return run_on_responses(model, batch, response_logprobs, sampling, entropy_grad)
 
@@ -90,7 +89,7 @@ def over_micro_batches(
     Returns: (B, T, ...) on the host, floats in the type of batch.rollout_logp. All ranks must enter.
     """
     results, like = [], batch.rollout_logp
-    for rows in (rows for update in updates for rows in update.micro_batches):
+    for rows in [rows for update in updates for rows in update.micro_batches] or [[]]:  # [[]]: nothing to learn from
         parts = run_on_responses(model, take_rows(batch, rows, model.packed.device), head, *args)
         if not results:
             dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
@@ -296,9 +295,8 @@ def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
 def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
 
-    S = {v: z_v >= limit}, one filter after the other: min-p sampling, then top-k, then nucleus sampling (top-p) among
-    the tokens that are left. Ties at the limit are in S. The last limit is found by halving the interval of all logits
-    24 times, which is faster than to sort them.
+    S = {v: z_v >= limit} by min-p, then top-k, then nucleus sampling (top-p) among the tokens that are left. Ties at
+    the limit are in S. The last limit is found by halving the interval of logits 24 times: faster than sorting.
     """
     largest = logits.amax(-1)
     limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
