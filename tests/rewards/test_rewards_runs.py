@@ -1,4 +1,4 @@
-"""Real runs of train_grpo.py with rewards of every kind: what they do to the run, and what its metrics say of them.
+"""Real runs of GRPO with rewards of every kind: what they do to the run, and what its metrics say of them.
 
 Takes about 90 s.
 """
@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
+import train_grpo_variants
 from rewards import gsm8k
 from rl.model import load as models
 from rl.sampling.engines import hf
@@ -46,6 +47,16 @@ def grpo(task, tmp_path):
     """Runs of one step, unless a test says otherwise."""
     return h.Runs(
         train_grpo,
+        lambda folder, **changes: h.grpo_settings(task, folder, **{"total_training_steps": 1} | changes),
+        tmp_path,
+    )
+
+
+@pytest.fixture
+def variants(task, tmp_path):
+    """The same of train_grpo_variants.py."""
+    return h.Runs(
+        train_grpo_variants,
         lambda folder, **changes: h.grpo_settings(task, folder, **{"total_training_steps": 1} | changes),
         tmp_path,
     )
@@ -91,17 +102,17 @@ def sources(task, tmp_path):
     ],
 )
 def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(
-    grpo, task, reward, monkeypatch, failure, share
+    variants, task, reward, monkeypatch, failure, share
 ):
     # The order of prompts is fixed: the first two of three are the whole batch of a run with two.
     monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     settings = dict(loss_agg_mode="seq-mean-token-mean", reward_workers=2, reward_timeout=0.2, reward_memory_mb=300)
-    expected = grpo(**settings, train_batch_size=2, ppo_mini_batch_size=2)
+    expected = variants(**settings, train_batch_size=2, ppo_mini_batch_size=2)
     rows = pq.read_table(task.train).to_pylist()
     third = train_grpo.prompts_for_step([row["extra_info"]["index"] for row in rows], 0, 3, 0)[2]
     assert third != 0  # the first row is tried at start
-    broken = grpo(
+    broken = variants(
         **settings,
         train_batch_size=3,
         ppo_mini_batch_size=3,
@@ -113,7 +124,7 @@ def test_a_prompt_that_cannot_be_scored_is_as_if_it_had_not_been_sampled(
         assert broken[f"reward/{name}"] == pytest.approx(1 / 3 if name == share else 0), name
     for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "critic/score/min"):
         assert broken[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-    assert expected["actor/grad_norm"] > 0 and h.distance(grpo.weights(1, 1), grpo.weights(2, 1)) < 1e-7
+    assert expected["actor/grad_norm"] > 0 and h.distance(variants.weights(1, 1), variants.weights(2, 1)) < 1e-7
     if share == "timeout_frac":
         assert broken["reward/seconds_max"] == pytest.approx(4 * 0.2, rel=0.5) and broken["reward/seconds_p95"] > 0.7
 
@@ -306,12 +317,12 @@ KL = {"k1": lambda d: d, "k3": lambda d: torch.exp(-d) + d - 1}
 
 
 @pytest.mark.parametrize("kind", KL)
-def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(grpo, task, monkeypatch, kind):
+def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(variants, task, monkeypatch, kind):
     sampled = []
     h.record_rounds(sampled, monkeypatch.setattr)
     settings = dict(temperature=0.7, lr=1e-2, total_training_steps=2, save_freq=1)
-    grpo(use_kl_in_reward=True, kl_coef=0.3, kl_penalty=kind, **settings)
-    first, second = grpo.lines(1)
+    variants(use_kl_in_reward=True, kl_coef=0.3, kl_penalty=kind, **settings)
+    first, second = variants.lines(1)
     assert abs(first["actor/reward_kl_penalty"]) < 1e-7  # the policy is the reference
     assert first["critic/rewards/mean"] == pytest.approx(first["critic/score/mean"], abs=1e-6)
 
@@ -320,7 +331,7 @@ def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(grpo, t
     for row in pq.read_table(task.train).to_pylist():
         text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         truths[tuple(tokenizer(text)["input_ids"])] = row["reward_model"]["ground_truth"]
-    folders = grpo.dir(1) / "global_step_1" / "huggingface", task.model
+    folders = variants.dir(1) / "global_step_1" / "huggingface", task.model
     policy, reference = (AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders)
 
     @torch.no_grad()
@@ -342,14 +353,16 @@ def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(grpo, t
     for name, function in (("mean", statistics.mean), ("max", max), ("min", min)):
         assert second[f"critic/rewards/{name}"] == pytest.approx(function(rewards), rel=1e-4)
 
-    plain = grpo(**settings)
-    grpo(use_kl_in_reward=True, kl_coef=0.0, **settings)
-    h.assert_same(grpo.weights(2, 2), grpo.weights(3, 2))
-    assert h.distance(grpo.weights(1, 2), grpo.weights(2, 2)) > 1e-4  # advantages are of the rewards, not of the scores
+    plain = variants(**settings)
+    variants(use_kl_in_reward=True, kl_coef=0.0, **settings)
+    h.assert_same(variants.weights(2, 2), variants.weights(3, 2))
+    assert (
+        h.distance(variants.weights(1, 2), variants.weights(2, 2)) > 1e-4
+    )  # advantages are of the rewards, not of the scores
     assert "actor/reward_kl_penalty" not in plain and plain["critic/rewards/mean"] == plain["critic/score/mean"]
 
 
-def test_the_adaptive_coefficient_follows_its_formula_and_survives_an_interruption(grpo, task):
+def test_the_adaptive_coefficient_follows_its_formula_and_survives_an_interruption(variants, task):
     settings = dict(
         use_kl_in_reward=True,
         kl_coef=0.5,
@@ -361,17 +374,17 @@ def test_the_adaptive_coefficient_follows_its_formula_and_survives_an_interrupti
         total_training_steps=4,
         save_freq=1,
     )
-    grpo(**settings)
-    lines = grpo.lines(1)
+    variants(**settings)
+    lines = variants.lines(1)
     coefficient = 0.5
     for line in lines:
         assert line["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-9)
         error = min(max(line["actor/reward_kl_penalty"] / 0.05 - 1, -0.2), 0.2)
         coefficient *= 1 + error * 16 / 40
     assert len({line["actor/reward_kl_penalty_coeff"] for line in lines}) == 4
-    shutil.copytree(grpo.dir(1), grpo.dir(2))  # as if it had been interrupted in step 3
+    shutil.copytree(variants.dir(1), variants.dir(2))  # as if it had been interrupted in step 3
     for step in (3, 4):
-        shutil.rmtree(grpo.dir(2) / f"global_step_{step}")
-    grpo(**settings)
-    assert h.timeless(grpo.lines(2)) == h.timeless(lines)
-    h.assert_same(grpo.weights(2, 4), grpo.weights(1, 4))
+        shutil.rmtree(variants.dir(2) / f"global_step_{step}")
+    variants(**settings)
+    assert h.timeless(variants.lines(2)) == h.timeless(lines)
+    h.assert_same(variants.weights(2, 4), variants.weights(1, 4))

@@ -51,7 +51,7 @@ MAY_CHANGE = set(
     """
     train_files val_files total_epochs total_training_steps
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
-    tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap
+    tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap log_stats
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
     optimizer_offload param_offload rollout_quantization
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
