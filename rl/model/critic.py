@@ -18,23 +18,22 @@ from rl.model.reward_model import check_reward_model, load_trained, score_head
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
-FLAG = "--critic-model"
-
 
 def check_critic(path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, policy: str, longest: int) -> None:
     """Raise ValueError naming the flag if the model in `path` cannot be the critic: its head gives more than one
     number, or as `check_second_model`, which has the arguments (`policy`: `model`).
     """
-    kept = dict(longest=longest, flag=FLAG, model=policy)
+    kept = dict(longest=longest, flag="--critic-model", model=policy)
     check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
-    check_reward_model(path, flag=FLAG, new_head=True)
+    check_reward_model(path, flag="--critic-model", new_head=True)
 
 
 def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest: int, seed: int) -> nn.Module:
     """A critic from a causal LM or a reward model, to be trained. A model without a score head gets one of zeros; a
     reward model keeps its own. All ranks must enter. Raises ValueError as `reward_model.load_trained`.
     """
-    return load_trained(path, ranks, lora, memory, new_head=nn.init.zeros_, longest=longest, seed=seed, flag=FLAG)
+    kept = dict(longest=longest, seed=seed, flag="--critic-model")
+    return load_trained(path, ranks, lora, memory, new_head=nn.init.zeros_, **kept)
 
 
 def token_values(model: nn.Module, batch: Batch) -> Tensor:

@@ -44,9 +44,8 @@ class KLTerms:
     ) -> tuple[float, dict[str, float]]:
         """The weight of the KL in the reward of the next step, and the metrics of this step.
 
-        It stays `kl_coef` unless --kl-ctrl-type is adaptive, see `schedule.adaptive_kl_coef`. The measured KL is a mean
-        over responses of the mean KL of their tokens. Args: token_kl (b, T) of this rank's batch, 0 where its mask is
-        0; trainable (B,) bool, which responses of the step count. All data ranks must enter.
+        It stays `kl_coef` unless --kl-ctrl-type is adaptive, see `schedule.adaptive_kl_coef`. Args: token_kl (b, T) of
+        this rank's batch; trainable (B,) bool, which responses of the step count. All data ranks must enter.
         """
         own_kl = token_kl.sum(1) / batch.response_mask.sum(1).clamp(min=1)  # (b,)
         mean_kl = ranks.all_rows(own_kl, batch.rows, len(trainable))[trainable].mean().nan_to_num().item()

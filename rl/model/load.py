@@ -125,9 +125,7 @@ def weights_for_engine(policy: nn.Module, ranks: Ranks) -> Iterator[tuple[str, T
 
 
 def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for all buffers that a model's files hold, such as constants of activations, but not tables
-    that a model computes when it is made. Nothing trains them, and every rank has all of them.
-    """
+    """Yield (name, tensor) for buffers in a model's files, such as an activation's constants; nothing trains them."""
     for prefix, module in model.named_modules():
         for name, x in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -186,8 +184,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     model's positions). In float32 the root mean square of the difference may be 1e-4 in the worst sequence. In bfloat16
     it may be three times what padding, or another rounding in the attention, changes in the own forward, up to 0.2.
 
-    Returns: the way; rank 0 prints why it is "padded". Raises ValueError naming `flag` if none is right. All ranks must
-    enter.
+    Returns: the way; rank 0 prints why it is "padded". Raises ValueError if none is right. All ranks must enter.
     """
     head = model.get_output_embeddings()  # None: hidden states are compared
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
@@ -277,12 +274,10 @@ def _outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
 
 def _own_outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """What `_outputs` should be, by the model's own forward of one sequence at a time, which has no padding."""
+    if not model.can_generate():
+        return [_outputs(model, take_rows(batch, [i]))[0] for i in range(len(batch.lengths))]
     found = []
-    for i, n in enumerate(batch.lengths.tolist()):
-        if model.can_generate():
-            ids = batch.input_ids[i : i + 1, :n]
-            logp = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found.append(logp.gather(-1, ids[0, 1:, None])[:, 0])
-        else:
-            found += _outputs(model, take_rows(batch, [i]))
+    for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True):
+        logp = model(input_ids=row[None, :n], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(logp.gather(-1, row[1:n, None])[:, 0])
     return found

@@ -201,11 +201,10 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Ite
 def rounded(x: Tensor) -> Tensor:
     """x (float32) in bfloat16 by stochastic rounding: entries are rounded up or down so that their mean is right.
 
-    W + change, rounded to the nearest number, would be W again if the change is less than 1/512 to 1/256 of W: an
-    engine would not see small updates. Stochastic rounding goes away from zero with the probability
-    (|x| - below) / (above - below), and leaves numbers of bfloat16 as they are (Gupta et al. 2015, arXiv 1502.02551).
-    In place of a random number, entry i has the fractional part of 1/2 + i * 0.618... (the golden ratio): evenly
-    spread, and the same at every push, in files and on every device. NaN stays NaN.
+    Rounding to the nearest would lose a change of W by less than 1/512 to 1/256: an engine would not see small updates.
+    Stochastic rounding goes away from zero with the probability (|x| - below) / (above - below), and leaves numbers of
+    bfloat16 as they are (Gupta et al. 2015, arXiv 1502.02551). For a random number, entry i has the fractional part of
+    1/2 + i * 0.618... (the golden ratio): the same at every push, in files and on every device. NaN stays NaN.
     """
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     product = index.mul_(-1640531527)  # 0.618... * 2 ** 32, as an int32 that wraps around; all in the same memory
@@ -215,9 +214,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors for PEFT: the adapters, and a score head if there is one,
-    among `weights`, whole tensors by name on the host.
-    """
+    """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host."""
     folder.mkdir(parents=True)
     own, is_lm = model.lora, model.can_generate()
     config = dict(peft_type="LORA", task_type="CAUSAL_LM" if is_lm else "SEQ_CLS", base_model_name_or_path=own.base)

@@ -1,8 +1,8 @@
 """Learned rewards: a transformer with a scalar head, read off at the last token of prompt and response.
 
-A reward model is any decoder that transformers knows as a ...ForSequenceClassification with one label. It runs packed,
-as the policy does. The last token of a sequence is found by its length, never by its id. (The forward of transformers
-looks for the last id that is not the padding's, and would stop early where padding has the end-of-sequence id.)
+A reward model is any decoder that transformers knows as a ...ForSequenceClassification with one label. It runs packed.
+The last token of a sequence is found by its length. (The forward of transformers looks for the last id that is not the
+padding's, and would stop early where padding has the end-of-sequence id.)
 """
 
 import math
@@ -176,17 +176,14 @@ def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[in
 def score_conversations(
     judge: RewardModel, prompts: Sequence[str | list[dict]], responses: Sequence[str]
 ) -> list[float]:
-    """The model's scores of this rank's responses, one for each, in their order; `prompts` has one a response, text or
-    messages. How many were too long is printed. All ranks must enter, with any number of responses each.
+    """The model's scores of this rank's responses to prompts (text or messages), in their order. How many were too long
+    is printed. All ranks must enter, with any number of responses each.
     """
     pairs, ranks = enumerate(zip(prompts, responses, strict=True)), judge.ranks
     ids = [encode_conversation(judge.tokenizer, {"prompt": p, "row_index": i}, response) for i, (p, response) in pairs]
     if overlong := sum(len(x) > judge.max_length for x in ids):
-        say(
-            f"rank {ranks.rank}: {overlong} of {len(ids)} conversations have more than {judge.max_length} tokens for "
-            "the reward model; their beginning was cut off",
-            sys.stderr,
-        )
+        found = f"{overlong} of {len(ids)} conversations have more than {judge.max_length} tokens for the reward model"
+        say(f"rank {ranks.rank}: {found}; their beginning was cut off", sys.stderr)
     ids = [x[-judge.max_length :] for x in ids]
     lengths = [len(x) for x in ids]
     [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=judge.max_tokens_per_gpu)

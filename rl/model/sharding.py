@@ -67,10 +67,9 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     beside LoRA's adapters are not sharded where a shard would be the whole: FSDP2 would hold a second copy of them.
 
     activation_checkpointing "selective" keeps the results of matrix products and attention (Korthikanti et al. 2022,
-    arXiv 2205.05198). compile: each layer, and the LM head of `token_logprobs`. fsdp_size: shard over so many
-    neighbouring ranks, such as a machine's, and keep copies on the others; between machines only one all-reduce of
-    gradients an update is left (`backward`). param_offload: a unit comes to the device for its pass, and gradients go
-    to the host, where an optimizer steps.
+    arXiv 2205.05198). fsdp_size: shard over so many neighbouring ranks, such as a machine's, and keep copies on the
+    others; between machines only one all-reduce of gradients an update is left (`backward`). param_offload: a unit
+    comes to the device for its pass, and gradients go to the host, where an optimizer steps.
     """
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
     master = learning[0] if learning else next(model.parameters()).dtype
@@ -143,15 +142,13 @@ def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def offload(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a sharded model, and its optimizer's state, to the host; `onload` undoes that, bit by bit. Call it when no
-    graph waits for its backward pass.
-    """
+    """Move a sharded model, and its optimizer's state, to the host, when no graph waits for its backward pass."""
     onload(model, torch.device("cpu"), optimizer)
     torch.cuda.empty_cache()
 
 
 def onload(model: nn.Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a sharded model, and its optimizer's state, to a device; not a model that `shard` has left on the host."""
+    """Undo `offload`, bit by bit. Neither does anything to a model that `shard` has left on the host."""
     if model.packed.on_host:
         return
     model.to(device)
@@ -238,9 +235,8 @@ def _pinned(like: Tensor, device: torch.device) -> Tensor:
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) on the device for all parameters, tied ones once, cast to `dtype` before gathering
-    (adapters are not). All ranks must iterate. One call gathers many parameters of a kind: half a millisecond for each
-    alone would add up.
+    """Yield (name, whole tensor) on the device for all parameters, tied ones once; all but adapters become `dtype`. All
+    ranks must iterate. One call gathers many parameters, since each alone would take half a millisecond.
     """
     named = list(model.named_parameters())
     ends = itertools.accumulate(x.numel() for _, x in named)
@@ -274,8 +270,8 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
 
 
 def backward(model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
-    """Add the gradient of a micro-batch's loss to the model's gradients, which are sums over all ranks; over copies of
-    the model (--fsdp-size) once it `is_last` of an update. All ranks must enter.
+    """Add a micro-batch's gradient to the model's, a sum over ranks; over copies of the model (--fsdp-size) only when
+    it `is_last` of an update. All ranks must enter.
     """
     if model.packed.is_whole:
         model.set_requires_gradient_sync(is_last)  # nothing at all, until the last

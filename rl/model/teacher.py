@@ -49,9 +49,8 @@ class Teacher:
 def check_teacher(
     flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
 ) -> None:
-    """Raise ValueError, before a model is loaded, if the teacher cannot score what the `student` (id or folder)
-    samples: it has another tokenizer, too few positions for `longest` tokens, or its server refuses log-probs of the
-    `top_k` most likely tokens of a prompt. RuntimeError if a server does not answer.
+    """Raise ValueError if the teacher cannot score what the `student` (id or folder) samples: it has another tokenizer,
+    too few positions for `longest` tokens, or its server refuses so large a `top_k`. RuntimeError if a server fails.
     """
     if flags.teacher_url is None:
         check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
@@ -59,7 +58,8 @@ def check_teacher(
         check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
         return
     ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    found, where = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}), _flag(flags)
+    where = f"--teacher-url {flags.teacher_url}"
+    found = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
     if found.get("tokens") != ids:
         problem = f"its tokenizer is not that of --model {student}, so it would misread every token"
         raise ValueError(f"{where}: {problem}; choose a teacher of the same family")
@@ -77,8 +77,7 @@ def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, 
     """
     if flags.teacher_url:
         return None
-    kept = dict(memory=memory, longest=longest, frozen=True, flag="--teacher-model")
-    model = load_policy(flags.teacher_model, ranks, **kept)
+    model = load_policy(flags.teacher_model, ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
     configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (student, flags.teacher_model))
     model.vocabulary = min(config.vocab_size for config in configs)
     if flags.teacher_offload:
@@ -92,10 +91,9 @@ def add_teacher(
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
     most likely tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
 
-    The probabilities of a loaded teacher are those of the tokens that it and the student both know, and add up to 1.
-    Args: top_k, K; -1 for all these tokens, not with a server. All ranks must enter. Raises ValueError if a server
-    refuses a request, RuntimeError if it cannot be reached or leaves tokens out, or if the student has sampled a token
-    that a loaded teacher does not have.
+    A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K; -1: all
+    these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError
+    if it fails, or if the student has sampled a token that a loaded teacher does not have.
     """
     if model is None:
         logp, ids, logps = _ask_server(flags, batch, top_k)
@@ -136,9 +134,8 @@ def token_distances(
     """`token_logprobs` of a policy, and its distance to the teacher at every sampled token, from one pass.
 
     Args: batch (b, T), from `add_teacher`; distance, a formula (student, teacher, beta) -> (R,). None: the estimate
-    log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance.
-    Returns: logp, entropy (without gradient) and distance, all (b, T); and as metrics, which share of their probability
-    student and teacher give to the K tokens.
+    log p_S - log p_T by the sampled token, a constant, since its gradient is not that of the distance. Returns: logp,
+    entropy (without gradient) and distance, all (b, T); and as metrics, the probability that both give to the K tokens.
     """
     if distance is None:
         logp, entropy = logprobs.token_logprobs(policy, batch, sampling=sampling)
@@ -192,16 +189,13 @@ def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, 
     found = _ask(flags, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     pairs = zip(ids[1:], found[1:], strict=False)
     if len(found) != len(ids) or any(str(token) not in x or len(x) < top_k for token, x in pairs):
-        raise RuntimeError(f"{_flag(flags)}: its answer does not have the log-probs of all tokens")
+        raise RuntimeError(f"--teacher-url {flags.teacher_url}: its answer does not have the log-probs of all tokens")
     return found
-
-
-def _flag(flags: Teacher) -> str:
-    return f"--teacher-url {flags.teacher_url}"
 
 
 def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The server's answer to a request. Raises ValueError if it refuses, RuntimeError if ATTEMPTS have failed."""
+    where = f"--teacher-url {flags.teacher_url}"
     url = f"{flags.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
     data = json.dumps({"model": flags.teacher_model} | body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -212,9 +206,8 @@ def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
         except (OSError, http.client.HTTPException, ValueError) as error:  # HTTPError and time-outs are OSErrors
             if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                 said = error.read(500).decode(errors="replace")
-                raise ValueError(f"{_flag(flags)}: {path} was refused with {error.code}: {said}") from error
+                raise ValueError(f"{where}: {path} was refused with {error.code}: {said}") from error
             problem = error
         if attempt < ATTEMPTS:
             time.sleep(attempt)
-    problem = f"{path} failed {ATTEMPTS} times: {problem}"
-    raise RuntimeError(f"{_flag(flags)}: {problem}; is the server of the teacher running?")
+    raise RuntimeError(f"{where}: {path} failed {ATTEMPTS} times: {problem}; is the server of the teacher running?")

@@ -406,7 +406,7 @@ def test_a_text_answer_ends_with_one_eos(judge):
     for response in ("2", "2<|im_end|>"):
         assert encode_conversation(tokenizer, {"prompt": "+"}, response) == [*plus_two, EOS]
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="has no eos_token, so no answer could end; set one"):
+    with pytest.raises(ValueError, match="has no eos_token, so no answer can end; set it"):
         encode_conversation(tokenizer, {"prompt": "+"}, "2")
 
 
