@@ -1,4 +1,4 @@
-"""both.py CHECKOUT VOCABULARY MEAN EOS FLAGS: step_time.py of a checkout, from its fourth step on with ragged lengths."""
+"""both.py CHECKOUT VOCABULARY MEAN EOS FLAGS: step_time.py, with ragged lengths from its fourth step on."""
 
 import os
 import sys
