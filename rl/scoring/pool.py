@@ -6,24 +6,24 @@
 
 A ticket stands for the responses to one prompt. Any number of them may be open, also several of one prompt.
 
-A reward function runs in a process of its own (rl/scoring/worker.py), with limits on CPU time and memory, one task at a
-time. Past its deadline, or when it dies, the process is replaced and the task has no score. A wrong answer is the
-function's business (0); "no score" is None: the response leaves the group statistics and the loss, and is counted.
+Reward functions run in processes of their own (rl/scoring/worker.py), with limits on CPU time and memory, one task at a
+time. Past its deadline, or when it dies, a process is replaced, and its task has no score: None. Such a response leaves
+the group statistics and the loss, and is counted. (A wrong answer has a score, usually 0.)
 """
 
-import collections
 import json
 import math
 import os
 import pickle
 import queue
-import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,24 +33,26 @@ from transformers import PreTrainedTokenizerBase
 from rl import stop
 from rl.console import say
 from rl.data.encode import load_tokenizer
-from rl.data.rows import no_ground_truth
+from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Response, Sample, Score
 from rl.flags import AtLeast1, Count, Free, PositiveFinite, Share
 from rl.model import reward_model
 from rl.model.load import shard_as
 from rl.model.sharding import BARE, offload
 from rl.ranks import Ranks
-from rl.scoring.stopwatch import Stopwatch
-from rl.scoring.worker import HEADER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
 START_SECONDS = 120  # to import the reward functions
 WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
 MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
+TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
+FAILED = ("error", "timeout")  # status of a response that could not be scored
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
 # How responses give their answers, for the check of data without reference answers.
 ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
+
+Scored = tuple[list[Score], str | None]  # of a task: its scores, and what went wrong
 
 
 @dataclass(frozen=True)
@@ -89,109 +91,78 @@ class Rewards:
         return any(function.startswith(BY_DATA_SOURCE) for function in self.functions)
 
 
+DEFAULT = Scoring()
+
+
 class Ticket(NamedTuple):
     """The responses to one prompt, handed in to be scored."""
 
-    row: dict[str, Any]
+    row: Row
     samples: Sequence[Sample]
-    tasks: list[int]  # numbers of what the workers got, one or more responses each
+    tasks: list["Future[Scored]"]  # each of one response, or of all if the functions take lists
 
 
 class Scorer:
     """A pool of worker processes: `submit` the responses to one prompt after the other, then `collect` their scores.
 
-    Args:
-        functions: each `path/to/file.py[:function[:weight]]`; function defaults to compute_score, weight to 1. The
-            score of a response is the weighted sum. The signature is verl's: compute_score(data_source, solution_str,
-            ground_truth, extra_info=None) -> float, or dict with "score", or None; with plural names it gets lists, the
-            responses to one prompt, and returns a list. It may be `async`. Without functions every score is 0.
-        tokenizer: of the policy, to decode responses.
-        workers: processes; default: this machine's cores over its ranks, at most 16.
-        timeout_s: CPU seconds that a response may take; four times as many by the clock.
-        memory_mb: private memory of a worker in MiB; 0 for no limit.
-        extra_info: joins every row's extra_info, as response_length (tokens) does.
-
-    Raises ValueError for an impossible limit, or if a function cannot be loaded.
+    Args: functions, each `path/to/file.py[:function[:weight]]`, as docs/rewards.md says; the score of a response is
+    their weighted sum, and 0 without functions. tokenizer, of the policy, to decode responses. extra_info joins every
+    row's, as response_length (tokens) does. Raises ValueError if a function cannot be loaded.
     """
 
     def __init__(
-        self,
-        functions: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        workers: int | None = None,
-        timeout_s: float = 10.0,
-        memory_mb: int = 4096,
-        extra_info: dict[str, Any] | None = None,
+        self, functions: Sequence[str], tokenizer: PreTrainedTokenizerBase, flags: Scoring = DEFAULT, **extra_info: Any
     ):
-        if (workers is not None and workers < 1) or not 0 < timeout_s < math.inf or memory_mb < 0:
-            raise ValueError(
-                f"--reward-workers {workers} must be at least 1, --reward-timeout {timeout_s} a positive number of "
-                f"seconds, --reward-memory-mb {memory_mb} at least 0"
-            )
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.workers = workers or min(max((os.cpu_count() or 1) // ranks, 1), 16)
-        self.tokenizer, self.timeout_s, self.extra_info = tokenizer, timeout_s, extra_info or {}
+        own_cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.workers = flags.reward_workers or min(max(own_cores, 1), 16)
+        self.tokenizer, self.timeout_s, self.extra_info = tokenizer, flags.reward_timeout, extra_info
         self.functions = parse_functions(functions)
-        self.setup = pickle.dumps((self.functions, timeout_s, memory_mb))
-        # (number, row, samples, whether to score twice), or None to stop
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.setup = pickle.dumps((self.functions, flags.reward_timeout, flags.reward_memory_mb))
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
-        self.open: set[int] = set()  # numbers of those that were not collected
-        self.finished: dict[int, tuple[list[Score], str | None]] = {}  # number -> scores, what went wrong
+        self.open: set[Future] = set()  # those that were not collected
         self.reward_model: reward_model.RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
         self.components: set[str] = set()  # names of parts of the scores that `check` saw
-        self.broken: Exception | None = None  # why a thread gave up: a process could not be started, or our own bug
-        self.news = threading.Condition()
-        started: queue.SimpleQueue = queue.SimpleQueue()
-        for _ in range(self.workers):  # a worker dies with the thread that started it, so each has its own
-            threading.Thread(target=self._serve, args=(started,), daemon=True).start()
-        hellos = [started.get() for _ in range(self.workers)]
-        if problems := [hello["problem"] for hello in hellos if "problem" in hello]:
+        hellos: list[Future] = [Future() for _ in range(self.workers)]
+        for hello in hellos:  # a worker dies with the thread that started it, so each has its own
+            threading.Thread(target=self._serve, args=(hello,), daemon=True).start()
+        if problems := [hello.result()["problem"] for hello in hellos if "problem" in hello.result()]:
             self.close()
             raise ValueError(f"--custom-reward-function {' '.join(functions)} cannot be loaded: {problems[0]}")
-        self.batched = hellos[0]["batched"]
+        self.batched = hellos[0].result()["batched"]
 
-    def submit(self, row: dict[str, Any], samples: Sequence[Sample]) -> Ticket:
+    def submit(self, row: Row, samples: Sequence[Sample]) -> Ticket:
         """Hand in all responses to the prompt of `row`; scoring begins at once. Returns what `collect` wants."""
         size = len(samples) if self.batched else 1
         ticket = Ticket(row, samples, [])
         for i in range(0, len(samples), size):
-            self.tasks.put((self.total, row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
-            ticket.tasks.append(self.total)
-            self.open.add(self.total)
+            ticket.tasks.append(Future())
+            self.tasks.put((ticket.tasks[-1], row, samples[i : i + size], self.total % RECHECK_EVERY == 0))
             self.total += 1
+        self.open |= set(ticket.tasks)
         return ticket
 
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
-        """Wait for the scores of these tickets: one for each of their samples, in their order.
+        """Wait for the scores of these tickets, one for each of their samples in their order. Prints the first failure.
 
-        The first failure is printed. If the run was asked to stop, no sample has a score: call `run.exit_if_asked`
-        then. With a reward model all ranks must enter.
-
-        Raises RuntimeError if the pool itself has failed, for instance because no process can be started.
+        If the run was asked to stop, no sample has a score: call `run.exit_if_asked` then. With a reward model all
+        ranks must enter. Raises RuntimeError if the pool itself has failed.
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]
-        wanted = [number for ticket in tickets for number in ticket.tasks]
+        wanted = [task for ticket in tickets for task in ticket.tasks]
         assert len(self.open & set(wanted)) == len(wanted), "a ticket is collected twice, or comes from another Scorer"
-        waiting = collections.deque(wanted)
-        with self.news:
-            while True:
-                while waiting and waiting[0] in self.finished:
-                    waiting.popleft()
-                if self.broken or stop.requested() or not waiting:
-                    break
-                self.news.wait(0.2)
-            if self.broken is not None:
-                raise RuntimeError("the pool of reward processes failed") from self.broken
-            stopped = bool(waiting)
-            finished = [] if stopped else [self.finished.pop(number) for number in wanted]
+        waiting = wait(wanted, timeout=0).not_done
+        while waiting and not stop.requested():
+            waiting = wait(waiting, timeout=0.2).not_done
+        if errors := [task.exception() for task in wanted if task.done() and task.exception()]:
+            raise RuntimeError("the pool of reward processes failed") from errors[0]
         self.open -= set(wanted)
+        finished = [] if waiting else [task.result() for task in wanted]
         if problems := [problem for _, problem in finished if problem is not None]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         scores = [score for part, _ in finished for score in part]
-        if stopped:
+        if waiting:  # the run was asked to stop
             scores = [Score("", None, {}, "none", 0.0) for _ in samples]
         if self.reward_model is None or stop.requested(self.reward_model.ranks.group):
             return scores
@@ -206,13 +177,12 @@ class Scorer:
         """
         if (path := rewards.reward_model) is None:
             return
+        coef, longest = rewards.reward_model_coef, rewards.reward_model_max_length
         model = reward_model.load_reward_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
-        memory, longest = replace(BARE, fsdp_size=fsdp_size), rewards.reward_model_max_length
-        shard_as(memory, model, ranks, longest=longest, flag="--reward-model")
+        shard_as(replace(BARE, fsdp_size=fsdp_size), model, ranks, longest=longest, flag="--reward-model")
         offload(model)
         tokenizer = load_tokenizer(path, flag="--reward-model")
-        coef, max_length = rewards.reward_model_coef, rewards.reward_model_max_length
-        self.reward_model = reward_model.RewardModel(model, tokenizer, coef, max_length, max_tokens, ranks)
+        self.reward_model = reward_model.RewardModel(model, tokenizer, coef, longest, max_tokens, ranks)
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
         """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""
@@ -224,42 +194,32 @@ class Scorer:
                 "a reward function's dict has components, or give several functions"
             )
 
-    def check(self, rows: Iterable[dict[str, Any]]) -> str:
-        """Score an empty response and the reference answer of the first row of every data source, and say the scores.
-
-        Raises ValueError if either cannot be scored: wrong columns, a missing package, a sandbox that cannot be built;
-        or if a function fails on a row without a ground truth.
+    def check(self, rows: Iterable[Row]) -> str:
+        """Score an empty response and the reference answer of the first row of every data source, and of its first row
+        without a ground truth, and say the scores. Raises ValueError if they cannot be scored: wrong columns, a missing
+        package, a sandbox that cannot be built.
         """
         if not self.functions:
             return "rewards: no function"
-        first: dict[str, dict[str, Any]] = {}
-        blank: dict[str, dict[str, Any]] = {}  # the first row without a ground truth
+        first: dict[tuple[str, str], Row] = {}  # by data source, with a ground truth and without
         for row in rows:
-            first.setdefault(row["data_source"], row)
-            if no_ground_truth(row):
-                blank.setdefault(row["data_source"], row)
-        scores = self._try([(row, [_reference(row), ""]) for row in first.values()])
-        self.components = {name for score in scores for name in score.components}
-        for source, score in zip([s for s in first for _ in range(2)], scores, strict=True):
-            if score.status in ("error", "timeout"):
-                raise ValueError(
-                    f"--custom-reward-function fails on the first row of data source {source!r} with the response "
-                    f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
-                )
-        for (source, row), score in zip(blank.items(), self._try([(r, [""]) for r in blank.values()]), strict=True):
-            if score.status in ("error", "timeout"):
-                raise ValueError(
-                    f"row {row['row_index']} of data source {source!r} has an empty ground_truth, and the reward "
-                    f"function fails on it ({score.status}; the traceback is above); leave such rows out of the file"
-                )
-        pairs = zip(first.items(), scores[::2], scores[1::2], strict=True)
-        said = "; ".join(f"{source}: {self._say(row, *pair)}" for (source, row), *pair in pairs)
-        return f"rewards: {said or 'nothing to score'}"
+            which = "first row with an empty ground_truth" if no_ground_truth(row) else "first row"
+            first.setdefault((row["data_source"], which), row)
+        said: dict[str, str] = {}
+        for (source, which), row in first.items():
+            right, empty = self._try(row, [_reference(row), ""])
+            for score in (right, empty):
+                self.components |= score.components.keys()
+                if score.status in FAILED:
+                    raise ValueError(
+                        f"--custom-reward-function fails on the {which} of data source {source!r} with the response "
+                        f"{score.text[-100:]!r} ({score.status}; the traceback is above); mend the function or the data"
+                    )
+            said.setdefault(source, f"{source}: {self._say(row, right, empty)}")
+        return f"rewards: {'; '.join(said.values()) or 'nothing to score'}"
 
-    def _say(self, row: dict[str, Any], right: Score, empty: Score) -> str:
-        """What a row's reference and an empty response scored. Where the reference is the bare ground truth and earns
-        nothing, the forms in which responses give their answers are tried.
-        """
+    def _say(self, row: Row, right: Score, empty: Score) -> str:
+        """What a reference and an empty response scored. A bare truth that earns nothing is tried in ANSWER_FORMS."""
         if no_ground_truth(row):
             return f"without a ground truth, an empty response scores {_show(empty)}"
         if isinstance(row["extra_info"].get("answer"), str):
@@ -267,93 +227,74 @@ class Scorer:
         elif _value(right) > _value(empty):
             what = "the ground truth scores"
         else:
-            truth = _reference(row)
-            forms = ANSWER_FORMS if len(truth) < 1000 else ()  # the tests of a program are no answer
-            tried = self._try([(row, [form.replace("...", truth)]) for form in forms])
-            right, form = max(zip([right, *tried], ["", *forms], strict=True), key=lambda pair: _value(pair[0]))
-            found = _value(right) > _value(empty)
-            what = f"the ground truth as {form} scores" if found else "the ground truth, in every form tried, scores"
+            what, truth = "the ground truth, in every form tried, scores", _reference(row)
+            for form in ANSWER_FORMS if len(truth) < 1000 else ():  # the tests of a program are no answer
+                [score] = self._try(row, [form.replace("...", truth)])
+                if _value(score) > _value(right):
+                    right = score
+                    what = f"the ground truth as {form} scores" if _value(score) > _value(empty) else what
         return f"{what} {_show(right)}, an empty one {_show(empty)}"
 
-    def _try(self, texts: Sequence[tuple[dict[str, Any], list[str]]]) -> list[Score]:
-        """The scores of (row, responses to it), one after the other."""
-        tickets = []
-        for i, (row, responses) in enumerate(texts):
-            ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [] for text in responses]
-            tickets.append(self.submit(row, [Sample([], r, [1] * len(r), [0.0] * len(r), "stop", i) for r in ids]))
-        return self.collect(tickets)
+    def _try(self, row: Row, texts: Sequence[str]) -> list[Score]:
+        """The scores of responses to a row."""
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [] for text in texts]
+        return self.collect([self.submit(row, [Sample([], x, [1] * len(x), [0.0] * len(x), "stop", 0) for x in ids])])
 
     def close(self) -> None:
         """End the workers."""
         for _ in range(self.workers):
             self.tasks.put(None)
 
-    def _serve(self, started: queue.SimpleQueue) -> None:
-        """One thread: `_score_tasks`, and a word to those who wait if it fails."""
+    def _serve(self, hello: Future) -> None:
+        """One thread: keep one worker alive, and give it tasks."""
         try:
-            self._score_tasks(started)
-        except Exception as error:
-            started.put({"problem": repr(error)})
-            with self.news:
-                self.broken = error
-                self.news.notify()
-
-    def _score_tasks(self, started: queue.SimpleQueue) -> None:
-        """Keep one worker alive, and take tasks from the queue."""
-        worker = _Worker(self.setup)
-        started.put(worker.hello)
+            worker = _Worker(self.setup)
+            hello.set_result(worker.hello)
+        except OSError as error:  # no process can be started
+            return hello.set_result({"problem": repr(error)})
         while (task := self.tasks.get()) is not None:
-            number, row, samples, twice = task
-            texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
-            truth = row["reward_model"]["ground_truth"]
-            facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
-            calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]
-            if worker.ended or worker.process.poll() is not None:
-                worker.kill()
-                worker = _Worker(self.setup)
-            start = time.monotonic()
-            reply = worker.score(calls, self.timeout_s, twice=twice)
-            seconds = (time.monotonic() - start) / len(calls)
-            problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
-            if problem is None and not reply["same"]:
-                problem = "the same response scored twice gave two scores; the reward is not a function of its input"
-            scores = [
-                Score(text, value, parts, "ok" if value is not None else reply.get("status", "none"), seconds)
-                for text, (value, parts) in zip(texts, results, strict=True)
-            ]
-            if problem is not None:
-                problem = f"row {row['row_index']}: {problem}\nresponse: {texts[0][-300:]!r}"
-            with self.news:
-                self.finished[number] = scores, problem
-                self.news.notify()
+            future, *arguments = task
+            try:
+                if worker.has_ended or worker.num_tasks == TASKS_PER_WORKER or worker.process.poll() is not None:
+                    worker.kill()
+                    worker = _Worker(self.setup)
+                future.set_result(self._score(worker, *arguments))
+            except Exception as error:  # `collect` raises it
+                future.set_exception(error)
         worker.kill()
+
+    def _score(self, worker: "_Worker", row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
+        """Let a worker score responses to a row."""
+        texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
+        truth = row["reward_model"]["ground_truth"]
+        facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
+        calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]
+        start = time.monotonic()
+        reply = worker.score(calls, self.timeout_s, twice=twice)
+        seconds = (time.monotonic() - start) / len(calls)
+        problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
+        if not reply.get("same", True):
+            problem = "the same response scored twice gave two scores; the reward is not a function of its input"
+        scores = [
+            Score(text, value, parts, "ok" if value is not None else reply.get("status", "none"), seconds)
+            for text, (value, parts) in zip(texts, results, strict=True)
+        ]
+        if problem is not None:
+            problem = f"row {row['row_index']}: {problem}\nresponse: {texts[0][-300:]!r}"
+        return scores, problem
 
 
 def make_scorer(
-    rewards: Rewards,
-    scoring: Scoring,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[dict[str, Any]],
-    *,
-    max_response_length: int,
+    rewards: Rewards, flags: Scoring, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_response_length: int
 ) -> Scorer:
-    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`.
-
-    max_response_length joins the extra_info of every row. Raises ValueError, before anything is loaded, if a function
-    or the reward model cannot score the first row of every data source.
+    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Raises ValueError if a
+    function or the reward model, which is not loaded yet, cannot score the first row of every data source.
     """
-    if scoring.allow_unsafe_code_execution:
+    if flags.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if rewards.reward_model:
         reward_model.open_reward_model(rewards.reward_model, rows[0], rewards.reward_model_max_length)
-    scorer = Scorer(
-        rewards.functions,
-        tokenizer,
-        workers=scoring.reward_workers,
-        timeout_s=scoring.reward_timeout,
-        memory_mb=scoring.reward_memory_mb,
-        extra_info={"max_response_length": max_response_length},
-    )
+    scorer = Scorer(rewards.functions, tokenizer, flags, max_response_length=max_response_length)
     scorer.report = scorer.check(rows)
     if rewards.reward_model:
         scorer.components.add("reward_model")
@@ -361,9 +302,8 @@ def make_scorer(
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[int]]) -> list[str]:
-    """The texts of responses, as `batch_decode` gives them, without special tokens; other threads run meanwhile.
-
-    In `batch_decode` none does: it holds the interpreter's lock, half a millisecond for a thousand tokens.
+    """The texts of responses without special tokens, as `batch_decode` gives them. That holds the interpreter's lock,
+    half a millisecond for a thousand tokens; here other threads run meanwhile.
     """
     if not tokenizer.is_fast or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -372,7 +312,7 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[in
 
 def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
     """Raise RuntimeError if more than the share `limit` of the scores are missing by an error or a timeout."""
-    failed = sum(r.score.status in ("error", "timeout") for r in responses)
+    failed = sum(r.score.status in FAILED for r in responses)
     if failed > limit * len(responses):
         raise RuntimeError(
             f"{failed} of {len(responses)} responses could not be scored, more than --reward-max-error-frac {limit}; "
@@ -381,101 +321,86 @@ def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
 
 
 class _Worker:
-    """One process and its pipes. `hello` is its first message: {"batched": ...} or {"problem": ...}."""
+    """One process and a socket to it. `hello` is its first message: {"batched": ...} or {"problem": ...}."""
 
     def __init__(self, setup: bytes):
-        self.results, writing = os.pipe()
+        self.socket, theirs = socket.socketpair()
         code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.scoring.worker import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(writing)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            bufsize=0,
-            pass_fds=(writing,),
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        os.close(writing)
-        self.tasks = self.process.stdin.fileno()
-        os.set_blocking(self.tasks, False)
-        self.ended = False
+        with theirs:
+            own = dict(pass_fds=(theirs.fileno(),), start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            command = [sys.executable, "-c", code, str(theirs.fileno())]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, **own)  # prints go to stderr
+        self.num_tasks, self.has_ended = 0, False
         self.hello = self._exchange(setup, START_SECONDS)
 
     def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
         """{"scored": [(score, components)], "same": ...} or {"problem": text, "status": "error" or "timeout"}."""
         if "problem" in self.hello:
             return {"problem": self.hello["problem"], "status": "error"}
-        message = pickle.dumps((calls, twice))
-        return self._exchange(message, WALL_FACTOR * timeout_s * len(calls) * (2 if twice else 1))
+        self.num_tasks += 1
+        return self._exchange(pickle.dumps((calls, twice)), WALL_FACTOR * timeout_s * len(calls) * (1 + twice))
 
     def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
-        """Send a message and wait for the reply; a worker that is late or dies is killed, and that is the reply."""
-        waited = Stopwatch(min(seconds / 10, 0.5))  # a suspended job is not late
-        outgoing, incoming = memoryview(HEADER.pack(len(message)) + message), bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.results, selectors.EVENT_READ)
-            selector.register(self.tasks, selectors.EVENT_WRITE)
-            while True:
-                ready = {key.fd for key, _ in selector.select(waited.tick)}
-                if waited.look() > seconds:
-                    self.kill()
-                    return {"status": "timeout", "problem": f"no score after {seconds:.0f} s; the worker was killed"}
-                if self.tasks in ready:
-                    try:
-                        outgoing = outgoing[os.write(self.tasks, outgoing) :]
-                    except BrokenPipeError:
-                        outgoing = outgoing[:0]  # it died: the other pipe will say so
-                    if not outgoing:
-                        selector.unregister(self.tasks)
-                if self.results in ready:
-                    data = os.read(self.results, 1 << 16)
-                    incoming += data
-                    if not data:
-                        return self._death()
-                    size = HEADER.unpack_from(incoming)[0] if len(incoming) >= HEADER.size else 0
-                    if max(size, len(incoming)) > MAX_REPLY:  # a reward function has written to our pipe
-                        self.kill()
-                        return {"status": "error", "problem": f"the worker sent {max(size, len(incoming))} bytes"}
-                    if len(incoming) >= HEADER.size + size > HEADER.size:
-                        try:
-                            reply = json.loads(incoming[HEADER.size :])
-                            last = bool(reply.get("last"))
-                        except (ValueError, AttributeError, RecursionError) as error:
-                            self.kill()
-                            return {"status": "error", "problem": f"the worker sent something else: {error}"}
-                        if last:
-                            self.kill()
-                        return reply
+        """Send a message and wait for the reply, a line of JSON. Kills a worker that is late or sends other things."""
+        tick, waited, last_look = min(seconds / 10, 0.5), 0.0, time.monotonic()
+        self.socket.settimeout(tick)
+        outgoing, incoming = memoryview(message), bytearray()
+        while not incoming.endswith(b"\n"):
+            now = time.monotonic()  # a job that was suspended for hours is not late: of such a gap two ticks count
+            waited, last_look = waited + min(now - last_look, 2 * tick), now
+            if waited > seconds:
+                return self._give_up("timeout", f"no score after {seconds:.0f} s; the worker was killed")
+            try:
+                if outgoing:
+                    outgoing = outgoing[self.socket.send(outgoing) :]
+                    continue
+                data = self.socket.recv(1 << 16)
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                data = b""
+            if not data:
+                return self._death()
+            incoming += data
+            if len(incoming) > MAX_REPLY:  # a reward function writes to our socket
+                return self._give_up("error", f"the worker sent {len(incoming)} bytes")
+        try:
+            reply = json.loads(incoming)
+            if reply.get("last"):
+                self.kill()
+        except (ValueError, AttributeError, RecursionError) as error:
+            return self._give_up("error", f"the worker sent something else: {error}")
+        return reply
 
     def _death(self) -> dict[str, Any]:
         self.process.send_signal(signal.SIGCONT)  # a reward function may have stopped the guard
         code = self.process.wait()
-        self.kill()
         if code == -signal.SIGXCPU:
-            return {"status": "timeout", "problem": "no score within --reward-timeout; the worker was killed"}
+            return self._give_up("timeout", "no score within --reward-timeout; the worker was killed")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return {"status": "error", "problem": f"the worker process died ({how})"}
+        return self._give_up("error", f"the worker process died ({how})")
+
+    def _give_up(self, status: str, problem: str) -> dict[str, Any]:
+        self.kill()
+        return {"status": status, "problem": problem}
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        if self.ended:
-            return
-        self.process.terminate()  # its guard kills the rest
-        self.process.send_signal(signal.SIGCONT)  # as above
-        self.process.wait()
-        self.process.stdin.close()
-        os.close(self.results)
-        self.ended = True
+        if not self.has_ended:
+            self.process.terminate()  # its guard kills the rest
+            self.process.send_signal(signal.SIGCONT)  # as above
+            self.process.wait()
+            self.socket.close()
+            self.has_ended = True
 
 
 def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
-    """`path/to/file.py[:function[:weight]]` -> (label, weight, file, function). The label is the file's stem, with the
-    function's name added where two files share it. Raises ValueError naming the spec.
+    """`path/to/file.py[:function[:weight]]` -> (label, weight, file, function). The label is the file's stem, and the
+    function's name where two share a stem. Raises ValueError naming the spec.
     """
     parsed = []
     for spec in specs:
-        path, _, rest = spec.partition(":")
-        name, _, weight = rest.partition(":")
+        path, name, weight = (spec.split(":", 2) + ["", ""])[:3]
         file = Path(path) if Path(path).is_file() else REPOSITORY / path  # wherever the script was started
         if not file.is_file():
             raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
@@ -484,9 +409,7 @@ def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(
-                f"--custom-reward-function {spec!r}: the weight {weight!r} is no number; give file.py:function:0.5"
-            )
+            raise ValueError(f"--custom-reward-function {spec!r}: the weight {weight!r} is no number, such as 0.5")
         parsed.append((number, str(file.resolve()), name or "compute_score"))
     stems = [Path(file).stem for _, file, _ in parsed]
     labels = [s if stems.count(s) == 1 else f"{s}.{name}" for s, (_, _, name) in zip(stems, parsed, strict=True)]

@@ -1,8 +1,8 @@
-"""The process that calls reward functions: one task in, one result out, until its pipe closes. See pool.py beside it.
+"""The process that calls reward functions: one task in, one result out, until its socket closes. See pool.py.
 
 It is started with exec, imports the standard library and the user's files only, and may be killed at any moment. Tasks
-arrive as pickles from the trainer; results go back as JSON, so that nothing a reward function returns can do more than
-be a number. It is two processes: a guard, which outlives the other and kills whatever that one leaves behind.
+arrive as pickles from the trainer; results go back as lines of JSON, so that nothing a reward function returns can do
+more than be a number. It is two processes: a guard, which outlives the other and kills whatever that one leaves behind.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import os
 import pickle
 import resource
 import signal
-import struct
+import socket
 import sys
 import time
 import traceback
@@ -27,9 +27,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HEADER = struct.Struct("<Q")  # length of the message that follows, in bytes
-TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+Result = tuple[float | None, dict[str, float]]  # score and components of a response; score None means "no score"
 
 
 class Reward(NamedTuple):
@@ -41,7 +40,7 @@ class Reward(NamedTuple):
     batched: bool
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
+def load_reward(label: str, weight: float, path: str, name: str) -> Reward:
     """The function `name` of the Python file `path`. Raises whatever importing the file raises."""
     sys.path.append(str(Path(path).parent))  # its neighbours, behind everything else
     spec = importlib.util.spec_from_file_location(f"reward_{zlib.crc32(path.encode())}", path)  # two may share a stem
@@ -51,13 +50,12 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     function = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
-    return function
+    return Reward(label, weight, function, "solution_strs" in inspect.signature(function).parameters)
 
 
 def as_number(value: Any) -> float:
-    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e30.
-
-    The scripts compute advantages in float32, where the differences of such numbers would no longer be finite.
+    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e30:
+    the scripts compute advantages in float32, where the differences of such numbers would no longer be finite.
     """
     plain = value.item() if hasattr(value, "item") else value
     if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain) or abs(plain) > 1e30:
@@ -65,46 +63,32 @@ def as_number(value: Any) -> float:
     return float(plain)
 
 
-def allowed(limit: int, wanted: int) -> int:
-    """`wanted`, or less: a hard limit that the user has set cannot be raised."""
-    hard = resource.getrlimit(limit)[1]
-    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-
-
-def read_result(value: Any) -> tuple[float | None, dict[str, float]]:
-    """What a reward function returned for one response -> (score, components); score None means "no score".
-
-    A dict has `score`, and its other finite numbers are components; texts and other entries are left out. Raises
-    ValueError for a dict without `score`, and for a score that `as_number` refuses.
+def read_result(value: Any) -> Result:
+    """What a reward function returned for a response. A dict has `score`, and its other finite numbers are components;
+    texts and other entries are left out. Raises ValueError without `score`, and for one that `as_number` refuses.
     """
-    if value is None:
-        return None, {}
-    if not isinstance(value, dict):
-        return as_number(value), {}
-    if "score" not in value:
-        raise ValueError(f"returned a dict without 'score': {sorted(map(str, value))}")
+    found = value if isinstance(value, dict) else {"score": value}
+    if "score" not in found:
+        raise ValueError(f"returned a dict without 'score': {sorted(map(str, found))}")
     components = {}
-    for key, entry in value.items():
-        try:
-            if key != "score":
+    for key, entry in found.items():
+        if key != "score":
+            with contextlib.suppress(ValueError, TypeError, RuntimeError, OverflowError):  # a text, a list, NaN
                 components[str(key)] = as_number(entry)
-        except (ValueError, TypeError, RuntimeError, OverflowError):  # a text, a list, NaN: nothing to average
-            pass
-    return (None if value["score"] is None else as_number(value["score"])), components
+    return (None if found["score"] is None else as_number(found["score"])), components
 
 
-def call(reward: Reward, calls: list[tuple]) -> list[tuple[float | None, dict[str, float]]]:
-    """(data_source, solution_str, ground_truth, extra_info) of each response -> (score, components) of each.
-
-    Raises ValueError for a result that is none, see `read_result`, and whatever the function raises.
+def call(reward: Reward, calls: list[tuple]) -> list[Result]:
+    """The results for (data_source, solution_str, ground_truth, extra_info) of each response. Raises ValueError for
+    what is no result, see `read_result`, and whatever the function raises.
     """
-    if reward.batched:  # verl's signature for lists
-        result = _awaited(reward.function(*map(list, zip(*calls, strict=True))))
-        if isinstance(result, (str, dict)) or not hasattr(result, "__len__") or len(result) != len(calls):
-            count = len(result) if hasattr(result, "__len__") else "no list of"
-            raise ValueError(f"{reward.label} returned {count} scores for {len(calls)} responses")
-        return [read_result(value) for value in result]
-    return [read_result(_awaited(reward.function(*arguments))) for arguments in calls]
+    if not reward.batched:
+        return [read_result(_awaited(reward.function(*arguments))) for arguments in calls]
+    result = _awaited(reward.function(*map(list, zip(*calls, strict=True))))  # verl's signature for lists
+    if isinstance(result, (str, dict)) or not hasattr(result, "__len__") or len(result) != len(calls):
+        count = len(result) if hasattr(result, "__len__") else "no list of"
+        raise ValueError(f"{reward.label} returned {count} scores for {len(calls)} responses")
+    return [read_result(value) for value in result]
 
 
 def _awaited(result: Any) -> Any:
@@ -116,11 +100,11 @@ def _awaited(result: Any) -> Any:
     return asyncio.run(result)
 
 
-def score(rewards: list[Reward], calls: list[tuple]) -> list[tuple[float | None, dict[str, float]]]:
+def score(rewards: list[Reward], calls: list[tuple]) -> list[Result]:
     """Weighted sum of all reward functions for each response of a task; no score if one of them gives none.
 
-    With several functions each one's own score is the component `label`, and its components are `label/key`; `acc`, the
-    accuracy in an evaluation, is that of the first one, or its score, and no penalty on length changes it.
+    With several functions each one's score is the component `label`, and its components are `label/key`; `acc`, the
+    accuracy in an evaluation, is that of the first function, or its score.
     """
     totals: list[float | None] = [0.0] * len(calls)
     components: list[dict[str, float]] = [{} for _ in calls]
@@ -136,15 +120,11 @@ def score(rewards: list[Reward], calls: list[tuple]) -> list[tuple[float | None,
     return list(zip(totals, components, strict=True))
 
 
-def shortened(text: str) -> str:
-    """At most 20,000 characters of a text, from both ends: an exception may hold a whole data set."""
-    return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
-
-
-def read_message(pipe: Any) -> bytes | None:
-    """One length-prefixed message, or None at the end of the pipe."""
-    header = pipe.read(HEADER.size)
-    return pipe.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
+def limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit of this process, or a lower one: a hard limit that the user has set cannot be raised."""
+    most = resource.getrlimit(kind)[1]
+    values = [x if most == resource.RLIM_INFINITY else min(x, most) for x in (soft, hard)]
+    resource.setrlimit(kind, tuple(values))
 
 
 def fork_worker() -> None:
@@ -162,11 +142,9 @@ def fork_worker() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return
-    os.close(0)
-    os.close(int(sys.argv[1]))  # the worker holds the only ends of the pipes
-    code = 0
+    os.close(int(sys.argv[1]))  # the worker holds the only end of the socket
+    pid = code = 0
     with contextlib.suppress(ChildProcessError):  # raised when nobody is left
-        pid = 0
         while pid != worker and signal.sigwait(signals) == signal.SIGCHLD:
             while pid != worker and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, code = ended
@@ -181,52 +159,44 @@ def fork_worker() -> None:
 
 
 def main() -> None:
-    """argv: the descriptor for results. The first message holds the reward functions and the limits."""
+    """argv: the descriptor of a socket. The first message holds the reward functions and the limits."""
     fork_worker()
-    tasks, results = os.fdopen(os.dup(0), "rb"), os.fdopen(int(sys.argv[1]), "wb")
-    os.set_inheritable(results.fileno(), False)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what a reward prints goes to the trainer's stderr, never into a result
-    sys.stdout.reconfigure(line_buffering=True)  # and at once: this process may be killed at any moment
+    trainer = socket.socket(fileno=int(sys.argv[1]))
+    trainer.set_inheritable(False)
+    tasks, results = trainer.makefile("rb"), trainer.makefile("w")
+    sys.stdout.reconfigure(line_buffering=True)  # this process may be killed at any moment
     os.nice(10)
     pid = os.getpid()
 
-    def reply(message: dict) -> None:
+    def reply(**message: Any) -> None:
         if os.getpid() != pid:  # a reward function forked, and this is the child
             os._exit(0)
-        body = json.dumps(message).encode()
-        results.write(HEADER.pack(len(body)) + body)
-        results.flush()
+        print(json.dumps(message), file=results, flush=True)
 
-    functions, timeout_s, memory_mb = pickle.loads(read_message(tasks))
+    def problem() -> str:
+        """The traceback, at most 20,000 characters of it: an exception may hold a whole data set."""
+        text = traceback.format_exc(limit=-8)
+        return text if len(text) <= 20_000 else f"{text[:10_000]}\n... {len(text)} characters ...\n{text[-10_000:]}"
+
+    functions, timeout_s, memory_mb = pickle.load(tasks)
     if memory_mb:
-        memory = allowed(resource.RLIMIT_DATA, memory_mb << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        limit(resource.RLIMIT_DATA, memory_mb << 20, memory_mb << 20)
     try:
-        rewards = []
-        for label, weight, path, name in functions:
-            function = load_function(path, name)
-            rewards.append(Reward(label, weight, function, "solution_strs" in inspect.signature(function).parameters))
+        rewards = [load_reward(*function) for function in functions]
     except BaseException:  # even SystemExit: the trainer reports it
-        reply({"problem": traceback.format_exc(limit=-8), "last": True})
-        signal.pause()
-    reply({"batched": any(r.batched for r in rewards)})
+        reply(problem=problem(), last=True)
+        signal.pause()  # to be killed, with everything that the files have started
+    reply(batched=any(r.batched for r in rewards))
 
-    for number in range(TASKS_PER_WORKER):
-        if (message := read_message(tasks)) is None:
+    while True:
+        try:
+            calls, twice = pickle.load(tasks)
+        except EOFError:
             return
-        calls, twice = pickle.loads(message)
-        soft = math.ceil(time.process_time() + timeout_s * len(calls) * (1 + twice))
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (allowed(resource.RLIMIT_CPU, soft), hard))  # beyond it SIGXCPU kills
-        last = number + 1 == TASKS_PER_WORKER
+        seconds = math.ceil(time.process_time() + timeout_s * len(calls) * (1 + twice))
+        limit(resource.RLIMIT_CPU, seconds, resource.getrlimit(resource.RLIMIT_CPU)[1])  # beyond it SIGXCPU kills
         try:
             scored = score(rewards, calls)
-            same = not twice or score(rewards, calls) == scored
-            reply({"scored": scored, "same": same, "last": last})
+            reply(scored=scored, same=not twice or score(rewards, calls) == scored)
         except BaseException as error:  # a reward may raise anything, SystemExit included; the run goes on
-            last = last or isinstance(error, MemoryError)
-            reply({"problem": shortened(traceback.format_exc(limit=-8)), "status": "error", "last": last})
-        if last:
-            signal.pause()  # to be killed, with everything that the reward functions have started
+            reply(problem=problem(), status="error", last=isinstance(error, MemoryError))

@@ -33,7 +33,7 @@ from rl.ranks import init_ranks
 from rl.run.checkpoint_files import list_steps
 from rl.sampling.engines import Rollout, hf
 from rl.sampling.rollout import check_engine, sample_groups
-from rl.scoring.pool import Scorer
+from rl.scoring.pool import Scorer, Scoring
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -145,7 +145,7 @@ def sample(tiny_model):
     ranks = init_ranks()
     engine = Engine(tiny_model, ranks, longest=64)
     policy = sharding.shard(models.load_causal_lm(tiny_model, ranks), ranks)
-    scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), workers=1)
+    scorer = Scorer((), AutoTokenizer.from_pretrained(tiny_model), Scoring(reward_workers=1))
 
     def run(change):
         engine.change = change

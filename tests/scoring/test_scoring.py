@@ -4,7 +4,6 @@ Reward functions here are source text, run by real worker processes. Takes about
 """
 
 import json
-import math
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.data.types import Response, Sample, Score
-from rl.scoring.pool import Scorer, decode_responses, parse_functions, stop_if_failing
+from rl.scoring.pool import Scorer, Scoring, decode_responses, parse_functions, raise_if_failing
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
@@ -60,8 +59,9 @@ def pool(tokenizer, no_processes_left):
     """pool(*functions, **options) starts a Scorer of one worker, ready for work."""
     scorers = []
 
-    def start(*functions, warm=True, **options):
-        scorer = Scorer(functions, tokenizer, **{"workers": 1, "timeout_s": 5.0} | options)
+    def start(*functions, warm=True, workers=1, timeout_s=5.0, memory_mb=4096, **extra_info):
+        flags = Scoring(reward_workers=workers, reward_timeout=timeout_s, reward_memory_mb=memory_mb)
+        scorer = Scorer(functions, tokenizer, flags, **extra_info)
         scorers.append(scorer)
         if warm:
             scorer.total = 1  # the first task would be scored twice
@@ -125,7 +125,7 @@ def test_scores_find_their_samples_whatever_finishes_first(pool, write, tokenize
 
 
 def test_a_reward_sees_the_text_and_the_length_of_the_response(pool, write, tokenizer):
-    scorer = pool(write("return {'score': len(solution_str)} | extra_info"), extra_info={"max_response_length": 99})
+    scorer = pool(write("return {'score': len(solution_str)} | extra_info"), max_response_length=99)
     (result,) = score(scorer, "a b", index=4)
     assert result.text == "a b" and result.value == 3.0  # no <|im_end|>, which is the fourth token
     assert result.components == {"index": 4.0, "response_length": 4.0, "max_response_length": 99.0}
@@ -180,7 +180,7 @@ def test_batches_of_the_same_rows_are_scored_side_by_side(pool, tokenizer, tmp_p
     again = scorer.submit(rows[2], sampled[2])
     assert values(scorer.collect([tickets[2], again, tickets[0]])) == expected(said, [2, 2, 0])
     assert values(scorer.collect([tickets[1], tickets[3]])) == expected(said, [1, 3])
-    assert not scorer.open and not scorer.finished
+    assert not scorer.open
 
 
 def test_a_ticket_counts_once(pool, write, tokenizer):
@@ -211,7 +211,7 @@ def returning(tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("returning") / "evaluated.py"
     imports = "from decimal import Decimal\nfrom fractions import Fraction\n\nimport numpy as np\nimport torch\n\n"
     path.write_text(f"{imports}nan, inf = np.nan, np.inf\n\n\n{SIGNATURE}    return eval(ground_truth)\n")
-    scorer = Scorer([str(path)], tokenizer, workers=1)
+    scorer = Scorer([str(path)], tokenizer, Scoring(reward_workers=1))
     yield lambda expression: score(scorer, "text", truth=expression)[0]
     scorer.close()
 
@@ -409,23 +409,22 @@ def test_failures_have_no_score_the_rest_has_and_the_first_is_printed_once(pool,
 
 def test_what_a_function_writes_to_the_workers_pipe_or_puts_into_an_exception_is_bounded(pool, write, capfd):
     path = write(r"""
-        import os, struct, sys
-        header = lambda n: struct.pack("<Q", n)
+        import os, sys
         pipe = int(sys.argv[1])
-        if solution_str == "announces":
-            os.write(pipe, header(1 << 40))
+        if solution_str == "begins":
+            os.write(pipe, b'{"scored": [[1.0, {}]')
         elif solution_str == "floods":
             while True: os.write(pipe, b"\xff" * 65536)
         elif solution_str == "no json":
-            os.write(pipe, header(3) + b"abc")
+            os.write(pipe, b"abc\n")
         elif solution_str == "a list":
-            os.write(pipe, header(2) + b"[]")
+            os.write(pipe, b"[]\n")
         elif solution_str == "long":
             raise ValueError("x" * (50 << 20))
         return 1.0
     """)
     scorer = pool(path, timeout_s=10.0)
-    texts = ["announces", "floods", "no json", "a list", "long"]
+    texts = ["begins", "floods", "no json", "a list", "long"]
     for text in texts:
         assert statuses(score(scorer, text)) == ["error"]
         said = capfd.readouterr().err
@@ -711,10 +710,10 @@ def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
 TRAINER = """
 import sys, time
 from transformers import AutoTokenizer
-from rl.scoring.pool import Scorer
-from rl.types import Sample
+from rl.scoring.pool import Scorer, Scoring
+from rl.data.types import Sample
 
-scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), workers=2)
+scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), Scoring(reward_workers=2))
 row = {"row_index": 0, "data_source": "", "reward_model": {"ground_truth": ""}, "extra_info": {}}
 ticket = scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
 if sys.argv[2].endswith("raise.py"):
@@ -785,7 +784,7 @@ def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(po
     rows = [row(0, truth="5"), row(1, truth="5"), row(2, truth=""), row(3, truth=" ")]
     said = "rewards: set: the ground truth, in every form tried, scores 1, an empty one 1"
     assert pool(write("return 1.0")).check(rows) == said
-    with pytest.raises(ValueError, match="row 2 of data source 'set' has an empty ground_truth, and the reward"):
+    with pytest.raises(ValueError, match="on the first row with an empty ground_truth of data source 'set' with the"):
         pool("rewards/math_reward.py").check(rows)
     assert "ground truth ''" in capfd.readouterr().err
     assert (
@@ -816,9 +815,9 @@ def test_too_many_failures_stop_a_run(failed, none, limit, stops):
     scores = [Score("", 1.0 if state == "ok" else None, {}, state, 0.0) for state in states]
     responses = [Response(i, score, 1, 1, 0, "stop", (0, 0), 1, 0, i) for i, score in enumerate(scores)]
     if not stops:
-        return stop_if_failing(responses, limit)
+        return raise_if_failing(responses, limit)
     with pytest.raises(RuntimeError, match=f"{failed} of 20 responses .* more than --reward-max-error-frac {limit};"):
-        stop_if_failing(responses, limit)
+        raise_if_failing(responses, limit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -885,7 +884,7 @@ def every_character():
 
 
 def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(every_character, no_processes_left):
-    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=2)
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, Scoring(reward_workers=2))
     tests = {"test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
     rows = {
         "openai/gsm8k": ("72", "so #### 72", "so #### 71", "nothing"),
@@ -909,7 +908,7 @@ def test_the_default_reward_grades_numbers_formulas_and_code_in_the_same_pool(ev
 
 def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character, no_processes_left):
     """The reward process died of it before: the response had no score, which costs a policy nothing."""
-    scorer = Scorer(["rewards/mbpp.py"], every_character, workers=2)
+    scorer = Scorer(["rewards/mbpp.py"], every_character, Scoring(reward_workers=2))
     scorer.total = 1  # the first task would be scored twice
     truth = json.dumps({"test_list": ["assert f(1) == 1", "assert sum(f(2)) == 3"]})
     answers = ["range(10**12)", "__import__('os')._exit(0)", "x"]
@@ -921,7 +920,7 @@ def test_an_answer_that_is_a_bomb_scores_0_and_its_worker_lives(every_character,
 
 def test_check_finds_the_form_of_data_without_reference_answers(every_character, no_processes_left):
     """verl's MATH rows have no extra_info.answer: the bare truth `5`, without a box, is no right response."""
-    scorer = Scorer(["rewards/by_data_source.py"], every_character, workers=1)
+    scorer = Scorer(["rewards/by_data_source.py"], every_character, Scoring(reward_workers=1))
     programs = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
     rows = [
         row(0, source="DigitalLearningGmbH/MATH-lighteval", truth=r"\frac{1}{2}"),
@@ -983,22 +982,6 @@ def test_mistakes_name_the_flag_and_the_file(tokenizer, no_processes_left, file,
         return text.replace("MINE", str(file)).replace("FOLDER", str(file.parent))
 
     with pytest.raises(ValueError, match="--custom-reward-function") as error:
-        Scorer([fill(spec) for spec in specs], tokenizer, workers=2)
+        Scorer([fill(spec) for spec in specs], tokenizer, Scoring(reward_workers=2))
     for word in words:
         assert fill(word) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"workers": 0}, "--reward-workers 0 must be at least 1"),
-        ({"workers": -1}, "--reward-workers -1"),
-        ({"timeout_s": 0.0}, "--reward-timeout 0.0 a positive number"),
-        ({"timeout_s": math.inf}, "--reward-timeout inf"),
-        ({"timeout_s": math.nan}, "--reward-timeout nan"),
-        ({"memory_mb": -1}, "--reward-memory-mb -1 at least 0"),
-    ],
-)
-def test_impossible_limits_are_refused(tokenizer, file, options, word):
-    with pytest.raises(ValueError, match=word):
-        Scorer([str(file)], tokenizer, **options)
