@@ -133,12 +133,10 @@ def _check_rl_row(row: Row, where: str) -> Row:
     _check_columns(row, ("prompt", "data_source", "reward_model"), where)
     if not isinstance(row["data_source"], str) or not row["data_source"]:
         raise ValueError(f"{where}: data_source is {shown(row['data_source'])}; it must name the data set")
-    reward_model, extra_info = row["reward_model"], row.get("extra_info")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    spec, extra_info = row["reward_model"], row.get("extra_info")
+    truth = spec.get("ground_truth") if isinstance(spec, dict) else None
     if truth is None or isinstance(truth, bytes):  # bytes would equal no answer, and every reward would be 0
-        raise ValueError(
-            f"{where}: reward_model is {shown(reward_model)}; it must hold a ground_truth, neither null nor bytes"
-        )
+        raise ValueError(f"{where}: reward_model is {shown(spec)}; it must hold a ground_truth, neither null nor bytes")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
     return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt"), "extra_info": extra_info or {}}

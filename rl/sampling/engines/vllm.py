@@ -1,8 +1,7 @@
 """vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28 and 0.32.
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
-neighbouring ranks form one engine: each adds its own requests, all of them sample all responses together, and each gets
-its own.
+neighbouring ranks form one engine: all of them sample all responses together.
 """
 
 import contextlib
@@ -30,10 +29,7 @@ class Engine(Base):
     """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighbouring ranks.
 
     Unless `load_weights`, weights are dummies until the first `update_weights`. Raises ValueError if the ranks cannot
-    be divided into engines of that size.
-
-    Tokens are read from vLLM's core. `LLM.generate` and `LLMEngine.step` turn each token of each sequence into objects
-    for their users, in Python, which takes twice as long as the GPU: see vllm_scheduler.py.
+    be divided into engines of that size. Tokens are read from vLLM's core: see vllm_scheduler.py for the reason.
     """
 
     def __init__(
@@ -202,18 +198,18 @@ class Engine(Base):
                 x.version = self.policy_version
 
     def sleep(self) -> None:
-        """Free vLLM's weights and KV cache (level 2: nothing is kept, `update_weights` must follow `wake`)."""
+        """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept)."""
         if self.can_sleep:
             self.llm.sleep(level=2)
 
     def wake(self) -> None:
-        """Allocate weights and KV cache again. Contents are undefined until `update_weights`."""
+        """See `base.Engine`."""
         if self.can_sleep:
             torch.cuda.empty_cache()  # hand torch's cached blocks of the training phase back before vLLM allocates
             self.llm.wake_up()
 
     def close(self) -> None:
-        """Shut the engine down once every rank is done with it. vLLM ends the process group with it."""
+        """See `base.Engine`. vLLM ends the process group too."""
         final_barrier()
         self.llm.llm_engine.engine_core.shutdown()
 

@@ -2,15 +2,13 @@
 
 Seconds to sample 512 responses of 1,024 tokens, and of 360 on average (1.5B, one H200, vLLM 0.26; docs/log.md):
 
-    LLMEngine.step, vLLM's own way to hand out tokens    17 to 20
+    LLMEngine.step, which makes objects of each token    17 to 20
     vLLM's core read directly, as vllm.py does           10.8       6.0 to 6.5
     the same with shortcuts                               8.2       4.4
 
 The scheduler's Python takes longer for every sequence of a step than the GPU. It is needed when a sequence begins or
 ends, when it begins or fills a block of the cache, and for one that was preempted. In 15 of 16 steps a sequence just
-gets one token longer, and that is written down here.
-
-Two methods of a live scheduler are replaced, and only in TESTED versions.
+gets one token longer, and that is written down here. Two methods of a live scheduler are replaced, in TESTED versions.
 """
 
 import math
