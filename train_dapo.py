@@ -45,7 +45,7 @@ from rl.sampling import correction, waiting_groups
 from rl.sampling.correction import Correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, sample_groups, scores_of, values_of
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -180,7 +180,7 @@ def main(args: Args) -> dict[str, float]:
             raise_if_failing(responses, args.rewards.reward_max_error_frac)
             fresh = [responses[i : i + args.rollout_n] for i in range(0, len(responses), args.rollout_n)]
             # A group carries a signal if the scores in it differ; a response without a score (NaN) does not count.
-            values_PG = values_of(responses, args.filter_groups_metric).view(-1, args.rollout_n)
+            values_PG = parts_of(responses, [args.filter_groups_metric]).view(-1, args.rollout_n)
             has_spread = [len(values[~values.isnan()].unique()) > 1 for values in values_PG]
             kept = [x for x, differs in zip(fresh, has_spread, strict=True) if differs or not args.filter_groups]
             groups, sampled = groups + kept, sampled + fresh

@@ -183,11 +183,6 @@ def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor([r.score.value_or_nan for r in responses])
 
 
-def values_of(responses: Sequence[Response], name: str) -> torch.Tensor:
-    """The score of each response, or the component of it that `name` says, (B,) float32: NaN where there is none."""
-    return scores_of(responses) if name == "score" else parts_of(responses, [name])[0]
-
-
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
     """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]
@@ -200,8 +195,9 @@ def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
 
 
 def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:
-    """Components of the score of each response, (K, B) float32: NaN where it has no score, or no such component."""
-    scored = [r.score.components if r.score.value is not None else {} for r in responses]
+    """Components of the score of each response, or "score" itself, (K, B) float32: NaN without a score or component."""
+    scores = [r.score for r in responses]
+    scored = [{} if x.value is None else x.components | {"score": x.value} for x in scores]
     found = [[parts.get(name, math.nan) for parts in scored] for name in names]
     return torch.tensor(found).view(len(names), len(responses))
 
