@@ -214,7 +214,7 @@ def clip_cov(logp, old_logp, advantages, mask, *, chosen, clip_ratio_low, clip_r
     """Clipped surrogate of PPO, and a loss of 0 on tokens that are `chosen` (B, T) bool, so that these do not push.
 
     0 where chosen, max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) elsewhere, |delta| <= 20; no dual clip.
-    `token_selection.random_within` chooses among the tokens that make the policy surer of itself. clipped is 1 where
+    `token_selection.choose` draws `chosen` among the tokens that make the policy surer of itself. clipped is 1 where
     chosen.
 
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
@@ -229,7 +229,7 @@ def kl_cov(logp, old_logp, advantages, mask, *, chosen, ppo_kl_coef, **_) -> Los
     """Surrogate without a clip; tokens that are `chosen` (B, T) bool pay for moving away from the step's first policy.
 
     -A * ratio, and + ppo_kl_coef * |delta| where chosen; the delta of the ratio is within [-20, 20].
-    `token_selection.largest_covariance` chooses the tokens that make the policy surest of itself. clipped is 1 where
+    `token_selection.choose` chooses the tokens that make the policy surest of itself. clipped is 1 where
     chosen.
 
     Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
