@@ -250,7 +250,7 @@ class Scorer:
         try:
             worker = _Worker(self.setup)
             hello.set_result(worker.hello)
-        except OSError as error:  # no process can be started
+        except Exception as error:  # such as that no process can be started: whoever made the pool waits for it
             return hello.set_result({"problem": repr(error)})
         while (task := self.tasks.get()) is not None:
             future, *arguments = task
