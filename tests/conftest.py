@@ -101,7 +101,11 @@ def task(tmp_path_factory) -> h.Task:
 @pytest.fixture(scope="module")
 def world() -> Iterator[Ranks]:
     """A process group of one rank on the CPU, for as long as a test module runs."""
-    gc.collect()  # groups of an earlier world that ended later would take the names of the new ones with them
+    # Groups of an earlier world that ended later would take the names of the new ones with them. A script that raised
+    # has left its own frozen, where no collection finds them.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
     yield init_ranks()
     shutdown_ranks()
     launch.forget_rank()
