@@ -35,6 +35,7 @@ from rl.data.token_selection import TokenSelection
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
+from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm
@@ -94,15 +95,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     )
     loss_scale_factor: Positive | None = None  # divisor of seq-mean-token-sum-norm; default: --max-response-length
     entropy_coeff: float = 0.0  # weight of an entropy bonus; with 0 the entropy is only logged
-    # estimator of --use-kl-loss; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"
-    ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
-    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference), summed over the response, from the score
-    kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
-    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
-    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
-    kl_target: Positive = 0.1  # KL per token that the adaptive controller aims at
-    kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef changes
+    kl: KLTerms = KLTerms()
+    selection: TokenSelection = TokenSelection()
 
     # --- the flags of train_grpo.py
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
@@ -115,8 +109,6 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
-    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
-    kl_loss_coef: float = 0.001  # weight of that KL term
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
@@ -132,7 +124,6 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
             "actor/entropy<0.01",
         ),
     )
-    selection: TokenSelection = TokenSelection()
 
 
 def validate(args: Args) -> None:
@@ -143,7 +134,7 @@ def validate(args: Args) -> None:
     keys, weights = args.gdpo_reward_keys, args.gdpo_reward_weights
     if (args.adv_estimator == "gdpo") != bool(keys) or len(weights) not in (0, len(keys)):
         raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo, with a weight for each or for none")
-    if keys and args.use_kl_in_reward:
+    if keys and args.kl.use_kl_in_reward:
         raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
 
 
@@ -160,15 +151,13 @@ def main(args: Args) -> dict[str, float]:
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
     policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    needs_reference = args.use_kl_loss or args.use_kl_in_reward
-    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if needs_reference else None
+    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.kl.is_used else None
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    refreshed = {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
+    refreshed = {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=f"{about}\n{scorer.report}")
-    kl_coef = run.state.get("kl_coef", args.kl_coef) if args.kl_ctrl_type == "adaptive" else args.kl_coef
-    step_metrics, val_metrics = {}, {}
+    kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
@@ -221,11 +210,11 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
         # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
-        if num_updates > 1 or args.use_kl_in_reward or args.loss_mode in token_selection.RULES:
+        if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in token_selection.RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
-            if args.ref_update_steps and step > 0 and step % args.ref_update_steps == 0:
+            if args.kl.ref_update_steps and step > 0 and step % args.kl.ref_update_steps == 0:
                 run.refresh(reference, policy)
             batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
             clock("ref")
@@ -233,16 +222,12 @@ def main(args: Args) -> dict[str, float]:
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number.
         rewards_PG, kl_metrics = scores_PG, {}
-        if args.use_kl_in_reward:  # the reward is the score less kl_coef * KL(policy, reference) of the response
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl_penalty) * batch.response_mask  # (b, T)
+        if args.kl.use_kl_in_reward:  # the reward is the score less kl_coef * KL(policy, reference) of the response
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * batch.response_mask  # (b, T)
             kl_PG = ranks.all_rows(token_kl.sum(1), batch.rows, len(responses)).view(-1, args.rollout_n)
             rewards_PG = scores_PG - kl_coef * kl_PG
-            mean_kl = (kl_PG / lengths_PG.clamp(min=1))[rewards_PG.isfinite()].mean().nan_to_num().item()  # of a token
-            kl_metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
-            if args.kl_ctrl_type == "adaptive":  # larger if mean_kl is above --kl-target, else smaller
-                aim = dict(target=args.kl_target, horizon=args.kl_horizon)
-                num_responses = int(rewards_PG.isfinite().sum())
-                kl_coef = schedule.adaptive_kl_coef(kl_coef, mean_kl, num_responses=num_responses, **aim)
+            is_scored = rewards_PG.isfinite().flatten()
+            kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
         parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: K keys, (K, P, G)
         of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
         advantages_PG = ADVANTAGES[args.adv_estimator](rewards_PG, lengths_PG, **of_gdpo)  # (P, G)
@@ -278,9 +263,9 @@ def main(args: Args) -> dict[str, float]:
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                if args.use_kl_loss:
-                    kl = losses.kl(logp, micro.ref_logp, args.kl_loss_type, old_logp=old_logp)
-                    loss = loss + args.kl_loss_coef * kl
+                if args.kl.use_kl_loss:
+                    kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
+                    loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})
                 loss = aggregate(loss, mask)
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])

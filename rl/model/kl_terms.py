@@ -18,7 +18,7 @@ from rl.ranks import Ranks
 class KLTerms:
     """KL terms: they keep the policy near the reference, which is --model before training"""
 
-    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward of every token
+    use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward
     kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target

@@ -23,7 +23,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl.data.order import derive_seed
-from rl.flags import build, flat
+from rl.flags import _each, build, flat
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -48,7 +48,7 @@ def plain_grpo(task, args, rounds, score):
     model = AutoModelForCausalLM.from_pretrained(task.model).double()
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    kl_coef, reports = args.kl_coef, []
+    kl_coef, reports = args.kl.kl_coef, []
 
     def logp_and_entropy(model, x):
         """Of the tokens of a response: their log-probs, and the entropies of the distributions that they come from."""
@@ -83,7 +83,7 @@ def plain_grpo(task, args, rounds, score):
             "actor/reward_kl_penalty": mean_kl,
             "actor/reward_kl_penalty_coeff": kl_coef,
         }
-        kl_coef *= 1 + min(max(mean_kl / args.kl_target - 1, -0.2), 0.2) * len(scored) / args.kl_horizon
+        kl_coef *= 1 + min(max(mean_kl / args.kl.kl_target - 1, -0.2), 0.2) * len(scored) / args.kl.kl_horizon
 
         updates, tokens, size = [], [], args.ppo_mini_batch_size
         for _ in range(args.ppo_epochs):
@@ -102,7 +102,7 @@ def plain_grpo(task, args, rounds, score):
                     surrogate = surrogate * weight
                     sums["actor/pg_loss"] += surrogate.sum() / count
                     sums["actor/kl_loss"] += kl.sum() / count
-                    whole = surrogate - args.entropy_coeff * entropy + args.kl_loss_coef * kl
+                    whole = surrogate - args.entropy_coeff * entropy + args.kl.kl_loss_coef * kl
                     sums["actor/loss"] += whole.sum() / count
                     low, high = 1 - args.clip_ratio_low, 1 + args.clip_ratio_high
                     good, bad = ratio > high, (ratio < low) | (ratio > args.clip_ratio_c)
@@ -213,10 +213,8 @@ def test_flags_of_the_variants_are_those_of_grpo_and_more():
     """With the same types and defaults. train_grpo.py names the other script when it does not know a flag."""
     plain, family = flat(train_grpo.Args()), flat(train_grpo_variants.Args())
     assert plain.items() <= family.items() and "adv_estimator" in family.keys() - plain.keys()
-    ours = train_grpo_variants.Args.__annotations__
-    assert {name: kind for name, kind in ours.items() if name in train_grpo.Args.__annotations__} == (
-        train_grpo.Args.__annotations__
-    )
+    kinds, more = ({name: kind for name, _, kind in _each(x.Args())} for x in (train_grpo, train_grpo_variants))
+    assert {name: kind for name, kind in more.items() if name in kinds} == kinds
 
 
 def test_a_flag_of_the_family_ends_train_grpo_with_the_name_of_the_other_script():
