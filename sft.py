@@ -24,7 +24,7 @@ import torch
 
 from rl.console import progress, say
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_sft, load_tokenizer
+from rl.data.encode import encode_sft
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_sft_rows
@@ -84,8 +84,7 @@ def count_learned(batch: Batch) -> float:
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
     # Everything a user can get wrong is refused here, before a model is loaded.
-    check(args)
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = check(args)
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_sft_rows(args.data.train_files))
     val = encode_rows(read_sft_rows(args.data.val_files)) if args.data.val_files else []

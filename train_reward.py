@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from rl.console import progress, say
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.encode import encode_conversation
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_preference_rows
@@ -90,13 +90,12 @@ def encode(tokenizer, rows: list[dict], max_length: int, *, filter_overlong: boo
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
     # Everything a user can get wrong is refused here, before a model is loaded.
-    check(args)
+    tokenizer = check(args)
     if (max_tokens := args.memory.max_token_len_per_gpu) < 2 * args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {max_tokens} cannot hold one pair of 2 x --max-length = "
             f"{2 * args.max_length} tokens; raise it to at least that"
         )
-    tokenizer = load_tokenizer(args.model)
     reward_model.check_reward_model(args.model, flag="--model", new_head=True)
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_preference_rows(args.data.train_files))

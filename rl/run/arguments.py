@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import tyro
+from transformers import PreTrainedTokenizerBase
 
 from rl.console import outlive_output, say
 from rl.data.encode import load_tokenizer
@@ -82,10 +83,11 @@ class Supervised:
     logging: LoggingSupervised = LoggingSupervised()
 
 
-def check(args: Any) -> None:
-    """Raise ValueError, naming the flag, its value and the fix, for what can be known before data and models are
-    loaded: numbers beyond the limits of their flags, flags that contradict each other, and a model that cannot be
-    trained on sequences of the given length.
+def check(args: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
+
+    Raises ValueError, naming the flag, its value and the fix: for numbers beyond the limits of their flags, flags that
+    contradict each other, and a model that cannot be trained on sequences of the given length.
     """
     check_limits(args)
     if args.seed < 0:
@@ -95,17 +97,18 @@ def check(args: Any) -> None:
         parse_alarm(alarm)
     if isinstance(args, RLBase):
         _check_rl(args)
-        load_tokenizer(args.model)  # raises if --model names no model
+        tokenizer = load_tokenizer(args.model)  # raises if --model names no model
         check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
-        return
+        return tokenizer
     if args.memory.max_token_len_per_gpu < args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
-    load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
     check_trainable(args.model, args.max_length, "--max-length")
+    return tokenizer
 
 
 def _check_rl(args: Any) -> None:

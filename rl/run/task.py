@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.encode import load_tokenizer
 from rl.data.prompts import count_steps, load_prompts
 from rl.data.rows import Row
 from rl.data.types import Sampling
@@ -32,8 +31,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     comparisons, whose rows no function scores. Raises ValueError for everything a user can get wrong, before a model is
     loaded.
     """
-    check(args)
-    tokenizer, rewards = load_tokenizer(args.model), args.rewards
+    tokenizer, rewards = check(args), args.rewards
     kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs)
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
     num_prompts = prompts_per_step or args.train_batch_size

@@ -24,6 +24,7 @@ from transformers import (
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import sft
+from rl.data.encode import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import critic, reward_model
@@ -247,7 +248,7 @@ def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, 
     export = tmp_path / "run" / "global_step_2" / "huggingface"
     model, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    tokenizer = sft.load_tokenizer(str(export))
+    tokenizer = load_tokenizer(str(export))
     rows = sft.encode(tokenizer, sft.read_sft_rows([few]), settings["max_length"], filter_overlong=False)
     total = count = 0
     with torch.no_grad():
