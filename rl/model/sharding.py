@@ -94,12 +94,14 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
         if memory.compile:
             unit.forward = _compile_for_all_lengths(unit.forward)
+    placed: set[Tensor] = set()  # of `plain`, which the root has too
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) and tensor not in placed:
                 tensor.data = tensor.data.to(ranks.device)
                 if ranks.size > 1:
                     dist.broadcast(tensor.data, src=0, group=ranks.group)
+                placed |= plain & {tensor}
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
         fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
     for module in model.modules():
