@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of sampled tokens. Packing and the shift by one live here and nowhere else.
+"""Log-probabilities and entropies of sampled tokens. For every loss, packing and the shift by one are done here.
 
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl.flags import AtLeast1, Count
+from rl.flags import AtLeast1, Count, spelled
 
 ALL = "all-linear"
 PARTS = ("lora_A", "lora_B")
@@ -55,7 +55,7 @@ def check_flags(lora: LoRA) -> None:
     """Raise ValueError for flags of adapters without a rank."""
     for name in ("lora_alpha", "target_modules") if lora.lora_rank == 0 else ():
         if (value := getattr(lora, name)) != getattr(LoRA, name):
-            raise ValueError(f"--{name.replace('_', '-')} {value} needs adapters; add --lora-rank, such as 32")
+            raise ValueError(f"{spelled(name)} {value} needs adapters; add --lora-rank, such as 32")
 
 
 class Adapted(nn.Linear):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from rl.console import say
 from rl.data.types import Batch
-from rl.flags import AtLeast1, Free, Positive, PositiveFinite
+from rl.flags import AtLeast1, Free, Positive, PositiveFinite, spelled
 from rl.ranks import Ranks
 from rl.run import checkpoint_files
 from rl.run.together import together
@@ -45,7 +45,7 @@ def name_of(template: str, names: dict[str, str]) -> str:
     for name, value in names.items():
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
             raise ValueError(
-                f"--{name.replace('_', '-')} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
+                f"{spelled(name)} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-', and not "
                 "start with '.': it names a folder"
             )
     try:

@@ -229,7 +229,7 @@ def check_engine(
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)])
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
     logp, _ = token_logprobs(policy, batch, sampling=sampling)
-    more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much likelier to the engine
+    more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
     sums = torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
     *sums, count = ranks.all_reduce_sum(sums).tolist()
     mean, bias, square = (x / max(count, 1) for x in sums)

@@ -64,7 +64,7 @@ class InFlight:
     request: Request
     version: int  # of the weights when it began
     rank: int  # that asked for it
-    ends: set[int] = field(default_factory=set)  # ids that end it, as vLLM has them
+    ends: set[int] = field(default_factory=set)  # ids that end it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 

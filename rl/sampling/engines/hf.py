@@ -67,7 +67,8 @@ class Engine(Base):
 
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
-        self.batch = [InFlight(request, self.policy_version, self.rank) for request in begin]
+        ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
+        self.batch = [InFlight(x, self.policy_version, self.rank, end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
         ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
@@ -89,8 +90,7 @@ class Engine(Base):
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
     def _reason_to_end(self, x: InFlight) -> str:
-        ends = (*self.eos_token_ids, *x.request.sampling.stop_token_ids)
-        if x.token_ids[-1] in ends or self._has_stop_text(x):
+        if x.token_ids[-1] in x.ends or self._has_stop_text(x):
             return "stop"
         return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
 
