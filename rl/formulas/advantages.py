@@ -116,8 +116,8 @@ def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     """Only the best response of a group counts, by how far it is ahead of the second best.
 
     A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `of_groups`; 0 for all others, and for all if two share the
-    best. Its gradient is that of the expected best reward of a group (pass@G for right and wrong). A group with one
-    scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
+    best. Without the division its gradient is that of the expected best reward of a group (pass@G for right and wrong).
+    A group with one scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
 
     Source: Optimizing Language Models for Inference Time Objectives using RL, arXiv 2503.19595.
     """
@@ -135,7 +135,8 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
     s_i = sum_k w_k * grpo(parts_k)_i; A_i = (s_i - mean) * rsqrt(var + 1e-8), moments over tokens, as in
     `reinforce_plus_plus_baseline`. If the parts are added up first, one with a wide range hides the others, and
     different combinations get the same advantage. A part that a response lacks (NaN) adds 0 to its s_i; a response
-    without any part gets 0 and leaves the moments. `parts` must hold every group of the step.
+    without any part gets 0 and leaves the moments. `parts` must hold every group of the step. Moments over tokens are
+    verl's; the paper and TRL take them over responses.
 
     Args: rewards is not used; parts (K, P, G) float, NaN = not scored; weights, K numbers, or none: all 1.
     Source: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.

@@ -62,6 +62,19 @@ def within(ratio: Tensor, *, low: float, high: float) -> Tensor:
     return ((low <= ratio) & (ratio <= high)).to(ratio.dtype)
 
 
+def all_within(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """1 on all tokens of a response whose sampled tokens all have low <= ratio <= high, else 0 on all of them.
+
+    One token that the trainer finds impossible shows that something went wrong with the whole response.
+
+    Args: ratio, of tokens, and mask (B, T). Returns: (B, T) of the ratio's dtype.
+    Source: verl's rollout_token_veto_threshold, prime-rl's mask of a sequence by its least ratio.
+    """
+    check_shapes(ratio, mask)
+    beyond = mask.bool() & (within(ratio, low=low, high=high) == 0)
+    return (~beyond.any(-1, keepdim=True)).expand_as(ratio).to(ratio.dtype)
+
+
 def off_policy_mask(
     logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:

@@ -35,7 +35,8 @@ def order_accuracy(log_ratios: Tensor, accuracies: Tensor) -> Tensor:
 
     Each pair of a group weighs as much as its accuracies differ; a group without a difference counts as 0.5.
 
-    Args: log_ratios, accuracies (P, G), NaN = not scored. Source: verl, recipe/prime, `compute_dpo_accuracy`.
+    Args: log_ratios, accuracies (P, G), NaN = not scored. Source: the code of PRIME's authors; verl's
+    `compute_dpo_accuracy` (recipe/prime) leaves the last token of a response out.
     """
     assert log_ratios.shape == accuracies.shape, f"{log_ratios.shape}, {accuracies.shape}"
     wanted = (accuracies[:, :, None] - accuracies[:, None, :]).nan_to_num(0.0)  # (P, G, G), each pair twice

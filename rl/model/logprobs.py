@@ -288,15 +288,16 @@ def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
     logp = sampled - log_z
     if not entropy_grad:
         logits, log_z = logits.detach(), log_z.detach()
-    entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-    return logp, entropy
+    logps = logits - log_z[:, None]  # log_z - sum of p * logits would lose digits to logits far from 0
+    return logp, -(logps.exp() * logps).sum(-1)
 
 
 def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The smallest logit that is sampled from: logits (C, V), divided by the temperature -> (C,).
 
     S = {v: z_v >= limit} by min-p, then top-k, then nucleus sampling (top-p) among the tokens that are left. Ties at
-    the limit are in S. The last limit is found by halving the interval of logits 24 times: faster than sorting.
+    the limit are in S. The last limit is found by halving an interval of logits 24 times: faster than sorting. It ends
+    60 below the largest logit: tokens below that, such as those that a model masks, are too unlikely to matter.
     """
     largest = logits.amax(-1)
     limit = largest + math.log(min_p) if min_p > 0 else logits.amin(-1)
@@ -306,7 +307,8 @@ def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor
     if top_p < 1:
         weight = (logits - largest[:, None]).exp().masked_fill(logits < limit[:, None], 0.0)
         wanted = top_p * weight.sum(-1)
-        low, high = limit, torch.nextafter(largest, largest + 1)  # enough weight from `low` up, too little from `high`
+        low, high = torch.maximum(limit, largest - 60), torch.nextafter(largest, largest + 1)
+        # From `low` up there is enough weight, from `high` up too little.
         for _ in range(24):
             middle = (low + high) / 2
             enough = (weight * (logits >= middle[:, None])).sum(-1) >= wanted

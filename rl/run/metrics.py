@@ -81,13 +81,14 @@ class Means:
             rollout_corr/weight_mean            mean of the weights that the loss is multiplied with
             rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
 
-        As verl has them (rollout_corr_helper.py), logarithms cut at +-20 before they are raised. One thing differs: the
-        ratio is that of tokens, without a cap, whatever --rollout-is says.
+        As verl has them (rollout_corr_helper.py), but for three things: the ratio is always that of tokens, whatever
+        --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are cut
+        at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
         """
         gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
         log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
         ratio = log_ratio.exp()
-        whole = (-2 * gap.sum(1)).clamp(-20, 20).exp() - 1
+        whole = (-gap.sum(1)).clamp(-20, 20).exp().square() - 1
         self.over_tokens(
             mask,
             {

@@ -18,8 +18,9 @@ class Correction:
     rollout_is: Literal["none", "token", "sequence"] | None = None
     rollout_is_threshold: Positive = 2.0  # largest weight
     rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight
-    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS)
-    rollout_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS);
+    # veto: responses that have one such token
+    rollout_mask: Literal["none", "token", "sequence", "geometric", "veto"] = "none"
     rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
     rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
     # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
@@ -42,9 +43,11 @@ def weights(
         low, high = flags.rollout_is_threshold_lower, flags.rollout_is_threshold
         result = result * formulas.truncated(ratio, low=low, high=high)
     if flags.rollout_mask != "none":
-        ratio = formulas.rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_mask)
-        low, high = flags.rollout_mask_threshold_lower, flags.rollout_mask_threshold
-        result = result * formulas.within(ratio, low=low, high=high)
+        level = "token" if flags.rollout_mask == "veto" else flags.rollout_mask
+        ratio = formulas.rollout_ratio(old_logp, rollout_logp, mask, level=level)
+        bounds = dict(low=flags.rollout_mask_threshold_lower, high=flags.rollout_mask_threshold)
+        is_veto = flags.rollout_mask == "veto"
+        result = result * (formulas.all_within(ratio, mask, **bounds) if is_veto else formulas.within(ratio, **bounds))
     if (threshold := flags.off_policy_mask_threshold) is not None:
         result = result * formulas.off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
     if (threshold := flags.probability_mask_threshold) is not None:

@@ -20,6 +20,7 @@ SETTINGS = {
     "token mask": dict(rollout_mask="token", rollout_mask_threshold=1.25, rollout_mask_threshold_lower=0.8),
     "sequence mask": dict(rollout_mask="sequence"),
     "geometric mask": dict(rollout_mask="geometric", rollout_mask_threshold=1.1, rollout_mask_threshold_lower=0.9),
+    "veto": dict(rollout_mask="veto", rollout_mask_threshold=1.6, rollout_mask_threshold_lower=0.6),
     "off-policy mask": dict(off_policy_mask_threshold=0.05),
     "probability mask": dict(probability_mask_threshold=0.1),
     "all": dict(
@@ -71,7 +72,9 @@ def loop_reference(args, logp, old_logp, rollout_logp, advantages, mask):
                 weight *= max(low, min(high, ratio[args.rollout_is]))
             if args.rollout_mask != "none":
                 low, high = args.rollout_mask_threshold_lower, args.rollout_mask_threshold
-                weight *= 1.0 if low <= ratio[args.rollout_mask] <= high else 0.0
+                of_tokens = [math.exp(y) for y in x.values()]
+                looked_at = of_tokens if args.rollout_mask == "veto" else [ratio[args.rollout_mask]]
+                weight *= float(all(low <= r <= high for r in looked_at))
             if args.off_policy_mask_threshold is not None and advantages[i, t] < 0:
                 weight *= 0.0 if sum(moved) / len(moved) > args.off_policy_mask_threshold else 1.0
             if args.probability_mask_threshold is not None:
@@ -177,6 +180,7 @@ CALLS = {
     "rollout_ratio": (correction.rollout_ratio, [BT, BT.flip(0), MASK], {"level": "geometric"}),
     "truncated": (correction.truncated, [BT], {"low": 0.1, "high": 0.5}),
     "within": (correction.within, [BT], {"low": 0.1, "high": 0.5}),
+    "all_within": (correction.all_within, [BT, MASK], {"low": 0.1, "high": 0.5}),
     "off_policy_mask": (correction.off_policy_mask, FIVE[1:], {"threshold": 0.1}),
     "probability_mask": (correction.probability_mask, [BT, BT.flip(0), MASK], {"threshold": 0.5}),
     "weights": (lambda *x: weights_of(Correction(**SETTINGS["all"]), *x), FIVE, {}),

@@ -43,8 +43,8 @@ def test_the_way_from_token_rewards_to_advantages_is_verls():
     assert whitened[5].tolist() == pytest.approx([-1.621550937, 0, 0, 0], abs=1e-8)
 
 
-def test_order_is_verls():
-    """`compute_dpo_accuracy`."""
+def test_order_is_that_of_the_authors():
+    """`compute_dpo_accuracy`, which in verl leaves the last token out."""
     sums = (Q * MASK).sum(1)
     assert implicit_reward.order_accuracy(sums.view(2, 3), RIGHT.view(2, 3)).item() == pytest.approx(0.75)
 

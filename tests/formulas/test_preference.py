@@ -59,10 +59,10 @@ LENGTHS = torch.tensor([[4.0, 2.0], [1.0, 8.0], [5.0, 5.0], [10.0, 5.0]], dtype=
 KL = torch.tensor([0.5, -0.25], dtype=torch.float64)
 
 
-def loss_of(name, ratios, lengths, kl, *, beta):
+def loss_of(name, ratios, lengths, kl, *, beta, e=0.0):
     """The loss of each pair, from (N, 2) log-ratios and lengths of chosen and rejected, and the means (2,)."""
     (h_w, h_l), (T_w, T_l), (k_w, k_l) = ratios.unbind(1), lengths.unbind(1), kl
-    return train_dpo.LOSSES[name](h_w=h_w, h_l=h_l, T_w=T_w, T_l=T_l, k_w=k_w, k_l=k_l, beta=beta)
+    return train_dpo.LOSSES[name](h_w=h_w, h_l=h_l, T_w=T_w, T_l=T_l, k_w=k_w, k_l=k_l, beta=beta, e=e)
 
 
 def sigmoid(x):
@@ -106,6 +106,14 @@ def test_values_that_one_can_check_in_the_head():
     assert loss_of("kto_pair", *one[:2], moved, beta=0.2).item() == pytest.approx(expected)
     nothing = loss_of("ipo", torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, 4.0]]), one[2], beta=0.5)
     assert nothing.item() == pytest.approx((0.25 - 1) ** 2)  # an empty response has a mean of 0
+
+
+def test_label_smoothing_by_hand():
+    """A tenth of the pairs may be the wrong way round: the loss of the pair and that of its reverse, 9 to 1."""
+    loss = loss_of("dpo", RATIOS, LENGTHS, KL, beta=0.1, e=0.1).tolist()
+    right, reverse = (loss_of("dpo", x, LENGTHS, KL, beta=0.1).tolist() for x in (RATIOS, RATIOS.flip(1)))
+    assert loss == pytest.approx([0.9 * a + 0.1 * b for a, b in zip(right, reverse, strict=True)], rel=1e-12)
+    assert loss[0] == pytest.approx(-0.9 * math.log(sigmoid(0.3)) - 0.1 * math.log(sigmoid(-0.3)))
 
 
 def test_losses_are_those_of_trl():

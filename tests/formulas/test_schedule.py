@@ -31,6 +31,11 @@ def test_cosine_matches_hand_values():
     assert factors == pytest.approx([0.5, 1.0, 1.0, 0.5 + half / 2, 0.5, 0.5 - half / 2, 0.0, 0.0], abs=1e-15)
 
 
+def test_linear_matches_hand_values():
+    factors = [schedule.lr_factor("linear", k, 2, 6) for k in range(8)]
+    assert factors == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
 def test_cosine_falls_to_zero_and_stays_there():
     factors = [cosine(k, warmup_steps=0, total_steps=10) for k in range(20)]
     assert factors[0] == 1.0
@@ -59,8 +64,8 @@ def test_a_cosine_that_is_all_warmup_or_has_one_step_left():
 def test_schedules_are_found_by_their_names():
     assert [schedule.lr_factor("constant", k, 2, 4) for k in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert [schedule.lr_factor("cosine", k, 2, 4) for k in range(4)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
-    with pytest.raises(ValueError, match="--lr-scheduler-type 'linear' must be constant or cosine"):
-        schedule.lr_factor("linear", 0, 2, 4)
+    with pytest.raises(ValueError, match="--lr-scheduler-type 'exponential' must be constant, linear or cosine"):
+        schedule.lr_factor("exponential", 0, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,14 @@ from rl.data.types import Sample, Sampling, take_rows
 from rl.model import logprobs
 from rl.model.attention import Packing, choose_attention, packed_sdpa, packed_varlen
 from rl.model.load import load_causal_lm
-from rl.model.logprobs import add_packed_forward, fixed_logprobs, response_collisions, token_logprobs, truncation
+from rl.model.logprobs import (
+    _head_chunk,
+    add_packed_forward,
+    fixed_logprobs,
+    response_collisions,
+    token_logprobs,
+    truncation,
+)
 
 SIZES = dict(vocab_size=80, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 CPU = torch.device("cpu")
@@ -431,6 +438,25 @@ def test_what_is_left_out_leaves_less_for_the_next_rule():
     assert truncation(logits, 3, 1.0, 0.01).exp().item() == pytest.approx(0.1)
     assert 0.3 < truncation(logits, -1, 0.6, 0.5).exp().item() <= 0.5  # 0.6 of 0.8 is less than the likeliest has
     assert 0.1 < truncation(logits, -1, 0.6, 0.0).exp().item() <= 0.3
+
+
+@pytest.mark.parametrize("masked", [-math.inf, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_p_among_tokens_of_which_the_model_masks_a_third(masked, dtype):
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0), dtype=dtype) * 3
+    logits[:, ::3] = masked
+    kept = (logits >= truncation(logits, -1, 0.8, 0.0)[:, None]).sum(1)
+    for row, count in zip(logits.double().softmax(-1), kept.tolist(), strict=True):
+        sums = row.sort(descending=True).values.cumsum(0)
+        assert count == int((sums < 0.8).sum()) + 1 < 150
+
+
+def test_entropy_of_logits_far_from_zero(tiny_model):
+    """All logits 100 lower: the same distribution, to float32's digits of logits near -100."""
+    hidden, weight = torch.eye(2), torch.tensor([[0.0, -1.0, -2.0], [0.5, -0.25, 0.0]]).T
+    targets = torch.zeros(2, dtype=torch.long)
+    near, far = (_head_chunk(w, hidden, targets, 1.0, None, False)[1] for w in (weight, weight - 100))
+    assert (near - far).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("top_k", [-1, 3])

@@ -277,10 +277,19 @@ def test_ratios_of_policies_that_are_far_apart_are_cut(world):
         "rollout_corr/rollout_is_max": most,
         "rollout_corr/rollout_is_min": least,
         "rollout_corr/rollout_is_mean": (most + least) / 2,
-        "rollout_corr/chi2_seq": (most + least) / 2 - 1,
+        "rollout_corr/chi2_seq": (most**2 + least**2) / 2 - 1,
         "rollout_corr/ppl_ratio": (most + least) / 2,
     }.items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_chi2_of_sequences_beyond_ten_nats(world):
+    """verl's case: of four rows one is 15 nats apart, in 3 tokens of 5 nats each."""
+    old = torch.tensor([[-1.0] * 3] * 4)
+    rollout = old - torch.tensor([[5.0], [0.0], [0.0], [0.0]])
+    means = Means(world)
+    means.between_policies(torch.ones(4, 3), old, old, rollout)
+    assert means.reduce()["rollout_corr/chi2_seq"] == pytest.approx((math.exp(30) + 3) / 4 - 1, rel=1e-5)
 
 
 def test_the_distance_of_equal_policies_is_none(world):
