@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from rl.console import progress, say
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_conversation
+from rl.data.encode import encode_conversation, named
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_preference_rows
@@ -50,10 +50,10 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     lr: NotNegative = 1e-5  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's decay of the second moment
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides the order of the data, together with the step, and the weights of a new head
+    seed: Count = 0  # decides the order of the data, together with the step, and the weights of a new head
     logging: LoggingSupervised = LoggingSupervised(experiment_name="reward")
 
 
@@ -77,7 +77,7 @@ def encode(tokenizer, rows: list[dict], max_length: int, *, filter_overlong: boo
             pairs.append(tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides))
         elif not filter_overlong:
             raise ValueError(
-                f"row {row['row_index']}: has {longest} tokens, over --max-length {max_length}; raise it or add "
+                f"{named(row)}: has {longest} tokens, over --max-length {max_length}; raise it or add "
                 "--filter-overlong"
             )
     if not pairs:
@@ -89,7 +89,7 @@ def encode(tokenizer, rows: list[dict], max_length: int, *, filter_overlong: boo
 
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer = check(args)
     if (max_tokens := args.memory.max_token_len_per_gpu) < 2 * args.max_length:
         raise ValueError(

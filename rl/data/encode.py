@@ -87,8 +87,8 @@ def _chat_text(
 
 
 def named(row: Row) -> str:
-    """A row in messages: `row 3`."""
-    return f"row {row.get('row_index', '?')}"
+    """A row in messages: `data/train.parquet: row 3`, or its number if no file had it."""
+    return row.get("row_place") or f"row {row.get('row_index', '?')}"
 
 
 def encode_sft(

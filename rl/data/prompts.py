@@ -102,7 +102,7 @@ def read_prompts(files: Paths, *, needs_truth: bool = True) -> list[Row]:
     MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """
     rows = read_rows(files)
-    empty = [str(row["row_index"]) for row in rows if needs_truth and no_ground_truth(row)]
+    empty = [named(row) for row in rows if needs_truth and no_ground_truth(row)]
     names = ", ".join(map(str, as_paths(files)))
     if len(empty) == len(rows):
         raise ValueError(
@@ -110,6 +110,6 @@ def read_prompts(files: Paths, *, needs_truth: bool = True) -> list[Row]:
             "--custom-reward-function that does without"
         )
     if empty and os.environ.get("RANK", "0") == "0":
-        numbers = ", ".join(empty[:10] + ["..."] * (len(empty) > 10))
-        say(f"{names}: {len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: rows {numbers}")
+        shown_rows = ", ".join(empty[:10] + ["..."] * (len(empty) > 10))
+        say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
     return [row for row in rows if not (needs_truth and no_ground_truth(row))]

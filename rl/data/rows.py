@@ -21,7 +21,7 @@ def read_rows(files: Paths) -> list[Row]:
 
     Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
     `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), and
-    `row_index`, the row's position in the concatenated data.
+    `row_index`, the row's position in the concatenated data, and `row_place`, its file and its number there.
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
@@ -31,8 +31,9 @@ def read_rows(files: Paths) -> list[Row]:
 def read_sft_rows(files: Paths) -> list[Row]:
     """Read and check demonstrations: `messages`, or `prompt` and `response`.
 
-    Returns: one dict a row, all columns kept, with `row_index` and either `messages` (list of {"role", "content"}, an
-    answer of the assistant among them) or `prompt` (str or such a list) and `response` (str). Raises as `read_rows`.
+    Returns: one dict a row, all columns kept, with `row_index`, `row_place` and either `messages` (list of {"role",
+    "content"}, an answer of the assistant among them) or `prompt` (str or such a list) and `response` (str). Raises as
+    `read_rows`.
     """
     return _read_files(files, _check_sft_row)
 
@@ -41,7 +42,7 @@ def read_preference_rows(files: Paths) -> list[Row]:
     """Read and check comparisons: a prompt and two responses to it.
 
     Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected`
-    (str, different), and `row_index`. Raises as `read_rows`.
+    (str, different), `row_index` and `row_place`. Raises as `read_rows`.
     """
     return _read_files(files, _check_preference_row)
 
@@ -69,8 +70,9 @@ def _read_files(files: Paths, check: Callable[[Row, str], Row]) -> list[Row]:
         if not rows:
             raise ValueError(f"{file}: has no rows")
         for i, row in enumerate(rows):
-            _check_text_only(row, f"{file}: row {i}")
-            checked.append({**check(row, f"{file}: row {i}"), "row_index": len(checked)})
+            place = f"{file}: row {i}"
+            _check_text_only(row, place)
+            checked.append({**check(row, place), "row_index": len(checked), "row_place": place})
     if not checked:
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
     return checked
@@ -84,6 +86,9 @@ def _read_parquet(file: Path) -> list[Row]:
         raise ValueError(
             f"{file}: not a readable parquet file ({error}); it is corrupt or of another format: write it again"
         ) from error
+    names = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{file}: has two columns {twice[0]!r}; leave one of them out, or rename it")
     try:
         table.validate(full=True)
         return table.to_pylist()

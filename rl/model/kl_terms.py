@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from rl.data.types import Batch
-from rl.flags import AtLeast1, Positive
+from rl.flags import AtLeast1, NotNegative, Positive
 from rl.formulas import schedule
 from rl.ranks import Ranks
 
@@ -19,13 +19,13 @@ class KLTerms:
     """KL terms: they keep the policy near the reference, which is --model before training"""
 
     use_kl_in_reward: bool = False  # subtract kl_coef * KL(policy, reference) from the reward
-    kl_coef: float = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
+    kl_coef: NotNegative = 0.001  # weight of that KL; with --kl-ctrl-type adaptive its first value
     kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"  # estimator of that KL, per token
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"  # adaptive: steer kl_coef towards --kl-target
     kl_target: Positive = 0.1  # KL per token that the adaptive controller aims at
     kl_horizon: AtLeast1 = 10_000  # responses; the larger, the slower kl_coef changes
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss
-    kl_loss_coef: float = 0.001  # weight of that KL term
+    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
     # estimator of that KL; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+", "unbiased"] = "k3"
     ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never

@@ -13,7 +13,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
@@ -94,11 +101,21 @@ def check_second_model(
     model: str,
 ) -> None:
     """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy `model`, as
-    far as its config and tokenizer tell. `tokenizer` is the policy's; `longest`, tokens of the longest sequence.
+    far as its config, tokenizer and files tell. `tokenizer` is the policy's; `longest`, tokens of the longest sequence.
     """
     check_same_tokenizer(tokenizer, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
+    check_weights(path, auto_class, flag=flag, new_head=auto_class is AutoModelForSequenceClassification)
+
+
+def check_weights(path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str, new_head: bool = False) -> None:
+    """`check_whole` of the model in `path` without loading it: only the names in its files are read. With `new_head` it
+    may be without a score head.
+    """
+    _hush_transformers()
+    _, info = auto_class.from_pretrained(path, device_map="meta", output_loading_info=True)
+    check_whole(path, set(info["missing_keys"]) - ({"score.weight"} if new_head else set()), flag=flag)
 
 
 def shard_as(
@@ -152,8 +169,7 @@ def load_pretrained(
     """A model of a transformers auto class on the host, and the names of its weights that the files do not hold. Rank 0
     reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: such as num_labels.
     """
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    _hush_transformers()
     missing: set[str] = set()
     if ranks.is_main:
         model, info = auto_class.from_pretrained(path, dtype=dtype, **config_changes, output_loading_info=True)
@@ -169,6 +185,11 @@ def load_pretrained(
     model._weight_conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
     return model, missing
+
+
+def _hush_transformers() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

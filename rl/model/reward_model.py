@@ -20,7 +20,7 @@ from rl.data.encode import encode_conversation, load_tokenizer
 from rl.data.types import Batch, Sample, Score, take_rows
 from rl.model import lora as adapters
 from rl.model.checks import check_context
-from rl.model.load import check_lora, check_whole, load_pretrained, shard_as
+from rl.model.load import check_lora, check_weights, check_whole, load_pretrained, shard_as
 from rl.model.logprobs import run_packed
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory, offload, onload
@@ -57,11 +57,12 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
 
 def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
     """The tokenizer of a reward model. Raises ValueError, before its weights are loaded, if it has no score head, fewer
-    than `max_length` positions, no tokenizer, or no chat template for messages as in `row`.
+    than `max_length` positions, no tokenizer, no chat template for messages as in `row`, or if its files lack weights.
     """
     tokenizer = load_tokenizer(path, flag="--reward-model")
     check_reward_model(path)
     check_context(path, max_length, "--reward-model-max-length")
+    check_weights(path, AutoModelForSequenceClassification, flag="--reward-model")
     try:
         encode_conversation(tokenizer, row, "a response")
     except ValueError as error:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
 from rl.data.types import Batch, Sampling
-from rl.flags import Free, PositiveFinite
+from rl.flags import Free, Seconds
 from rl.formulas.distillation import with_rest
 from rl.model import logprobs
 from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
@@ -42,7 +42,7 @@ class Teacher:
     teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"  # id or folder of the teacher, or its name at --teacher-url
     # vLLM's OpenAI-compatible server of the teacher; default: it is loaded and sharded over these ranks
     teacher_url: Free[str | None] = None
-    teacher_timeout: Free[PositiveFinite] = 600.0  # seconds for one request to that server
+    teacher_timeout: Free[Seconds] = 600.0  # seconds for one request to that server
     teacher_offload: Free[bool] = False  # keep a loaded teacher's weights in host memory while it is not asked
 
 

@@ -32,10 +32,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import say
-from rl.data.encode import load_tokenizer
+from rl.data.encode import load_tokenizer, named
 from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Response, Sample, Score
-from rl.flags import AtLeast1, Count, Free, PositiveFinite, Share
+from rl.flags import AtLeast1, Count, Free, Seconds, Share
 from rl.model import reward_model
 from rl.model.load import shard_as
 from rl.model.sharding import BARE, offload
@@ -62,7 +62,7 @@ class Scoring:
     # processes of a rank that score; default: the machine's cores over its ranks, at most 16
     reward_workers: Free[AtLeast1 | None] = None
     # CPU seconds to score a response, and four times as many by the clock; then the response has no score
-    reward_timeout: Free[PositiveFinite] = 10.0
+    reward_timeout: Free[Seconds] = 10.0
     reward_memory_mb: Free[Count] = 4096  # MiB of private memory of such a process; 0 for no limit
     allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
 
@@ -280,7 +280,7 @@ class Scorer:
             for text, (value, parts) in zip(texts, results, strict=True)
         ]
         if problem is not None:
-            problem = f"row {row['row_index']}: {problem}\nresponse: {texts[0][-300:]!r}"
+            problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
         return scores, problem
 
 

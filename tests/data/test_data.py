@@ -83,7 +83,9 @@ def write(path, rows):
 def test_read_rows_returns_what_was_written(tmp_path, name):
     rows = [rl_row(f"question {i}", str(i), note=i) for i in range(3)]
     path = write(tmp_path / name, rows)
-    assert read_rows(path) == read_rows(str(path)) == [{**row, "row_index": i} for i, row in enumerate(rows)]
+    assert read_rows(path) == read_rows(str(path)) == [
+        {**row, "row_index": i, "row_place": f"{path}: row {i}"} for i, row in enumerate(rows)
+    ]
 
 
 def test_read_rows_concatenates_files_in_order(tmp_path):
@@ -132,6 +134,7 @@ def test_read_rows_of_a_file_as_verl_writes_it(tmp_path):
         "extra_info": {"index": 1, "tools": None},
         "__index_level_0__": 6,
         "row_index": 1,
+        "row_place": f"{tmp_path / 'verl.parquet'}: row 1",
     }
     assert rows[2]["extra_info"] == {}
 
@@ -273,10 +276,11 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
         return [row["row_index"] for row in read_prompts(files, needs_truth=needs_truth)]
 
     assert kept((str(path),)) == kept(path, reward_model=None) == [0, 2, 4]
-    said = f"{path}: 2 of 5 rows left out, since their ground_truth is empty: rows 1, 3\n"
+    said = f"2 of 5 rows left out, since their ground_truth is empty: {path}: row 1, {path}: row 3\n"
     assert capsys.readouterr().out == 2 * said
     assert kept((path, other), ("my.py", "rewards/by_data_source.py:compute_score:0.5")) == [0, 2, 4, 5, 7]
-    assert f"{path}, {other}: 3 of 8 rows left out" in capsys.readouterr().out
+    said = "3 of 8 rows left out, since their ground_truth is empty: "
+    assert f"{said}{path}: row 1, {path}: row 3, {other}: row 1\n" in capsys.readouterr().out
     assert kept(path, ("noise.py",)) == kept(path, None, reward_model="folder") == [0, 1, 2, 3, 4]
     empty = write(tmp_path / "empty.jsonl", rows[1:2])
     with pytest.raises(ValueError, match=r"empty\.jsonl: reward_model.ground_truth is empty in every row; fill it in"):
@@ -571,9 +575,10 @@ def test_read_sft_rows(tmp_path):
         {"prompt": "a", "response": "b", "note": 1},
         {"prompt": CONVERSATION[:2], "response": "c"},
     ]
-    assert read_sft_rows(write(tmp_path / "x.jsonl", rows)) == [{**row, "row_index": i} for i, row in enumerate(rows)]
+    found = read_sft_rows(write(tmp_path / "x.jsonl", rows))
+    assert [without(row, "row_place") for row in found] == [{**row, "row_index": i} for i, row in enumerate(rows)]
     (row,) = read_sft_rows(write(tmp_path / "x.parquet", rows[:1]))
-    assert row == {**rows[0], "row_index": 0}
+    assert without(row, "row_place") == {**rows[0], "row_index": 0}
 
 
 @pytest.mark.parametrize(
@@ -714,3 +719,29 @@ def test_values_that_python_cannot_hold_are_named_with_file_and_row(tmp_path):
     (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(ValueError, match=r"deep.jsonl: row 0 \(line 1\) is not JSON \(maximum recursion depth"):
         read_rows(tmp_path / "deep.jsonl")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which row of which file
+
+
+def test_errors_name_the_file_and_the_row_in_it(tmp_path, tokenizer):
+    """The second row of the second file is too long, the third one's messages are refused by the template."""
+    for name, prompts in {"a.jsonl": ["1+1=", "1+2="], "b.jsonl": ["2+2=", "1+" * 30, "1="]}.items():
+        rows = [{"prompt": x, "data_source": "s", "reward_model": {"ground_truth": "1"}} for x in prompts]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    rows = read_rows([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert [row["row_index"] for row in rows] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"b\.jsonl: row 1: the prompt has \d+ tokens, over --max-prompt-length 12"):
+        encode_prompts(tokenizer, rows, max_prompt_length=12)
+    rows[4]["prompt"] = [{"role": "user", "content": "1="}]
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match=r"b\.jsonl: row 2: the chat template rejects the messages"):
+        encode_prompts(tokenizer, rows)
+
+
+def test_a_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    columns = [pa.array([x]) for x in ("1+1=", "1+2=", "s")]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt", "data_source"]), tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: has two columns 'prompt'; leave one of them out"):
+        read_rows(tmp_path / "twice.parquet")

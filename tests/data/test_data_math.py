@@ -80,7 +80,7 @@ def test_math_as_published(published, capsys):
         digest = hashlib.sha256((published / f"out/{split}.parquet").read_bytes()).hexdigest()
         assert f"{split}.parquet: {count} rows, sha256 {digest}" in printed
     rows = read_rows(published / "out/train.parquet")
-    assert {**rows[1744], "row_index": None} == {
+    assert {**rows[1744], "row_index": None, "row_place": ""} == {
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
         "prompt": [
             {
@@ -100,6 +100,7 @@ def test_math_as_published(published, capsys):
             "answer": r"So $\boxed{0}$.",
         },
         "row_index": None,
+        "row_place": "",
     }
     assert {row["extra_info"]["level"] for row in read_rows(published / "out/test.parquet")} == {0}
 
@@ -276,13 +277,14 @@ def test_dapo_keeps_each_problem_once(tmp_path, suffix, capsys):
     assert make_dapo(tmp_path, *paths) == {"train": 3, "aime_2024": 1}
     rows = read_rows(tmp_path / "out/train.parquet")
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["3", "1", "2"]
-    assert {**rows[1], "row_index": None} == {
+    assert {**rows[1], "row_index": None, "row_place": ""} == {
         "data_source": "math_dapo",
         "prompt": dapo_row(1)["prompt"],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1"},
         "extra_info": {"split": "train", "id": "id-1", "index": 1},
         "row_index": None,
+        "row_place": "",
     }
     (aime,) = read_rows(tmp_path / "out/aime_2024.parquet")
     assert (aime["data_source"], aime["extra_info"]["split"]) == ("aime_2024", "aime_2024")

@@ -28,6 +28,7 @@ from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import build
 from rl.model import logprobs, reward_model, sharding
+from rl.model.load import check_weights
 from rl.ranks import init_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -312,7 +313,7 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
     reward_model.check_reward_model(tiny_model, new_head=True)
 
 
-def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, tmp_path):
+def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, refused, tmp_path):
     chat = {"prompt": [{"role": "user", "content": "1+1="}], "row_index": 7}
     tokenizer = reward_model.open_reward_model(judge, chat, 64)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(judge).get_vocab()
@@ -320,6 +321,8 @@ def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loa
         reward_model.open_reward_model(judge, chat, 5_000_000)
     with pytest.raises(ValueError, match="--reward-model runs/no/huggingface: no tokenizer can be loaded from there"):
         reward_model.open_reward_model("runs/no/huggingface", chat, 64)
+    with pytest.raises(ValueError, match="--reward-model .*headless: its files lack 1 of its weights, score.weight"):
+        check_weights(refused["headless"], AutoModelForSequenceClassification, flag="--reward-model")
     shutil.copytree(judge, tmp_path / "plain")
     tokenizer.chat_template = None
     for file in (tmp_path / "plain").glob("*template*"):
@@ -397,7 +400,9 @@ def test_rows_keep_their_columns_and_get_an_index(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     (tmp_path / "a.jsonl").write_text(json.dumps(PAIR | {"prompt": chat, "source": "x"}) + "\n")
     rows = read_preference_rows([tmp_path / "a.jsonl", write_rows(tmp_path / "b.parquet", [PAIR])])
-    assert rows == [PAIR | {"prompt": chat, "source": "x", "row_index": 0}, PAIR | {"row_index": 1}]
+    names = ("a.jsonl", "b.parquet")
+    places = [{"row_index": i, "row_place": f"{tmp_path / name}: row 0"} for i, name in enumerate(names)]
+    assert rows == [PAIR | {"prompt": chat, "source": "x"} | places[0], PAIR | places[1]]
 
 
 def test_a_text_answer_ends_with_one_eos(judge):
