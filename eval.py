@@ -18,7 +18,7 @@ from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.types import Sampling
-from rl.flags import AtLeast1, NotNegative, PositiveShare, Share, TopK, check_limits
+from rl.flags import AtLeast1, Count, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_context
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
@@ -39,13 +39,13 @@ class Args:
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
     custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
     rollout_n: AtLeast1 = 1  # responses to each prompt (G)
-    temperature: NotNegative = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
+    temperature: TemperatureOr0 = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
     top_p: PositiveShare = 1.0  # nucleus sampling
     top_k: TopK = -1  # sample among the k most likely tokens; -1 all
     min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
     k: tuple[int, ...] = ()  # report pass@k for these k; default 1, 2, 4, ... up to --rollout-n
     correct_at: float = 1.0  # score from which a response counts as right for pass@k
-    seed: int = 0  # decides the samples
+    seed: Count = 0  # decides the samples
     output: str | None = None  # write every response with its score to this jsonl file
     scoring: Scoring = Scoring()
     rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
@@ -53,7 +53,7 @@ class Args:
 
 def main(args: Args) -> dict[str, float]:
     """Generate, score, report; returns {metric: value}."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     check_limits(args)
     if args.rollout_n > 1 and args.temperature <= 0:
         raise ValueError(f"--rollout-n {args.rollout_n} repeats one greedy response; add a positive --temperature")

@@ -51,10 +51,10 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     lr: NotNegative = 1e-5  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's decay of the second moment
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "cosine"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides the order of the data, together with the step
+    seed: Count = 0  # decides the order of the data, together with the step
     logging: LoggingSupervised = LoggingSupervised(experiment_name="sft")
 
 
@@ -83,7 +83,7 @@ def count_learned(batch: Batch) -> float:
 
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer = check(args)
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_sft_rows(args.data.train_files))

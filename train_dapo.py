@@ -79,10 +79,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 10  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.1  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the round
+    seed: Count = 0  # decides data order and sampling, together with the round
     correction: Correction = Correction(rollout_is="token")  # for groups that an older policy has sampled
     logging: LoggingRL = LoggingRL(
         experiment_name="dapo",
@@ -108,7 +108,7 @@ def validate(args: Args) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     round_size = args.gen_batch_size or args.train_batch_size  # prompts

@@ -37,7 +37,7 @@ from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.prompts import add_given, count_steps
 from rl.data.types import take_rows
-from rl.flags import AtLeast1, Count, NotNegative, Positive
+from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -55,7 +55,10 @@ from rl.scoring.pool import raise_if_failing
 # tokens; k_w, k_l: means of h_w and of h_l over all pairs of the step, by the policy that begins it.
 LOSSES = {
     # Minus the log-likelihood (Bradley and Terry) that the chosen one wins: DPO, eq. 7; with solutions SPIN, eq. 4.7.
-    "dpo": lambda h_w, h_l, beta, **_: -F.logsigmoid(beta * (h_w - h_l)),
+    # e is --label-smoothing: conservative DPO, eq. 3 of ericmitchell.ai/cdpo.pdf.
+    "dpo": lambda h_w, h_l, beta, e, **_: (
+        -(1 - e) * F.logsigmoid(beta * (h_w - h_l)) - e * F.logsigmoid(beta * (h_l - h_w))
+    ),
     # (h_w / T_w - h_l / T_l - 1 / (2 beta))^2: a finite goal. The paper does not divide by T. Eq. 17, arXiv 2310.12036.
     "ipo": lambda h_w, h_l, T_w, T_l, beta, **_: (
         h_w / T_w.clamp(min=1) - h_l / T_l.clamp(min=1) - 1 / (2 * beta)
@@ -92,15 +95,16 @@ class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rew
     solution_key: str = "answer"  # the reference solution's name in extra_info, for --pairs solution
     loss_type: Literal[*LOSSES] = "dpo"  # loss of a pair
     beta: Positive = 0.1  # scale of the log-ratios in the loss; a small one lets the policy go far from the reference
+    label_smoothing: Share = 0.0  # of --loss-type dpo: the share of pairs that may be the wrong way round, below 0.5
     ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts whose pairs make an optimizer step; default: all of a step
     ppo_epochs: AtLeast1 = 1  # passes over a step's pairs
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     logging: LoggingRL = LoggingRL(
         experiment_name="dpo",
         alarms=("train/num_pairs<1", "response_length/clip_ratio>0.5", "actor/entropy<0.01"),
@@ -118,6 +122,8 @@ def check_pairs(args: Args) -> None:
         raise ValueError("--top-p, --top-k and --min-p leave out tokens that the data's responses may have; drop them")
     if not args.offline and args.pairs != "solution" and args.rollout_n < 2:
         raise ValueError(f"--rollout-n {args.rollout_n} makes no pair; sample at least 2, or add --pairs solution")
+    if args.label_smoothing and (args.loss_type != "dpo" or args.label_smoothing >= 0.5):
+        raise ValueError(f"--label-smoothing {args.label_smoothing} must be below 0.5, and is of --loss-type dpo")
     longest = 2 * (args.max_prompt_length + args.max_response_length)
     if args.memory.ppo_max_token_len_per_gpu < longest:
         raise ValueError(
@@ -128,7 +134,7 @@ def check_pairs(args: Args) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Train on pairs; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     check_pairs(args)
     tokenizer, train_rows, val_rows, scorer, sampling, _ = load_task(args, pairs=args.offline)
     # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
@@ -248,7 +254,8 @@ def main(args: Args) -> dict[str, float]:
                 log_ratios = (logp - micro.ref_logp)[:n].sum(1).view(-1, 2)
                 lengths = mask[:n].sum(1).view(-1, 2)
                 (h_w, h_l), (T_w, T_l) = log_ratios.unbind(1), lengths.unbind(1)
-                pair_loss = LOSSES[args.loss_type](h_w=h_w, h_l=h_l, T_w=T_w, T_l=T_l, k_w=k_w, k_l=k_l, beta=args.beta)
+                of_pair = dict(h_w=h_w, h_l=h_l, T_w=T_w, T_l=T_l, k_w=k_w, k_l=k_l)
+                pair_loss = LOSSES[args.loss_type](**of_pair, beta=args.beta, e=args.label_smoothing)
                 loss = pair_loss.sum() / num_pairs
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss})
@@ -261,6 +268,8 @@ def main(args: Args) -> dict[str, float]:
                 run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
             optimizer.zero_grad(set_to_none=True)
             norms.append({"actor": norm})
+        if not scores_PG.isfinite().any():
+            run.skip_update(0.0, 0.0, batch)  # likewise: scores that never come are no reason to train on nothing
         clock("update_actor")
         # === end ======================================================================================================
 

@@ -61,13 +61,13 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
-    kl_loss_coef: float = 0.001  # weight of that KL term
+    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
         alarms=(
@@ -81,7 +81,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 def main(args: Args) -> dict[str, float]:
     """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step

@@ -111,10 +111,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
         alarms=(
@@ -140,7 +140,7 @@ def validate(args: Args) -> None:
 
 def main(args: Args) -> dict[str, float]:
     """Train with a member of GRPO's family; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     scorer.require_components(args.gdpo_reward_keys, flag="--gdpo-reward-keys")

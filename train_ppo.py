@@ -75,11 +75,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     critic_lr: NotNegative = 1e-5  # of the critic's AdamW, after warm-up
     critic_warmup: Count = 0  # first steps in which only the critic learns
     lr_warmup_steps: Count = 0  # steps of linear warm-up, of actor and critic each
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm of each model
     critic_offload: Free[bool] = False  # keep the critic and its optimizer on the host while responses are sampled
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     kl: KLTerms = KLTerms()
     logging: LoggingRL = LoggingRL(
         experiment_name="ppo",
@@ -109,7 +109,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 def main(args: Args) -> dict[str, float]:
     """Train with PPO; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
     longest = args.max_prompt_length + args.max_response_length
     if args.critic_model is not None:

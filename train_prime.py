@@ -78,10 +78,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     entropy_coeff: float = 0.001  # weight of an entropy bonus; with 0 the entropy is only logged
     lr: NotNegative = 1e-6  # of the policy's AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     logging: LoggingRL = LoggingRL(
         experiment_name="prime",
         alarms=(
@@ -95,9 +95,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 def main(args: Args) -> dict[str, float]:
     """Train with PRIME; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     if args.rollout_n < 2:
         raise ValueError(f"--rollout-n {args.rollout_n} leaves no other response as a baseline; sample at least 2")
+    if args.reward_dpo_coef == args.reward_gt_coef == 0:
+        raise ValueError("--reward-dpo-coef 0 --reward-gt-coef 0 leave no reward; make one of them positive")
     num_prompts = args.gen_batch_size or args.train_batch_size  # that are sampled in a step
     if num_prompts < (P := args.train_batch_size):
         raise ValueError(f"--gen-batch-size {num_prompts} is less than --train-batch-size {P}; raise it")
@@ -115,13 +117,11 @@ def main(args: Args) -> dict[str, float]:
     prm = load_policy(prm_path, ranks, args.lora, args.memory, longest=longest, seed=args.seed, flag=prm_flag)
     reference = load_reference(prm_path, ranks, prm, args.memory, longest=longest)
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
-    adamw = dict(weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, **adamw)
-    prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, **adamw)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
     about = f"{args.train_batch_size} of {num_prompts} prompts x {args.rollout_n} responses, {num_updates} update(s)"
-    offloaded = ("prm",) if args.prm_offload else ()
-    run.resume(trained, engine=engine, about=f"{about}\n{scorer.report}", offloaded=offloaded)
+    run.resume(trained, engine=engine, about=f"{about}\n{scorer.report}", offloaded=["prm"] if args.prm_offload else [])
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates

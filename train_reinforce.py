@@ -69,10 +69,10 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     entropy_coeff: float = 0.0  # weight of an entropy bonus
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
     weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
     grad_clip: Positive = 1.0  # largest global gradient norm
-    seed: int = 0  # decides data order and sampling, together with the step
+    seed: Count = 0  # decides data order and sampling, together with the step
     kl: KLTerms = KLTerms(use_kl_in_reward=True)
     logging: LoggingRL = LoggingRL(
         experiment_name="reinforce",
@@ -87,7 +87,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 
 def main(args: Args) -> dict[str, float]:
     """Train with REINFORCE++ or ReMax; returns the metrics of the last step and of the last evaluation."""
-    # Everything a user can get wrong is refused here, before a model is loaded.
+    # Flags, data and rewards are checked here, before a model is loaded.
     if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
         raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
     tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)

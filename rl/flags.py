@@ -25,15 +25,19 @@ class Limit(NamedTuple):
     holds: Callable[[float], bool]
 
 
+NUMBER = Limit("a number", lambda x: not math.isnan(x))
+SIZE = Limit("0, or between 1e-12 and 1e12 in size", lambda x: x == 0 or 1e-12 <= abs(x) <= 1e12)  # of every number
 FREE = "a resumed run may change it"
 Free = Annotated[T, FREE]
 AtLeast1 = Annotated[int, Limit("at least 1", lambda x: x >= 1)]
 Positive = Annotated[float, Limit("positive", lambda x: x > 0)]
-PositiveFinite = Annotated[float, Limit("positive and finite", lambda x: 0 < x < math.inf)]
+Seconds = Annotated[float, Limit("positive and at most 1e9", lambda x: 0 < x <= 1e9)]
 NotNegative = Annotated[float, Limit("at least 0", lambda x: x >= 0)]
 Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
+Temperature = Annotated[float, Limit("within 0.01 and 100", lambda x: 0.01 <= x <= 100)]  # vLLM has no lower one
+TemperatureOr0 = Annotated[float, Limit("0, or within 0.01 and 100", lambda x: x == 0 or 0.01 <= x <= 100)]
 TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
 Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
@@ -71,12 +75,11 @@ def free(args: Any) -> set[str]:
 
 
 def check_limits(args: Any) -> None:
-    """Raise ValueError, naming the flag and its value, if a number is NaN or beyond the limit of its type, or if the
-    lower end of a range is above its upper end.
+    """Raise ValueError, naming the flag and its value, if a number is NaN, infinite, of an absurd size or beyond the
+    limit of its type, or if the lower end of a range is above its upper end.
     """
     for name, given, hint in _each(args):
-        limits = [Limit("a number", lambda x: not math.isnan(x))]
-        limits += [note for note in _notes(hint) if isinstance(note, Limit)]
+        limits = [NUMBER, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
         for value in given if isinstance(given, tuple) else (given,):
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 for limit in limits:

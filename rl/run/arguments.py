@@ -90,8 +90,6 @@ def check(args: Any) -> PreTrainedTokenizerBase:
     contradict each other, and a model that cannot be trained on sequences of the given length.
     """
     check_limits(args)
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed} is negative; use 0 or more")
     lora.check_flags(args.lora)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
@@ -136,6 +134,8 @@ def _check_rl(args: Any) -> None:
             f"--ref-update-steps {ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
             "policy without its adapters, which stays as it is; leave one of them out"
         )
+    if values.get("kl_ctrl_type") == "adaptive" and not values["use_kl_in_reward"]:
+        raise ValueError("--kl-ctrl-type adaptive steers the KL in the reward; add --use-kl-in-reward, or leave it out")
     kl_terms = [values[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in values]
     if ref_update_steps and kl_terms and not any(kl_terms):
         raise ValueError(f"--ref-update-steps {ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")

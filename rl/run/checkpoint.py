@@ -172,7 +172,8 @@ class Saver:
             self._write(step, exports, places, state)
         except Failed as error:
             if is_main:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):
+                    self.folder.check()
                     files.sweep(root)
                 say(f"CHECKPOINT OF STEP {step} NOT WRITTEN ({self.failures + 1} in a row): {error}")
             raise
@@ -194,6 +195,7 @@ class Saver:
 
         def prepare() -> None:
             if ranks.is_main:
+                self.folder.check()
                 needed = sum(math.prod(place.shape) * host[name].element_size() for name, place in places.items())
                 needed += sum(export.num_weights * ranks.dtype.itemsize for export in exports.values())
                 needed *= FREE_SPACE
@@ -219,6 +221,7 @@ class Saver:
 
         def commit() -> None:
             if ranks.is_main:
+                self.folder.check()
                 hashes = {name: entry for part in parts for name, entry in part.items()}
                 files.commit(temporary, root / f"global_step_{step}", {**about, "versions": versions, "files": hashes})
 

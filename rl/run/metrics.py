@@ -82,8 +82,8 @@ class Means:
             rollout_corr/rollout_rs_masked_fraction           share of the tokens whose weight is 0
 
         As verl has them (rollout_corr_helper.py), but for three things: the ratio is always that of tokens, whatever
-        --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are cut
-        at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
+        --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are
+        cut at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
         """
         gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
         log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)

@@ -114,6 +114,7 @@ class Run:
         from the step's number: numbers, strings, lists, dicts and numpy arrays, each rank's own. `Run.states` has it
         after a resume. Returns: the clock of the step, which measures and does nothing else.
         """
+        self.folder.check()
         encoded, freq = loop_state.encode(state or {}), self.args.checkpoints.save_freq
         last = step == self.total_steps
         if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
@@ -139,6 +140,7 @@ class Run:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         """Record the metrics of an evaluation, and responses to show; returns the metrics."""
+        self.folder.check()
         found, shown = evaluation
         self.tracker.log_generations(step, "val", shown)
         parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
@@ -160,6 +162,7 @@ class Run:
         Args: responses, that the step learns from: tokens per second count theirs; or else tokens, of the step, and
         generated, those of them that were sampled; shown, whether a line is printed.
         """
+        self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.response_length for r in responses) if generated is None and responses else generated
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
@@ -184,6 +187,7 @@ class Run:
         """
         freq = self.args.logging.log_samples_freq
         if freq and self.step % freq == 0 and own_samples and self.ranks.is_main:
+            self.folder.check()
             shown = samples.describe(self.tokenizer, own_samples, own_scores, batch)
             self.tracker.log_generations(self.step + 1, "train", shown)
             self.tracker.print(show_sample(shown[0]["prompt"], shown[0]["response"], shown[0]["score"]))

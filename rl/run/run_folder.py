@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from rl.console import say
 from rl.data.types import Batch
-from rl.flags import AtLeast1, Free, Positive, PositiveFinite, spelled
+from rl.flags import AtLeast1, Free, Positive, Seconds, spelled
 from rl.ranks import Ranks
 from rl.run import checkpoint_files
 from rl.run.together import together
@@ -34,7 +34,7 @@ class Checkpoints:
     force_resume: Free[bool] = False  # resume although settings or data that decide what is learned have changed
     max_hours: Free[Positive | None] = None  # save and leave after so many hours, as after SIGTERM or Ctrl-C
     # seconds without the end of a phase after which the run ends, with all its stacks
-    stall_timeout: Free[PositiveFinite] = 3600.0
+    stall_timeout: Free[Seconds] = 3600.0
 
 
 def name_of(template: str, names: dict[str, str]) -> str:
@@ -61,7 +61,8 @@ def name_of(template: str, names: dict[str, str]) -> str:
 class RunFolder:
     """A folder that this run has for itself, until `release` or until rank 0 dies. All ranks must enter.
 
-    Raises ValueError, on every rank, if it cannot be written or belongs to a running process.
+    If somebody deletes or replaces it meanwhile, the run writes nothing more there: `check` ends it. Raises ValueError,
+    on every rank, if it cannot be written or belongs to a running process.
     """
 
     def __init__(self, root: str | pathlib.Path, ranks: Ranks, total_steps: int):
@@ -73,9 +74,25 @@ class RunFolder:
         self.lock = lock(self.root)
         checkpoint_files.sweep(self.root)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the run.lock that this run holds is still the one in the folder. True on ranks that hold none."""
+        try:
+            return self.lock is None or os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.root / "run.lock"))
+        except FileNotFoundError:
+            return False
+
+    def check(self) -> None:
+        """Raise RuntimeError, on rank 0, unless the folder `is_own`. To be called before anything is written there."""
+        if not self.is_own:
+            raise RuntimeError(
+                f"{self.root} was deleted or replaced while this run used it, perhaps by another run; this one ends, "
+                "and writes nothing there. Start it again with another --experiment-name or --default-local-dir"
+            )
+
     def write_status(self, state: str, step: int) -> None:
         """Replace STATUS.json, which people and schedulers read, and no program of ours. On rank 0."""
-        if self.ranks.is_main:
+        if self.ranks.is_main and self.is_own:
             temporary = self.root / "STATUS.json.tmp"
             status = {"state": state, "step": step, "total_steps": self.total_steps}
             try:
@@ -100,6 +117,7 @@ class RunFolder:
         """Let another run have the folder."""
         if self.lock:
             self.lock.close()
+        self.lock = None
 
 
 def lock(root: pathlib.Path) -> IO[str]:

@@ -28,8 +28,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     that score responses, how responses are sampled, and how many steps the run has.
 
     Args: prompts_per_step, that are sampled, by default --train-batch-size; pairs, whether --train-files hold
-    comparisons, whose rows no function scores. Raises ValueError for everything a user can get wrong, before a model is
-    loaded.
+    comparisons, whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
     kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs)

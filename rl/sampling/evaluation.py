@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Sampling, Score
-from rl.flags import AtLeast1, Count, Free, NotNegative, PositiveShare, Share, TopK
+from rl.flags import AtLeast1, Count, Free, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.rollout import sample_groups
@@ -24,7 +24,7 @@ class Validation:
     test_freq: Free[int] = 10  # evaluate every this many steps and at the end; -1 never
     val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
     val_n: Free[AtLeast1] = 1  # responses to each held-out prompt; more than one need --val-temperature
-    val_temperature: Free[NotNegative] = 0.0  # of these responses; 0 is greedy
+    val_temperature: Free[TemperatureOr0] = 0.0  # of these responses; 0 is greedy
     val_top_p: Free[PositiveShare] = 1.0  # of these responses, like --top-p
     val_top_k: Free[TopK] = -1  # of these responses, like --top-k
     val_min_p: Free[Share] = 0.0  # of these responses, like --min-p

@@ -17,7 +17,7 @@ from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Completion, Request, Response, Sample, Sampling, Score, take_rows
-from rl.flags import Positive, PositiveShare, Share, TopK
+from rl.flags import PositiveShare, Share, Temperature, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine, Rollout
@@ -47,7 +47,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 class Decoding:
     """decoding: how responses are sampled while training"""
 
-    temperature: Positive = 1.0  # the trainer divides its logits by it too
+    temperature: Temperature = 1.0  # the trainer divides its logits by it too
     # nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on
     # the same truncated distribution
     top_p: PositiveShare = 1.0

@@ -24,7 +24,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from rl import flags
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveFinite, PositiveShare, Share, build
+from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
 from rl.run import arguments
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
@@ -74,15 +74,16 @@ LIMITS = {
         probability_mask_threshold
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
-    "positive and finite": "stall_timeout reward_timeout teacher_timeout",
+    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout",
+    "0, or within 0.01 and 100": "val_temperature",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     "at least 0": """
         lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        val_temperature rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
+        seed kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
         distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
     """,
-    "within 0 and 1": "reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
+    "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
     "accuracy_lower_bound accuracy_upper_bound",
     "at least 1, or -1 for all tokens": "top_k val_top_k distill_top_k",
     "above 1": "clip_ratio_c",
@@ -90,13 +91,15 @@ LIMITS = {
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
-    reward_model_coef kl_coef kl_loss_coef entropy_coeff fsdp_size seed test_freq save_freq
+    reward_model_coef entropy_coeff fsdp_size test_freq save_freq
     correct_at clip_cov_lb clip_cov_ub
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {
     "at least 1": ([0, -1], [1, 10**9]),
-    "positive": ([0, -1e-9], [1e-9, math.inf]),
-    "positive and finite": ([0, -1e-9, math.inf], [1e-9, 1e9]),
+    "positive": ([0, -1e-9], [1e-9, 1e9]),
+    "positive and at most 1e9": ([0, -1e-9, 1.1e9, math.inf], [1e-9, 1e9]),
+    "within 0.01 and 100": ([0, -1, 0.009, 101], [0.01, 100]),
+    "0, or within 0.01 and 100": ([-1, 0.009, 101], [0, 0.01, 100]),
     "positive and at most 1": ([0, -0.1, 1.001], [1e-9, 1]),
     "at least 0": ([-1, -1e-9], [0, 1e9]),
     "within 0 and 1": ([-1e-9, 1.001], [0, 0.5, 1]),
@@ -118,7 +121,8 @@ def numbers_of(script):
 
 def limit_of(script, flag):
     """The temperature of eval.py may be 0, which is greedy."""
-    return ("at least 0" if script is evaluation else "positive") if flag == "temperature" else LIMITS[flag]
+    prefix = "0, or " if script is evaluation else ""
+    return f"{prefix}within 0.01 and 100" if flag == "temperature" else LIMITS[flag]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,8 +136,12 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
     assert numbers - {"temperature", *ANY_NUMBER} == LIMITS.keys() & names_of(script)
     flags.check_limits(script.Args())
     for flag in numbers:
-        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} nan must be a number"):
-            flags.check_limits(build(script.Args, **{flag: math.nan}))
+        for value in (math.nan, math.inf, -math.inf, 1e-300, -1e-300, 1e300):
+            with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} {re.escape(str(value))} must be "):
+                flags.check_limits(build(script.Args, **{flag: value}))
+    if "gdpo_reward_weights" in names_of(script):
+        with pytest.raises(ValueError, match="--gdpo-reward-weights inf must be 0, or between 1e-12 and 1e12 in size"):
+            flags.check_limits(build(script.Args, gdpo_reward_weights=(1.0, math.inf)))
     for flag in numbers - set(ANY_NUMBER):
         words = limit_of(script, flag)
         refused, taken = REFUSED_AND_TAKEN[words]
@@ -176,7 +184,7 @@ class Typed:
     mixed: AtLeast1 | str = "auto"
     switch: bool = False
     text: str = "0"
-    finite: PositiveFinite = 1.0
+    finite: Seconds = 1.0
     rest: tuple[NotNegative, Count] = (0.0, 0)
     part: PositiveShare = 1.0
 
@@ -192,7 +200,7 @@ class Typed:
         (dict(several=(2.0, 1.0)), "--several 1.0 must be above 1"),
         (dict(several=(2.0, math.nan)), "--several nan must be a number"),
         (dict(mixed=0), "--mixed 0 must be at least 1"),
-        (dict(finite=math.inf), "--finite inf must be positive and finite"),
+        (dict(finite=math.inf), "--finite inf must be positive and at most 1e9"),
         (dict(rest=(0.0, -1)), "--rest -1 must be at least 0"),
         (dict(part=0.0), "--part 0.0 must be positive and at most 1"),
     ],
@@ -234,7 +242,7 @@ def mine(tmp_path_factory):
     """A copy of sft.py with two flags of its own: nothing but the line of each is written."""
     file = tmp_path_factory.mktemp("mine") / "my_sft.py"
     text = (launch.ROOT / "sft.py").read_text()
-    changes = {"import AtLeast1,": "import AtLeast1, Free, Share,", "    seed: int = 0": f"{OWN}    seed: int = 0"}
+    changes = {"import AtLeast1,": "import AtLeast1, Free, Share,", "    seed: Count = 0": f"{OWN}    seed: Count = 0"}
     for old, new in changes.items():
         assert text.count(old) == 1
         text = text.replace(old, new)

@@ -1,6 +1,7 @@
 """The object that a script holds: when it saves, what it then saves, and where a run may leave."""
 
 import os
+import shutil
 import signal
 import threading
 
@@ -15,7 +16,7 @@ import sft
 from rl import stop
 from rl.flags import build
 from rl.model import load as models
-from rl.run import checkpoint, watchdog
+from rl.run import checkpoint, loop_state, run_folder, watchdog
 from rl.run.checkpoint_files import list_steps
 from rl.run.run import Run
 from rl.sampling.evaluation import Evaluation
@@ -55,7 +56,7 @@ def start(task, tmp_path, monkeypatch):
     stop.end()
     watchdog.stop()
     for run in runs:
-        run.folder.lock.close()
+        run.folder.release()
 
 
 def weights(policy):
@@ -95,12 +96,12 @@ def test_a_resumed_run_says_which_steps_are_left(start, capsys):
         run, _, _ = start(save_freq=saved)
         run.save_and_begin(saved, {})
         run.saver.settle()
-        run.folder.lock.close()
+        run.folder.release()
         capsys.readouterr()
         run, _, _ = start()
         resumed = f"resumed from {run.folder.root}/global_step_{saved}, {left}, 1 rank(s), a test"
         assert resumed in capsys.readouterr().out
-        run.folder.lock.close()
+        run.folder.release()
 
 
 def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with(start):
@@ -110,7 +111,7 @@ def test_the_first_begin_of_a_resumed_run_does_not_save_again_what_it_began_with
     run.saver.settle()
     written = (run.folder.root / "global_step_2" / "MANIFEST.json").stat().st_mtime_ns
     trained = weights(policy)
-    run.folder.lock.close()
+    run.folder.release()
 
     run, policy, update = start(save_freq=2)
     assert (run.start, run.state, run.states) == (2, {"mine": 1}, [{"mine": 1}])
@@ -251,6 +252,51 @@ def test_max_hours_hold_too(start):
     with pytest.raises(Left):
         run.exit_if_asked()
     assert list_steps(run.folder.root) == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
+@pytest.mark.parametrize("call", ["save_and_begin", "log_step", "log_evaluation", "saving"])
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_run_whose_folder_was_deleted_or_taken_ends_and_writes_nothing_there(start, call, taken, capsys):
+    run, _, update = start(save_freq=1)
+    run.save_and_begin(0)
+    update()
+    run.log_step(1, {"train/loss": 1.0}, tokens=1)
+    run.save_and_begin(1)
+    run.saver.settle()
+    root = run.folder.root
+    shutil.rmtree(root)
+    if taken:  # by another run, which has a checkpoint of the same step
+        held = run_folder.lock(root)
+        (root / "global_step_2").mkdir()
+        (root / "metrics.jsonl").write_text("theirs\n")
+        (root / ".tmp-global_step_3-abcdefab").mkdir()
+    before = {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}, sorted(root.rglob("*"))
+    if call == "saving":  # the folder went while the thread wrote
+        run.saver.save(2, run.trained, loop_state.encode({}))
+        run.saver.settle()
+        assert run.saver.failures == 1
+        said = capsys.readouterr().out
+    else:
+        update()
+        with pytest.raises(RuntimeError) as error:
+            if call == "save_and_begin":
+                run.save_and_begin(2)
+            elif call == "log_step":
+                run.log_step(2, {"train/loss": 1.0}, tokens=1)
+            else:
+                run.log_evaluation(2, Evaluation({"val/loss": 3.0}, []))
+        said = str(error.value)
+    assert f"{root} was deleted or replaced while this run used it" in said and "--experiment-name" in said
+    run.folder.write_status("running", 2)
+    run.tracker.close()
+    after = {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}, sorted(root.rglob("*"))
+    assert after == before and root.exists() == taken
+    if taken:
+        held.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

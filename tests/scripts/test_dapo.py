@@ -439,7 +439,7 @@ MISTAKES = {
     "budget": (dict(ppo_max_token_len_per_gpu=43), ["--ppo-max-token-len-per-gpu 43", "= 44 tokens", "raise it"]),
     "dual clip": (dict(clip_ratio_c=1.0), ["--clip-ratio-c 1.0", "above 1"]),
     "cap": (dict(rollout_is_threshold=0.0), ["--rollout-is-threshold 0.0", "must be positive"]),
-    "temperature": (dict(temperature=0.0), ["--temperature 0.0", "positive"]),
+    "temperature": (dict(temperature=0.0), ["--temperature 0.0", "within 0.01 and 100"]),
 }
 
 

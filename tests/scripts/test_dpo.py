@@ -35,11 +35,11 @@ def dpo(task, tmp_path):
 # Whole steps, computed again
 
 
-def loss_of(kind, w, lo, w_tokens, l_tokens, moved, beta):
+def loss_of(kind, w, lo, w_tokens, l_tokens, moved, beta, e):
     """The loss of one pair: log-ratios of chosen and rejected, their lengths, and the mean log-ratios of the step."""
     match kind:
         case "dpo":
-            return torch.log1p(torch.exp(-beta * (w - lo)))
+            return (1 - e) * torch.log1p(torch.exp(-beta * (w - lo))) + e * torch.log1p(torch.exp(beta * (w - lo)))
         case "ipo":
             return (w / w_tokens - lo / l_tokens - 0.5 / beta) ** 2
         case "sppo":
@@ -83,7 +83,8 @@ def plain_dpo(task, args, pairs_of_steps):
                     logp_w, logp_l = total(model, p, chosen), total(model, p, rejected)
                     w, lo = logp_w - ref_w, logp_l - ref_l
                     kind = args.loss_type
-                    loss = loss + loss_of(kind, w, lo, len(chosen), len(rejected), moved, args.beta) / len(pairs)
+                    settings = (len(chosen), len(rejected), moved, args.beta, args.label_smoothing)
+                    loss = loss + loss_of(kind, w, lo, *settings) / len(pairs)
                     found.append([x.item() for x in (args.beta * w, args.beta * lo, logp_w, logp_l)])
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
@@ -143,6 +144,7 @@ def pairs_of(task, kind, rounds, args):
 
 CASES = {
     "dpo": dict(loss_type="dpo", ref_update_steps=1),
+    "smoothed": dict(pairs="all", beta=0.4, label_smoothing=0.2),
     "ipo": dict(loss_type="ipo", pairs="all", beta=0.4),
     "sppo": dict(loss_type="sppo", ref_update_steps=2, beta=0.3),
     "hinge": dict(loss_type="hinge", pairs="all", ppo_max_token_len_per_gpu=88),
@@ -275,6 +277,12 @@ def test_steps_without_a_pair_change_nothing_and_do_not_end_the_run(dpo, task, t
     assert "ALARM at step 1: train/num_pairs is 0" in capsys.readouterr().out
 
 
+def test_three_steps_without_any_score_end_the_run(dpo, task, tmp_path):
+    (tmp_path / "none.py").write_text("def compute_score(*row, extra_info=None):\n    return None\n")
+    with pytest.raises(RuntimeError, match="step 3: three updates in a row were useless.* look at the rewards"):
+        dpo(custom_reward_function=(str(tmp_path / "none.py"),), total_training_steps=5)
+
+
 def test_a_margin_leaves_close_pairs_out(dpo):
     dpo(pairs="all", total_training_steps=1)
     dpo(pairs="all", total_training_steps=1, pair_margin=0.99)
@@ -300,6 +308,8 @@ MISTAKES = {
         dict(pairs="solution", max_response_length=3, filter_overlong_prompts=True),
         ["--train-batch-size 4", "the 0 rows"],
     ),
+    "smoothing": (dict(label_smoothing=0.5), ["--label-smoothing 0.5", "below 0.5"]),
+    "smoothed ipo": (dict(label_smoothing=0.1, loss_type="ipo"), ["--label-smoothing 0.1", "--loss-type dpo"]),
     "margin": (dict(pair_margin=-0.1), ["--pair-margin -0.1", "at least 0"]),
     "beta": (dict(beta=0.0), ["--beta 0.0", "positive"]),
     "refresh": (dict(ref_update_steps=0), ["--ref-update-steps 0", "at least 1"]),

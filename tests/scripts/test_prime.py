@@ -330,6 +330,7 @@ MISTAKES = {
     "bound": (dict(accuracy_upper_bound=1.1), ["--accuracy-upper-bound 1.1", "within 0 and 1"]),
     "beta": (dict(prime_beta=0.0), ["--prime-beta 0.0", "positive"]),
     "weight": (dict(reward_dpo_coef=-1.0), ["--reward-dpo-coef -1.0", "at least 0"]),
+    "no reward": (dict(reward_dpo_coef=0.0, reward_gt_coef=0.0), ["--reward-dpo-coef 0", "--reward-gt-coef 0"]),
     "no reward model": (dict(prm_model="/nowhere"), ["--prm-model /nowhere", "no tokenizer"]),
 }
 

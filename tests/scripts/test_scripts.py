@@ -33,11 +33,12 @@ import train_reinforce
 import train_reward
 from rl import flags
 from rl.data import token_selection
-from rl.data.encode import encode_sft
+from rl.data.encode import encode_sft, load_tokenizer
 from rl.data.order import derive_seed
 from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
+from rl.model.lora import LoRA
 from rl.ranks import Ranks
 from rl.run import arguments
 from rl.sampling.engines import hf
@@ -518,7 +519,7 @@ def test_entropy_bonus(variants):
 
 def test_corrections_of_an_exact_engine_change_nothing_and_tight_ones_leave_nothing(grpo):
     plain = grpo(total_training_steps=1)
-    for level in ("token", "sequence", "geometric"):
+    for level in ("token", "sequence", "geometric", "veto"):
         masked = grpo(total_training_steps=1, rollout_mask=level)
         assert masked["actor/grad_norm"] == plain["actor/grad_norm"]
         assert masked["rollout_corr/rollout_rs_masked_fraction"] == 0 and masked["rollout_corr/weight_mean"] == 1
@@ -991,7 +992,7 @@ GRPO_MISTAKES = {
         lambda f: dict(max_response_length=97),
         ["--max-prompt-length + --max-response-length = 129", "128 positions", "lower"],
     ),
-    "temperature": (lambda f: dict(temperature=0.0), ["--temperature 0.0", "positive"]),
+    "temperature": (lambda f: dict(temperature=0.0), ["--temperature 0.0", "within 0.01 and 100"]),
     "top p": (lambda f: dict(top_p=0.0), ["--top-p 0.0", "positive and at most 1"]),
     "top k": (lambda f: dict(top_k=0), ["--top-k 0", "at least 1, or -1 for all tokens"]),
     "held-out responses": (lambda f: dict(val_n=4), ["--val-n 4", "one greedy response", "--val-temperature"]),
@@ -1019,7 +1020,7 @@ GRPO_MISTAKES = {
         ["--tensor-model-parallel-size 2", "the 3 attention heads of", "choose a divisor"],
     ),
     "resume": (lambda f: dict(resume_mode="/no/such/step"), ["--resume-mode /no/such/step", "global_step_N folder"]),
-    "seed": (lambda f: dict(seed=-1), ["--seed -1", "0 or more"]),
+    "seed": (lambda f: dict(seed=-1), ["--seed -1", "at least 0"]),
     "reward weight": (
         lambda f: dict(custom_reward_function=("rewards/gsm8k.py::half",)),
         ["--custom-reward-function 'rewards/gsm8k.py::half'", "weight 'half' is no number"],
@@ -1027,6 +1028,9 @@ GRPO_MISTAKES = {
     "reward timeout": (lambda f: dict(reward_timeout=0.0), ["--reward-timeout 0.0", "must be positive"]),
     "reward memory": (lambda f: dict(reward_memory_mb=-1), ["--reward-memory-mb -1", "at least 0"]),
     "error share": (lambda f: dict(reward_max_error_frac=5.0), ["--reward-max-error-frac 5.0", "within 0 and 1"]),
+    "KL coefficient": (lambda f: dict(use_kl_in_reward=True, kl_coef=-1.0), ["--kl-coef -1.0", "at least 0"]),
+    "adaptive KL": (lambda f: dict(kl_ctrl_type="adaptive"), ["--kl-ctrl-type adaptive", "add --use-kl-in-reward"]),
+    "infinite": (lambda f: dict(lr=math.inf), ["--lr inf", "0, or between 1e-12 and 1e12"]),
     "KL target": (lambda f: dict(kl_target=0.0), ["--kl-target 0.0", "must be positive"]),
     **{
         name: (lambda f, name=name: {name: 0}, [f"--{name.replace('_', '-')} 0", "at least 1"])
@@ -1135,7 +1139,7 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (train_grpo, dict(grad_clip=0.0), "--grad-clip 0.0 must be positive"),
         (train_grpo, dict(kl_loss_coef=float("nan")), "--kl-loss-coef nan must be a number"),
         (train_grpo_variants, dict(loss_scale_factor=0.0), "--loss-scale-factor 0.0 must be positive"),
-        (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be positive and finite"),
+        (train_grpo, dict(stall_timeout=math.inf), "--stall-timeout inf must be positive and at most 1e9"),
         (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
         (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
         (sft, dict(total_epochs=0), "--total-epochs 0 must be at least 1"),
@@ -1171,6 +1175,11 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
         models.load_causal_lm(str(model), ranks)
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
         hf.Engine(str(model), ranks, longest=64)
+    for flag in ("--prm-model", "--critic-model"):  # nothing is loaded for this
+        kind = models.AutoModelForCausalLM if "prm" in flag else models.AutoModelForSequenceClassification
+        with pytest.raises(ValueError, match=f"{flag} .* lack 1 of its weights, model.norm.weight among them"):
+            common = dict(longest=64, flag=flag, model=task.model)
+            models.check_second_model(str(model), load_tokenizer(task.model), LoRA(), kind, **common)
 
 
 def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):
