@@ -24,6 +24,7 @@ from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
 from rl.run.metrics import of_scoring
 from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
+from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Rewards, Scoring, make_scorer
@@ -49,6 +50,7 @@ class Args:
     output: str | None = None  # write every response with its score to this jsonl file
     scoring: Scoring = Scoring()
     rollout: EngineFlags = EngineFlags(gpu_memory_utilization=0.9)
+    envs: EnvironmentFlags = EnvironmentFlags()
 
 
 def main(args: Args) -> dict[str, float]:
@@ -67,8 +69,13 @@ def main(args: Args) -> dict[str, float]:
     check_context(args.model, longest)
     rewards = Rewards(custom_reward_function=args.custom_reward_function)
     rows = read_prompts(args.val_files, needs_truth=rewards.need_truth)[: args.max_samples]
-    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length)
-    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=args.max_response_length)
+    stops = stop_token_ids(args.model, tokenizer)
+    environments = make_environments(args.envs, tokenizer, stops)
+    tools, limit = environments.chat.tools if environments else None, args.max_response_length
+    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=tools)
+    scorer = make_scorer(
+        rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=environments is not None
+    )
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
@@ -81,10 +88,11 @@ def main(args: Args) -> dict[str, float]:
         top_k=args.top_k,
         min_p=args.min_p,
         max_tokens=args.max_response_length,
-        stop_token_ids=stop_token_ids(args.model, tokenizer),
+        stop_token_ids=stops,
     )
     seed = derive_seed(args.seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, seed=seed, on_group=scorer.submit)
+    own_rows = ranks.own_slice(rows)
+    own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, environments, seed=seed)
     own_scores = scorer.collect(tickets)
     samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 
@@ -98,7 +106,7 @@ def main(args: Args) -> dict[str, float]:
         "accuracy": sum(score) / len(score),
         "reward/mean": sum(s.value or 0.0 for s in scores) / len(scores),
         **of_scoring(scores, [rows_by_index[s.row_index]["data_source"] for s in samples]),
-        "response_length/mean": sum(len(s.response_ids) for s in samples) / len(samples),
+        "response_length/mean": sum(s.num_sampled for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
     if args.rollout_n > 1 or args.k:

@@ -110,7 +110,7 @@ def main(args: Args) -> dict[str, float]:
     """Train with DAPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     validate(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
     round_size = args.gen_batch_size or args.train_batch_size  # prompts
     if round_size > len(train_rows):
         rows = f"{len(train_rows)} rows of the training data"
@@ -146,7 +146,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
             run.exit_if_asked()
             val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
@@ -168,7 +168,7 @@ def main(args: Args) -> dict[str, float]:
 
             # 2. Rollouts: sample G responses to each prompt.
             own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, drawn, engine.first_rank)
-            own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+            own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
             run.exit_if_asked()
             clock("gen")
 
@@ -287,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
             "train/surplus_groups": float(len(waiting)),
             "actor/lr": lr,
         }
-        generated = sum(r.response_length for group in sampled for r in group)
+        generated = sum(r.num_sampled for group in sampled for r in group)
         step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next iteration saves.

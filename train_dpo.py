@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
     """Train on pairs; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     check_pairs(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, _ = load_task(args, pairs=args.offline)
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, _ = load_task(args, pairs=args.offline)
     # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
     train_rows = add_given(
         train_rows,
@@ -180,14 +180,14 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
             run.exit_if_asked()
             val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
         if step == total_steps:
             break
         own_rows, seed = ranks.own_slice(asked), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -281,7 +281,7 @@ def main(args: Args) -> dict[str, float]:
             "train/num_pairs": float(len(pairs)),
             "actor/lr": lr,
         }
-        generated = sum(r.response_length for r in sampled)
+        generated = sum(r.num_sampled for r in sampled)
         step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in paired), generated=generated)
         run.log_samples(own_samples, own_scores)
         # 9. Checkpoint: save_and_begin of the next round saves.

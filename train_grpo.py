@@ -82,7 +82,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
 def main(args: Args) -> dict[str, float]:
     """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
-    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
@@ -111,14 +111,14 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
             run.exit_if_asked()
             val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
         if step == total_steps:
             break
         own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

@@ -103,7 +103,7 @@ def main(args: Args) -> dict[str, float]:
     num_prompts = args.gen_batch_size or args.train_batch_size  # that are sampled in a step
     if num_prompts < (P := args.train_batch_size):
         raise ValueError(f"--gen-batch-size {num_prompts} is less than --train-batch-size {P}; raise it")
-    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args, prompts_per_step=num_prompts)
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args, prompts_per_step=num_prompts)
     longest = args.max_prompt_length + args.max_response_length
     prm_path, prm_flag = args.prm_model or args.model, "--prm-model" if args.prm_model else "--model"
     check_second_model(prm_path, tokenizer, args.lora, longest=longest, flag=prm_flag, model=args.model)
@@ -139,14 +139,14 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
             run.exit_if_asked()
             val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
         if step == total_steps:
             break
         own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, seed=seed, on_group=scorer.submit)
+        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -287,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": args.lr * lr_factor,
             "reward_model/lr": args.prm_lr * lr_factor,
         }
-        generated = sum(r.response_length for r in sampled)
+        generated = sum(r.num_sampled for r in sampled)
         step_metrics = run.log_step(step + 1, found, responses=responses, generated=generated)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next round saves.

@@ -90,7 +90,7 @@ def main(args: Args) -> dict[str, float]:
     # Flags, data and rewards are checked here, before a model is loaded.
     if args.adv_estimator == "optimal_token_baseline" and args.rollout_n < 2:
         raise ValueError("--adv-estimator optimal_token_baseline compares responses; --rollout-n must be at least 2")
-    tokenizer, train_rows, val_rows, scorer, sampling, total_steps = load_task(args)
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
     greedy_sampling = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
@@ -123,7 +123,7 @@ def main(args: Args) -> dict[str, float]:
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
         if run.evaluation_is_due(step):
-            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, seed=args.seed)
+            evaluation = evaluate(engine, scorer, val_rows, sampling, args.validation, ranks, envs, seed=args.seed)
             run.exit_if_asked()
             val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
@@ -133,7 +133,7 @@ def main(args: Args) -> dict[str, float]:
         asked, ways = own_rows, [sampling] * len(own_rows)  # prompts, and how each is answered
         if args.adv_estimator == "remax":
             asked, ways = asked + own_rows, ways + [greedy_sampling] * len(own_rows)
-        own_samples, tickets = sample_groups(engine, asked, ways, seed=seed, on_group=scorer.submit)
+        own_samples, tickets = sample_groups(engine, asked, ways, scorer.submit, envs, seed=seed)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

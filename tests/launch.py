@@ -8,8 +8,10 @@ several runs in a row.
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -62,12 +64,17 @@ def forget_rank() -> None:
         os.environ.pop(name, None)
 
 
+_numbers = itertools.cycle(range(16_000, 32_000))
+for _ in range(os.getpid() * 997 % 16_000):
+    next(_numbers)  # other processes that test begin elsewhere
+
+
 def free_ports(count: int) -> list[int]:
-    """So many ports that nobody listens on, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """So many ports that nobody listens on, all different, and below those that the kernel gives to any connection."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number := next(_numbers))):
+            ports.append(number)
     return ports
 
 

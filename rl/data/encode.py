@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -39,20 +40,25 @@ def encode_prompts(
     *,
     max_prompt_length: int | None = None,
     filter_overlong_prompts: bool = False,
+    tools: Sequence[dict] | None = None,
 ) -> list[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
     A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
     own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
 
-    Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped. Raises
-    ValueError without a chat template, for messages that it rejects, for a prompt without a token or over the limit,
-    and if no row is left.
+    Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
+    environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
+    since it is part of what the environment says first (see chat.py). Raises ValueError without a chat template, for
+    messages that it rejects, for a prompt without a token or over the limit, and if no row is left.
     """
+    way = {} if tools is None else dict(add_generation_prompt=False, tools=list(tools))
+    if tools is not None and (plain := [row for row in rows if not isinstance(row["prompt"], list)]):
+        raise ValueError(f"{named(plain[0])}: the prompt is a text; --environment and --tools need messages")
     encoded = [dict(row) for row in rows]
     for is_chat in (True, False):
         picked = [row for row in encoded if isinstance(row["prompt"], list) == is_chat]
-        texts = [_chat_text(tokenizer, row, row["prompt"]) if is_chat else row["prompt"] for row in picked]
+        texts = [_chat_text(tokenizer, row, row["prompt"], **way) if is_chat else row["prompt"] for row in picked]
         batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
         for row, prompt_ids in zip(picked, batch, strict=True):
             if not prompt_ids:
@@ -72,7 +78,7 @@ def encode_prompts(
 
 
 def _chat_text(
-    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[dict], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[dict], add_generation_prompt: bool = True, **kept: Any
 ) -> str:
     """The chat template's text for `messages`, which belong to `row`."""
     if tokenizer.chat_template is None:
@@ -81,7 +87,9 @@ def _chat_text(
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kept
+        )
     except jinja2.TemplateError as error:
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
 
@@ -124,7 +132,7 @@ def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) ->
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
     prompt = row["prompt"]
-    ids = _encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
+    ids = encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
@@ -141,10 +149,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
                 f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
                 "text with it; split the conversation into one row an answer (prompt and response)"
             )
-        header_ids = _encode_behind(tokenizer, done, header[len(done) :])
+        header_ids = encode_behind(tokenizer, done, header[len(done) :])
         answer = turn[len(header) :]
-        turn_ids = _encode_behind(tokenizer, header, answer)
-        learned = len(_encode_behind(tokenizer, header, answer.rstrip()))
+        turn_ids = encode_behind(tokenizer, header, answer)
+        learned = len(encode_behind(tokenizer, header, answer.rstrip()))
         if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
             raise ValueError(
                 f"{named(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
@@ -156,11 +164,11 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
     full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
     if not full.startswith(done):
         raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
-    rest = _encode_behind(tokenizer, done, full[len(done) :])
+    rest = encode_behind(tokenizer, done, full[len(done) :])
     return ids + rest, mask + [0] * len(rest)
 
 
-def _encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
     """Token ids of `text` where it goes on behind `before`. If it was encoded by itself, a SentencePiece tokenizer
     (Llama 2) would put a space of its own in front.
     """
@@ -183,19 +191,19 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
 
     A message list goes through the chat template together with the response as the assistant's message. A string is
     followed by the response and the end-of-sequence token. Text in the response that spells a control token stays
-    text: see `_without_control_tokens`. Raises ValueError as `encode_sft`.
+    text: see `without_control_tokens`. Raises ValueError as `encode_sft`.
     """
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
-        response = _without_control_tokens(tokenizer, response.removesuffix(end)) + end
+        response = without_control_tokens(tokenizer, response.removesuffix(end)) + end
         return _encode_response(tokenizer, {**row, "response": response})[0]
-    response = _without_control_tokens(tokenizer, response)
+    response = without_control_tokens(tokenizer, response)
     messages = [*row["prompt"], {"role": "assistant", "content": response}]
     text = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`. A
     policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
     """

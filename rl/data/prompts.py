@@ -38,16 +38,19 @@ def load_prompts(
     needs_truth: bool = True,
     evaluates: bool = True,
     pairs: bool = False,
+    tools: Sequence[dict] | None = None,
 ) -> tuple[list[Row], list[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
     Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; pairs, whether --train-files hold
-    comparisons, see `read_preference_rows`. Raises ValueError for every mistake in the data.
+    comparisons, see `read_preference_rows`; tools, of an environment, see `encode_prompts`. Raises ValueError for every
+    mistake in the data.
     """
     train, val = data.train_files, data.val_files
     train_rows = read_preference_rows(train) if pairs else read_prompts(train, needs_truth=needs_truth)
     val_rows = read_prompts(val, needs_truth=needs_truth) if evaluates else []
     limits = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts)
+    limits |= dict(tools=tools)
     return encode_prompts(tokenizer, train_rows, **limits), encode_prompts(tokenizer, val_rows, **limits)
 
 

@@ -38,6 +38,7 @@ class Request(NamedTuple):
     key: Hashable  # names the response among those of one rank; comes back with it
     prompt_ids: Sequence[int]
     sampling: Sampling  # of this response alone: its own `max_tokens` and stops; `n` is not looked at
+    seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 
 
 class Completion(NamedTuple):
@@ -65,6 +66,8 @@ class Sample:
     row_index: int
     policy_versions: tuple[int, int] = (0, 0)  # see Completion
     turns: int = 1  # how often the policy was asked to go on
+    messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
+    report: dict | None = None  # what its environment says at the end
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -75,6 +78,11 @@ class Sample:
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens that the policy sampled."""
+        return int(self.response_mask.sum())
 
 
 class Score(NamedTuple):
@@ -113,12 +121,14 @@ class Response:
     number: int  # among those that its rank sampled at a time
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
+    numbers: dict[str, float] | None = None  # of the environment's report
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
-        known = len(s.response_ids), int(s.response_mask.sum()), shared, s.finish_reason, s.policy_versions, s.turns
-        return cls(s.row_index, score._replace(text=""), *known, rank, number)
+        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
+        numbers = {name: float(x) for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers)
 
     @property
     def num_tokens(self) -> int:

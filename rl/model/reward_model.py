@@ -135,7 +135,8 @@ def add_scores(
     """
     prompts = {row["row_index"]: row["prompt"] for row in rows}
     onload(judge.model, judge.ranks.device)
-    asked = [prompts[sample.row_index] for sample in samples]
+    asked = [prompts[s.row_index] for s in samples]
+    asked = [[*prompt, *s.messages[:-1]] if s.messages else prompt for s, prompt in zip(samples, asked, strict=True)]
     learned = score_conversations(judge, asked, [score.text for score in scores])
     offload(judge.model)
     result = []

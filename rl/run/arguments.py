@@ -28,6 +28,7 @@ from rl.run.run_folder import Checkpoints
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout, check_engine_flags
+from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
 from rl.scoring.pool import Rewards, Scoring
@@ -59,6 +60,7 @@ class RLBase:
     rewards: Rewards = Rewards()
     scoring: Scoring = Scoring()
     rollout: Rollout = Rollout()
+    envs: EnvironmentFlags = EnvironmentFlags()
     lora: LoRA = LoRA()
     memory: MemoryRL = MemoryRL()
     validation: Validation = Validation()

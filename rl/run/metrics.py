@@ -173,11 +173,13 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
 
 
 def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
-    """`of_scores`, `of_lengths` and `of_groups` of n responses to each prompt; nothing if none were sampled."""
+    """`of_scores`, `of_lengths`, `of_conversations` and `of_groups` of n responses to each prompt; nothing if none were
+    sampled.
+    """
     if not responses:
         return {}
     groups = torch.tensor([r.score.value_or_nan for r in responses]).view(-1, n)
-    return of_scores(responses, rows) | of_lengths(responses) | of_groups(groups)
+    return of_scores(responses, rows) | of_lengths(responses) | of_conversations(responses) | of_groups(groups)
 
 
 def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -222,8 +224,10 @@ def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, 
 
 
 def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
-    """Lengths in tokens; `clip_ratio` is the share of responses that ended at the length limit, by finish reason."""
-    response = torch.tensor([float(r.response_length) for r in responses])
+    """Lengths in tokens that the policy sampled; `clip_ratio` is the share of responses that ended at the length limit,
+    by finish reason.
+    """
+    response = torch.tensor([float(r.num_sampled) for r in responses])
     prompt = torch.tensor([float(len(r.prompt_ids)) for r in responses])
     truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
     return (
@@ -231,6 +235,27 @@ def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
         | {"response_length/clip_ratio": truncated}
         | describe("prompt_length", prompt)
     )
+
+
+def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
+    """Of conversations with environments: turns of the policy, tokens that it was told, the share that failed, and the
+    mean of each number that environments report, "seconds" of waiting among them. Nothing without environments.
+    """
+    if not any(r.numbers for r in responses):
+        return {}
+    numbers = [r.numbers or {} for r in responses]
+    names = dict.fromkeys(name for found in numbers for name in found)
+    told = [float(r.response_length - r.num_sampled) for r in responses]
+    return {
+        **describe("num_turns", torch.tensor([float(r.turns) for r in responses])),
+        "environment/observation_tokens": _mean(told),
+        "environment/error_frac": sum(r.finish_reason == "error" for r in responses) / len(responses),
+        **{f"environment/{name}": _mean([x[name] for x in numbers if name in x]) for name in names},
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:
@@ -282,4 +307,4 @@ def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, flo
 
 def count(responses: Sequence[Response]) -> dict[str, int]:
     """Tokens of a step, and those of them that were sampled: what `Run.log_step` divides by its seconds."""
-    return {"tokens": sum(r.num_tokens for r in responses), "generated": sum(r.response_length for r in responses)}
+    return {"tokens": sum(r.num_tokens for r in responses), "generated": sum(r.num_sampled for r in responses)}

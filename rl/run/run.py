@@ -164,7 +164,7 @@ class Run:
         """
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
-        generated = sum(r.response_length for r in responses) if generated is None and responses else generated
+        generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
         metrics["checkpoint/failed"] = float(self.saver.failures)
         line = progress_line(step, self.total_steps, metrics) if shown else ""

@@ -8,6 +8,7 @@ from rl.data.prompts import count_steps, load_prompts
 from rl.data.rows import Row
 from rl.data.types import Sampling
 from rl.run.arguments import check
+from rl.sampling.environments import Environments, make_environments
 from rl.sampling.rollout import sampling_settings
 from rl.scoring.pool import Scorer, make_scorer
 
@@ -20,24 +21,29 @@ class Task(NamedTuple):
     val_rows: list[Row]
     scorer: Scorer
     sampling: Sampling
+    environments: Environments | None
     total_steps: int
 
 
 def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = False) -> Task:
     """Check a script's Args; then the tokenizer of --model, the prompts of --train-files and --val-files, the processes
-    that score responses, how responses are sampled, and how many steps the run has.
+    that score responses, how responses are sampled, what answers the policy with --environment or --tools, and how many
+    steps the run has.
 
     Args: prompts_per_step, that are sampled, by default --train-batch-size; pairs, whether --train-files hold
     comparisons, whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
-    kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs)
+    lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
+    sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
+    environments = make_environments(args.envs, tokenizer, sampling.stop_token_ids)
+    tools = environments.chat.tools if environments else None
+    kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs, tools=tools)
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
     total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)
     judged = val_rows if pairs else train_rows + val_rows
-    scorer = make_scorer(rewards, args.scoring, tokenizer, judged, max_response_length=args.max_response_length)
-    lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
-    sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
-    return Task(tokenizer, train_rows, val_rows, scorer, sampling, total_steps)
+    limit, in_turns = args.max_response_length, environments is not None
+    scorer = make_scorer(rewards, args.scoring, tokenizer, judged, max_response_length=limit, in_turns=in_turns)
+    return Task(tokenizer, train_rows, val_rows, scorer, sampling, environments, total_steps)

@@ -13,6 +13,7 @@ from rl.data.types import Sampling, Score
 from rl.flags import AtLeast1, Count, Free, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
+from rl.sampling.environments import Environments
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Scorer
 
@@ -50,12 +51,14 @@ def evaluate(
     sampling: Sampling,
     validation: Validation,
     ranks: Ranks,
+    environments: Environments | None = None,
     *,
     seed: int = 0,
 ) -> Evaluation:
     """Score --val-n responses to every held-out prompt, sampled as the other --val flags say; by default one, greedily.
 
-    Args: rows, on all ranks; sampling, as in training, for lengths and what ends a response; seed, of the run.
+    Args: rows, on all ranks; sampling, as in training, for lengths and what ends a response; seed, of the run;
+    environments, as in training.
     Returns: the means over all prompts of what `of_prompt` finds, and the first --log-val-generations rows to show.
     Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
@@ -63,7 +66,7 @@ def evaluate(
     way = replace(sampling, n=n, temperature=validation.val_temperature)
     way = replace(way, top_p=validation.val_top_p, top_k=validation.val_top_k, min_p=validation.val_min_p)
     seed = derive_seed(seed, engine.first_rank)
-    own_samples, tickets = sample_groups(engine, own_rows, way, seed=seed, on_group=scorer.submit)
+    own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, environments, seed=seed)
     own_scores = scorer.collect(tickets)
     if stop.requested(ranks.group):
         return Evaluation({}, [])
@@ -71,7 +74,7 @@ def evaluate(
     first = {row["row_index"] for row in rows[: validation.log_val_generations]}
     for i, row in enumerate(own_rows):
         samples, scores = own_samples[i * n : (i + 1) * n], own_scores[i * n : (i + 1) * n]
-        own_found.append(of_prompt(row["data_source"], scores, [len(s.response_ids) for s in samples]))
+        own_found.append(of_prompt(row["data_source"], scores, [s.num_sampled for s in samples]))
         if row["row_index"] in first:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
             own_shown += [dict(prompt=prompt, response=x.text, score=x.value, components=x.components) for x in scores]

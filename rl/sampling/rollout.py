@@ -16,11 +16,13 @@ from rl import stop
 from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
-from rl.data.types import Completion, Request, Response, Sample, Sampling, Score, take_rows
+from rl.data.types import Response, Sample, Sampling, Score, take_rows
 from rl.flags import PositiveShare, Share, Temperature, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine, Rollout
+from rl.sampling.environments import Environments
+from rl.sampling.rollouts import Rollouts
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
@@ -67,68 +69,41 @@ def sample_groups(
     engine: Engine,
     rows: Sequence[dict],
     sampling: Sampling | Sequence[Sampling],
+    on_group: Callable[[dict, list[Sample]], Any] | None = None,
+    environments: Environments | None = None,
     *,
     seed: int,
-    on_group: Callable[[dict, list[Sample]], Any] | None = None,
 ) -> tuple[list[Sample], list[Any]]:
     """`sampling.n` samples for each row (a dict with `prompt_ids` and `row_index`).
 
     Args:
         rows: this rank's prompts; other ranks may have more or fewer, or none.
         sampling: of all rows, or one for each of them.
-        seed: with the same seed, rows and weights the samples are the same. See `seeded`.
         on_group: `on_group(row, samples)` is called for each row when its samples are complete, while others are still
             sampled, such as `Scorer.submit`.
+        environments: that answer the policy, so that a sample is a conversation of several turns.
+        seed: with the same seed, rows and weights the samples are the same. See `seeded`, and with environments
+            `Rollouts`.
 
     Returns: the samples, groups side by side in the order of the rows; and what `on_group` has returned for each row.
     Both are incomplete if the run was asked to stop: call `run.exit_if_asked` then. Raises RuntimeError naming the row
     if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    pairs = enumerate(zip(rows, ways, strict=True))
-    requests = [Request((i, j), row["prompt_ids"], way) for i, (row, way) in pairs for j in range(way.n)]
-    missing = {request.key for request in requests}
-    groups: list[dict[int, Sample]] = [{} for _ in rows]
-    handed: dict[int, Any] = {}
-    steps = itertools.count()
+    rollouts, handed, steps = Rollouts(engine, environments, seed=seed), {}, itertools.count()
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
-        engine.add(requests)
-        while engine.has_requests():
+        for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
+            rollouts.start(i, row, way)
+        while rollouts.is_open():
             # Ranks of an engine leave together and must ask each other; one alone can look at every token.
             if (engine.group is None or next(steps) % STOP_EVERY == 0) and stop.requested(engine.group):
-                engine.abort()
+                rollouts.abandon()
                 break
-            for completion in engine.step():
-                i, j = completion.key
-                if completion.key not in missing:
-                    raise RuntimeError(
-                        f"the engine returned response {j} to row {rows[i]['row_index']}, which it had returned before "
-                        "or was not asked for"
-                    )
-                missing.remove(completion.key)
-                groups[i][j] = as_sample(completion, rows[i])
-                if len(groups[i]) == ways[i].n:
-                    bar.update()
-                    group = [groups[i][j] for j in range(ways[i].n)]
-                    handed[i] = on_group(rows[i], group) if on_group is not None else None
-        else:
-            if missing:
-                row, lost = rows[min(missing)[0]]["row_index"], f"{len(missing)} of {len(requests)} responses"
-                raise RuntimeError(f"the engine lost {lost}, one to row {row} among them")
-    samples = [groups[i][j] for i in sorted(handed) for j in range(ways[i].n)]
-    return samples, [handed[i] for i in sorted(handed)]
-
-
-def as_sample(completion: Completion, row: dict) -> Sample:
-    """A completion of a row's prompt as a sample. Raises RuntimeError if not every token has a finite log-prob."""
-    ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
-    if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
-        raise RuntimeError(
-            f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
-            f"{row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
-        )
-    versions, ones = completion.policy_versions, np.ones(len(ids))
-    return Sample(row["prompt_ids"], ids, ones, logprobs, completion.finish_reason, row["row_index"], versions)
+            for i, samples in rollouts.step():
+                bar.update()
+                handed[i] = samples, on_group(rows[i], samples) if on_group is not None else None
+        rollouts.check_complete()
+    return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]
 
 
 def gather_responses(

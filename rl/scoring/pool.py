@@ -123,6 +123,7 @@ class Scorer:
         self.open: set[Future] = set()  # those that were not collected
         self.reward_model: reward_model.RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
+        self.in_turns = False  # whether responses are conversations
         self.components: set[str] = set()  # names of parts of the scores that `check` saw
         hellos: list[Future] = [Future() for _ in range(self.workers)]
         for hello in hellos:  # a worker dies with the thread that started it, so each has its own
@@ -237,8 +238,12 @@ class Scorer:
 
     def _try(self, row: Row, texts: Sequence[str]) -> list[Score]:
         """The scores of responses to a row."""
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [] for text in texts]
-        return self.collect([self.submit(row, [Sample([], x, [1] * len(x), [0.0] * len(x), "stop", 0) for x in ids])])
+        samples = []
+        for text in texts:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            turn = ([{"role": "assistant", "content": text}], {}) if self.in_turns else ()
+            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, (0, 0), 1, *turn))
+        return self.collect([self.submit(row, samples)])
 
     def close(self) -> None:
         """End the workers."""
@@ -266,35 +271,61 @@ class Scorer:
     def _score(self, worker: "_Worker", row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
         """Let a worker score responses to a row."""
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
+        texts = [_last_turn(s.messages) if s.messages else text for s, text in zip(samples, texts, strict=True)]
+        has_failed = [s.finish_reason == "error" for s in samples]  # its environment: no reward function is asked
         truth = row["reward_model"]["ground_truth"]
-        facts = [row["extra_info"] | self.extra_info | {"response_length": len(s.response_ids)} for s in samples]
+        facts = [row["extra_info"] | self.extra_info | _facts(s) for s in samples]
         calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]
+        calls = [call for call, failed in zip(calls, has_failed, strict=True) if not failed]
+        if not calls:
+            return [Score(text, None, {}, "none", 0.0) for text in texts], None
         start = time.monotonic()
         reply = worker.score(calls, self.timeout_s, twice=twice)
         seconds = (time.monotonic() - start) / len(calls)
         problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
         if not reply.get("same", True):
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
-        scores = [
-            Score(text, value, parts, "ok" if value is not None else reply.get("status", "none"), seconds)
-            for text, (value, parts) in zip(texts, results, strict=True)
-        ]
+        results, status = iter(results), reply.get("status", "none")
+        scores = []
+        for text, failed in zip(texts, has_failed, strict=True):
+            value, parts = (None, {}) if failed else next(results)
+            why = "ok" if value is not None else "none" if failed else status
+            scores.append(Score(text, value, parts, why, seconds))
         if problem is not None:
             problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
         return scores, problem
 
 
+def _facts(sample: Sample) -> dict[str, Any]:
+    """What extra_info says of a response: how many tokens the policy sampled, and the conversation, if it is one."""
+    conversation = {"messages": list(sample.messages), "environment": sample.report} if sample.messages else {}
+    return {"response_length": sample.num_sampled} | conversation
+
+
+def _last_turn(messages: Sequence[dict]) -> str:
+    """What the policy said last."""
+    return next((x["content"] for x in reversed(messages) if x["role"] == "assistant"), "")
+
+
 def make_scorer(
-    rewards: Rewards, flags: Scoring, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_response_length: int
+    rewards: Rewards,
+    flags: Scoring,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_response_length: int,
+    in_turns: bool = False,
 ) -> Scorer:
-    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Raises ValueError if a
-    function or the reward model, which is not loaded yet, cannot score the first row of every data source.
+    """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Args: in_turns, whether
+    responses are conversations with environments. Raises ValueError if a function or the reward model, which is not
+    loaded yet, cannot score the first row of every data source.
     """
     if flags.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
     if rewards.reward_model:
         reward_model.open_reward_model(rewards.reward_model, rows[0], rewards.reward_model_max_length)
     scorer = Scorer(rewards.functions, tokenizer, flags, max_response_length=max_response_length)
+    scorer.in_turns = in_turns
     scorer.report = scorer.check(rows)
     if rewards.reward_model:
         scorer.components.add("reward_model")

@@ -57,7 +57,7 @@ MAY_CHANGE = set(
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
-    critic_offload max_num_gen_batches teacher_url teacher_timeout teacher_offload prm_offload
+    critic_offload max_num_gen_batches environment_timeout teacher_url teacher_timeout teacher_offload prm_offload
     """.split()
 )
 
@@ -66,7 +66,7 @@ LIMITS = {
     "at least 1": """
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
-        max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
+        max_turns max_tool_response_length max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
         ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps lora_alpha
     """,
     "positive": """
@@ -74,7 +74,7 @@ LIMITS = {
         probability_mask_threshold
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
-    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout",
+    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout",
     "0, or within 0.01 and 100": "val_temperature",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     "at least 0": """

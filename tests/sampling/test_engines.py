@@ -39,7 +39,8 @@ from rl.model.sharding import full_tensors
 from rl.run.arguments import check
 from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.hf import processed_logprobs
-from rl.sampling.rollout import as_sample, check_engine, sample_groups
+from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.rollouts import Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 
@@ -504,7 +505,9 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
 
 def test_a_sample_is_what_the_engine_completed():
     completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", (3, 4))
-    s = as_sample(completion, {"prompt_ids": [5, 6], "row_index": 11})
+    trajectory = Trajectory({"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
+    trajectory.take(completion)
+    s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
     assert (s.finish_reason, s.row_index, s.policy_versions, s.turns) == ("length", 11, (3, 4), 1)
@@ -515,7 +518,7 @@ def test_a_response_without_a_finite_logprob_for_every_token_is_refused(logprobs
     with pytest.raises(
         RuntimeError, match=rf"returned 2 tokens and {len(logprobs)} log-probs for a response to row 11"
     ):
-        as_sample(Completion((0, 0), [7, 8], logprobs, "stop"), {"prompt_ids": [5], "row_index": 11})
+        Trajectory({"prompt_ids": [5], "row_index": 11}, Sampling(), None).take(Completion(0, [7, 8], logprobs, "stop"))
 
 
 def test_groups_are_handed_over_once_complete_while_others_are_sampled(engine, policy):

@@ -71,7 +71,7 @@ def test_requests_have_their_own_keys_limits_and_ways_of_sampling(every_engine, 
     ]
     done, model = by_key(run(every_engine, requests)), plain(policy)
     assert done.keys() == {request.key for request in requests}
-    for key, prompt, way in requests:
+    for key, prompt, way, _ in requests:
         c = done[key]
         assert c.finish_reason == ("stop" if c.token_ids[-1] in (2, 0) else "length")
         assert len(c.token_ids) == len(c.logprobs) <= way.max_tokens
@@ -192,7 +192,7 @@ def first_with(tokenizer, ids, text):
 def test_a_stop_text_ends_its_own_request_with_the_token_that_completes_it(every_engine, policy, tiny_model):
     push(every_engine, policy)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    requests = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, _ in SIX]
+    requests = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, *_ in SIX]
     whole = by_key(run(every_engine, requests))
     key = next(key for key in "bcdef" if len(whole[key].token_ids) > 12)
     text = tokenizer.decode(whole[key].token_ids[6:8])
@@ -266,7 +266,7 @@ def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, w
     push(every_engine, policy)
     version = every_engine.policy_version
     short = Request("short", PROMPTS[0], Sampling(temperature=TEMPERATURE, max_tokens=2))
-    long = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, _ in SIX]
+    long = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, *_ in SIX]
     waiting = [Request(key, PROMPTS[1], WARM) for key in ("waits 1", "waits 2", "waits 3")]
     done = run(every_engine, [short, *long, *waiting], steps=5)
     push(every_engine, newer)
@@ -277,7 +277,7 @@ def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, w
     assert found.keys() == {"short", *"abcdef", "waits 1", "waits 2", "waits 3", "after"}
 
     mixed = 0
-    for key, prompt, _ in long:
+    for key, prompt, *_ in long:
         c = found[key]
         old, new = (logp_of(x, prompt, c.token_ids) for x in (policy, newer))
         if len(c.token_ids) <= 5:

@@ -230,10 +230,12 @@ class Echo:
 
     device, group = torch.device("cpu"), None
 
-    def add(self, requests):
-        self.waiting = list(requests)
+    waiting = ()
 
-    def has_requests(self):
+    def add(self, requests):
+        self.waiting = [*self.waiting, *requests]
+
+    def has_requests(self, *, waiting):
         return bool(self.waiting)
 
     def step(self):

@@ -364,7 +364,10 @@ def test_no_guessing_at_attributes_and_no_swallowed_errors(path):
             assert caught not in ("everything", "Exception", "BaseException"), f"{path}:{node.lineno}: {caught}"
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p != ROOT / "rl/scoring/worker.py"], ids=label)  # SystemExit
+OTHERS_CODE = [ROOT / "rl/scoring/worker.py", ROOT / "rl/sampling/environment_worker.py"]  # which may raise SystemExit
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY if p not in OTHERS_CODE], ids=label)
 def test_no_bare_except_in_the_library(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ExceptHandler):

@@ -75,7 +75,8 @@ class Engine:
     Ranks that share an engine (--tensor-model-parallel-size) enter `has_requests`, `step`, `abort`, `update_weights`,
     `sleep`, `wake` and `close` together. Each adds its own requests and gets its own completions.
 
-    Engines draw from the global random generators of torch and numpy. Whoever calls `step` seeds them first.
+    Engines draw from the global random generators of torch and numpy, which whoever calls `step` seeds first; a request
+    with a seed of its own has its own generator.
     """
 
     def __init__(self, model: str, ranks: Ranks, longest: int):
@@ -100,9 +101,16 @@ class Engine:
         self.keys = keys
         self.new += requests
 
-    def has_requests(self) -> bool:
-        """Whether any response is still to be sampled, by this rank or one that shares the engine."""
-        return bool(self.keys)
+    def has_requests(self, *, waiting: bool = False) -> bool:
+        """Whether any response is still to be sampled, by this rank or one that shares the engine. `waiting`: this rank
+        will add more, so none of them may leave.
+        """
+        return bool(self.keys) or waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `step` has nothing to sample. It returns [] then."""
+        return not self.keys
 
     def step(self) -> list[Completion]:
         """Sample about one more token of every response that fits into the memory. Returns those that are complete."""

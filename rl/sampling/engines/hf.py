@@ -35,10 +35,13 @@ class Engine(Base):
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         self.batch: list[InFlight | None] = []  # None: this one has ended
         self.ids = self.attention_mask = self.cache = None  # (b, t) of the batch, prompts padded on the left
+        self.generators: dict[int, torch.Generator] = {}  # of those with a seed of their own
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """See `base.Engine`."""
+        if self.is_idle:
+            return []
         if not any(self.batch):
             self._begin_batch()
         positions = (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -68,6 +71,9 @@ class Engine(Base):
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
+        self.generators = {
+            i: torch.Generator(self.device).manual_seed(x.seed) for i, x in enumerate(begin) if x.seed is not None
+        }
         self.batch = [InFlight(x, self.policy_version, self.rank, end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
@@ -86,7 +92,10 @@ class Engine(Base):
         greedy = torch.tensor([way is not None and way.temperature == 0 for way in ways], device=self.device)
         tokens = logp.argmax(-1)
         if not greedy.all():
-            tokens = torch.where(greedy, tokens, torch.multinomial(logp.exp(), 1)[:, 0])
+            drawn = torch.multinomial(logp.exp(), 1)[:, 0]
+            for i, generator in self.generators.items():
+                drawn[i] = torch.multinomial(logp[i].exp(), 1, generator=generator)[0]
+            tokens = torch.where(greedy, tokens, drawn)
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
     def _reason_to_end(self, x: InFlight) -> str:

@@ -20,6 +20,8 @@ from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import InFlight, Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
+ASK_EVERY = 16  # steps after which ranks that share an engine ask each other for new requests, at the latest
+
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
@@ -84,29 +86,37 @@ class Engine(Base):
         self.in_flight: dict[str, InFlight] = {}  # by vLLM's name of the request, of all ranks that share this engine
         self.watched: set[str] = set()  # those of them whose text may end them
         self.may_be_new = True  # whether ranks that share this engine have to ask each other for new requests
+        self.steps = 0
         if vllm.__version__.startswith(TESTED):
             take_shortcuts(self.scheduler, self.in_flight)
         elif ranks.is_main:
             say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
 
-    def has_requests(self) -> bool:
+    def has_requests(self, *, waiting: bool = False) -> bool:
         """See `base.Engine`."""
         self._take_new()
-        return bool(self.in_flight)
+        if self.group is None or self.in_flight:
+            return bool(self.in_flight) or waiting
+        return any(self._of_group(waiting))
+
+    @property
+    def is_idle(self) -> bool:
+        """See `base.Engine`."""
+        return not self.in_flight and not self.new
 
     def _take_new(self) -> None:
         """Hand new requests to vLLM: the same ones in the same order on all ranks that share this engine, which take
-        each other's new requests when a response has ended.
+        each other's new requests when a response has ended, and every ASK_EVERY steps.
         """
-        if self.group is not None and not self.may_be_new and self.in_flight:
+        if self.group is not None and not self.may_be_new and self.in_flight and self.steps % ASK_EVERY:
             return
         every = [(rank, request) for rank, requests in self._of_group((self.rank, self.new)) for request in requests]
         self.new, self.may_be_new = [], False
         if not every:
             return
-        params = {way: _params(way) for way in {request.sampling for _, request in every}}
+        params = {way: _params(*way) for way in {(request.sampling, request.seed) for _, request in every}}
         prompts = [{"prompt_token_ids": list(x.prompt_ids)} for _, x in every]
-        names = self.llm.enqueue(prompts, [params[x.sampling] for _, x in every], use_tqdm=False)
+        names = self.llm.enqueue(prompts, [params[x.sampling, x.seed] for _, x in every], use_tqdm=False)
         # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
@@ -126,6 +136,9 @@ class Engine(Base):
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
         self._take_new()
+        self.steps += 1
+        if not self.in_flight:
+            return []
         if not self.scheduler.has_requests():
             lost = list(self.in_flight)
             self._forget(dict.fromkeys(lost, "abort"))
@@ -229,11 +242,11 @@ def _transformers_as_it_is(model: str) -> Iterator[None]:
         decoder.__init__, decoder.do_not_compile = init, True
 
 
-def _params(sampling: Sampling) -> Any:
+def _params(sampling: Sampling, seed: int | None) -> Any:
     """vLLM's SamplingParams for one response, which have our names; this engine looks for stop texts itself."""
     from vllm import SamplingParams
 
-    ours = vars(sampling) | {"n": 1, "stop": None, "stop_token_ids": list(sampling.stop_token_ids)}
+    ours = vars(sampling) | {"n": 1, "stop": None, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
     return SamplingParams(**ours, logprobs=0, detokenize=False)  # logprobs: of the sampled token only
 
 

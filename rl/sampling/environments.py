@@ -1,0 +1,230 @@
+"""Environments: what answers the policy, turn by turn, such as tools, a game or a program.
+
+    torchrun train_grpo.py --tools calculator.py                  functions that the policy may call
+    torchrun train_grpo.py --environment game.py:Game --max-turns 8
+
+A user's class; every method but `step` may be missing, and each may be `async`:
+
+    class Environment:                            made anew for each response, in a process of its own
+        tools = (calculate,)                      functions with types and docstring, or JSON schemas
+        def reset(self, row, seed):               messages behind row["prompt"]; () by default. Equal within a group
+        def step(self, reply):                    messages that answer reply.text, or reply.calls; None ends it
+        def report(self):                         {"calls": 2}: for the reward and the log
+        def close(self):                          called when the conversation has ended
+
+Without `step` the calls of `tools` are made, until a turn has none. Tokens and limits are not its business: what the
+policy sampled stays as it is, and messages are appended by the chat template (rl/data/chat.py). An exception, a hang or
+the death of its process ends a conversation, which then has no score, is counted, and is not learned from.
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.console import say
+from rl.data.chat import Calls, Chat
+from rl.data.rows import Row
+from rl.flags import AtLeast1, Free, Seconds
+from rl.sampling.environment_worker import Call, Reply
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MAX_ANSWER = 64 << 20  # bytes of one answer
+START_SECONDS = 120  # to import the user's file, and to reach a tool server
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentFlags:
+    """environment: what answers the policy, turn by turn"""
+
+    environment: str | None = None  # file.py[:Class], by default Environment; docs/environments.md has the contract
+    # tools that the policy may call: file.py[:function], all of the file by default, or the URL of an MCP server
+    tools: tuple[str, ...] = ()
+    max_turns: AtLeast1 = 8  # of the policy in one conversation; all of it has --max-response-length tokens
+    environment_timeout: Free[Seconds] = 60.0  # seconds for one answer; then the conversation ends without a score
+    max_tool_response_length: AtLeast1 = 4096  # characters of a tool's result; more are cut, with a mark
+
+
+class Answer(NamedTuple):
+    """What an environment says to a turn."""
+
+    key: Hashable
+    messages: list[dict] | None  # None: the conversation has ended
+    has_failed: bool = False
+
+
+class _Conversation:
+    """One environment, as the trainer sees it."""
+
+    def __init__(self, number: int, row: Row, seed: int):
+        self.number, self.row, self.seed = number, row, seed
+        self.socket: socket.socket | None = None  # to its process, which starts when it is first asked
+        self.received, self.asked_at, self.waited_s = bytearray(), 0.0, 0.0
+        self.report: dict[str, Any] = {}
+
+
+class Environments:
+    """The environments of the responses that a rank has in flight.
+
+    Raises ValueError if the user's file cannot be loaded, a tool server cannot be reached, or the chat template is not
+    made for conversations, see `Chat`.
+    """
+
+    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
+        self.flags, self.max_turns = flags, flags.max_turns
+        self.open: dict[Hashable, _Conversation] = {}
+        self.at_once: list[Answer] = []  # answers that need no process
+        self.selector = selectors.DefaultSelector()
+        self.count, self.problems = 0, 0
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a socket for each conversation
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+        hello = self._launch()
+        if "problem" in hello:
+            named = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
+            raise ValueError(f"{named} cannot be loaded: {hello['problem']}")
+        self.has_reset = hello["has_reset"]
+        self.chat = Chat(tokenizer, hello["tools"], stop_ids)
+
+    def _launch(self) -> dict[str, Any]:
+        """Start the process from which those of the conversations are forked; returns its first message."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path, module = str(REPOSITORY), "rl.sampling.environment_worker"
+        code = f"import sys; sys.path.insert(0, {path!r}); from {module} import main; main()"
+        with theirs:
+            own = dict(pass_fds=(theirs.fileno(),), start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            command = [sys.executable, "-c", code, str(theirs.fileno())]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, **own)  # prints go to stderr
+        flags = self.flags
+        self.control.send(pickle.dumps((flags.environment, flags.tools, flags.max_tool_response_length)))
+        self.control.settimeout(START_SECONDS)
+        try:
+            return json.loads(self.control.recv(1 << 20))
+        except (OSError, ValueError) as error:
+            return {"problem": f"its process gave no answer: {error!r}"}
+
+    def start(self, key: Hashable, row: Row, seed: int) -> None:
+        """Begin a conversation; its first answer is what `reset` says."""
+        self.count += 1
+        seen = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
+        self.open[key] = _Conversation(self.count, seen, seed)
+        if self.has_reset:
+            self._send(key, "reset", seen, seed)
+        else:
+            self.at_once.append(Answer(key, []))
+
+    def ask(self, key: Hashable, text: str, calls: Calls, turn: int) -> None:
+        """Hand a turn of the policy to its environment."""
+        named = tuple(Call(f"call{i:05d}", name, arguments) for i, (name, arguments) in enumerate(calls))
+        self._send(key, "step", Reply(text, named, turn))
+
+    def answers(self, wait_s: float) -> list[Answer]:
+        """The answers that have come; waits for the first one for so many seconds at most."""
+        found, self.at_once = self.at_once, []
+        for ready, _ in self.selector.select(0.0 if found else wait_s):
+            found += self._receive(ready.data)
+        now = time.monotonic()
+        for key, x in self.open.items():
+            if x.asked_at and now - x.asked_at > self.flags.environment_timeout:
+                found.append(self._fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
+        return found
+
+    def end(self, key: Hashable) -> dict[str, Any]:
+        """Forget a conversation; returns its report, with the seconds it has waited for answers."""
+        x = self.open.pop(key)
+        self._close(x, kill=bool(x.asked_at))
+        return x.report | {"seconds": round(x.waited_s, 3)}
+
+    def close(self) -> None:
+        """End all processes."""
+        for key in list(self.open):
+            self.end(key)
+        self.control.close()
+        self.process.wait()
+
+    def _send(self, key: Hashable, method: str, *arguments: Any) -> None:
+        x = self.open[key]
+        try:
+            if x.socket is None:
+                x.socket, theirs = socket.socketpair()
+                with theirs:
+                    self._command("start", x.number, theirs.fileno())
+                self.selector.register(x.socket, selectors.EVENT_READ, key)
+                if method == "step" and self.has_reset:
+                    raise ConnectionError("its process is gone")
+            x.socket.settimeout(self.flags.environment_timeout)
+            x.socket.sendall(pickle.dumps((method, arguments)))
+            x.asked_at = time.monotonic()
+        except OSError as error:
+            self.at_once.append(self._fail(key, repr(error)))
+
+    def _command(self, name: str, number: int, *descriptors: int) -> None:
+        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over."""
+        message = json.dumps([name, number]).encode()
+        try:
+            socket.send_fds(self.control, [message], descriptors)
+        except OSError:
+            self.control.close()
+            if name == "start" and "problem" not in self._launch():
+                socket.send_fds(self.control, [message], descriptors)
+
+    def _receive(self, key: Hashable) -> list[Answer]:
+        """What a conversation's process has sent: an answer if it is complete."""
+        x = self.open[key]
+        try:
+            data = x.socket.recv(1 << 20)
+        except OSError:
+            data = b""
+        x.received += data
+        if not data or len(x.received) > MAX_ANSWER:
+            return [self._fail(key, "its process ended" if not data else f"it answered {len(x.received)} bytes")]
+        if not x.received.endswith(b"\n"):
+            return []
+        x.waited_s, x.asked_at = x.waited_s + time.monotonic() - x.asked_at, 0.0
+        try:
+            answer = json.loads(x.received)
+            x.received.clear()
+            if "problem" in answer:
+                return [self._fail(key, answer["problem"])]
+            x.report = answer["report"]
+            return [Answer(key, answer["messages"])]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            return [self._fail(key, f"it sent something else: {error!r}")]
+
+    def _fail(self, key: Hashable, problem: str) -> Answer:
+        x = self.open[key]
+        if self.problems == 0:
+            say(f"environment: the conversation of {x.row.get('row_place', 'a row')} ended: {problem}", sys.stderr)
+        self.problems += 1
+        self._close(x, kill=True)
+        x.asked_at = 0.0
+        return Answer(key, None, has_failed=True)
+
+    def _close(self, x: _Conversation, *, kill: bool) -> None:
+        if x.socket is not None:
+            self.selector.unregister(x.socket)
+            x.socket.close()  # its process ends with it, if it listens
+            x.socket = None
+            if kill:
+                self._command("end", x.number)
+
+
+def make_environments(
+    flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
+) -> Environments | None:
+    """The environments that the flags ask for; None without --environment and --tools. Raises ValueError for both of
+    these, or as `Environments`.
+    """
+    if flags.environment and flags.tools:
+        raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
+    return Environments(flags, tokenizer, stop_ids) if flags.environment or flags.tools else None

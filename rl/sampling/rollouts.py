@@ -1,0 +1,181 @@
+"""The engine's loop as an object: responses in flight, in groups, also over several turns and over a push of weights.
+
+    rollouts = Rollouts(engine)
+    for name, row in enumerate(rows):
+        rollouts.start(name, row, sampling)           at any time, also while others are sampled
+    while rollouts.is_open():
+        for name, samples in rollouts.step(): ...     one more token for each response; groups that are complete now
+
+With environments a response is a conversation. After a turn of the policy its environment is asked, while the engine
+samples the others. What it answers is appended with mask 0, and the policy goes on behind it:
+
+    response   = turn 1 + observation + turn 2 + ...
+    mask       =   1    +     0       +   1    + ...        log-probs of observations are 0
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import numpy as np
+
+from rl.data.order import derive_seed
+from rl.data.rows import Row
+from rl.data.types import Completion, Request, Sample, Sampling
+from rl.sampling.engines.base import Engine
+from rl.sampling.environments import Environments
+
+IDLE_WAIT_S = 0.05  # how long to wait for an environment when the engine has nothing to sample
+
+
+class Trajectory:
+    """One response in the making: what the policy sampled, and what it was told in between."""
+
+    def __init__(self, row: Row, sampling: Sampling, seed: int | None):
+        self.row, self.sampling, self.seed = row, sampling, seed
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.messages: list[dict] = []  # of a conversation, behind the prompt
+        self.turns, self.finish_reason = 0, "abort"
+        self.versions: tuple[int, int] | None = None  # pushes of weights before the first and the last sampled token
+
+    def request(self, key: Hashable) -> Request:
+        """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
+        seed = None if self.seed is None else derive_seed(self.seed, self.turns, len(self.ids))
+        rest = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(self.ids))
+        return Request(key, [*self.row["prompt_ids"], *self.ids], rest, seed)
+
+    def take(self, completion: Completion) -> None:
+        """Append what was sampled. Raises RuntimeError if not every token has a finite log-prob."""
+        ids, logprobs = completion.token_ids, np.asarray(completion.logprobs, np.float32)
+        if len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
+            raise RuntimeError(
+                f"the engine returned {len(ids)} tokens and {len(logprobs)} log-probs for a response to row "
+                f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
+            )
+        self._append(ids, 1, completion.logprobs)
+        first, last = completion.policy_versions
+        self.versions = (self.versions[0] if self.versions else first, last)
+        self.finish_reason = completion.finish_reason
+
+    def tell(self, ids: list[int]) -> bool:
+        """Append what the policy did not sample. False if that leaves no room for another token: then nothing is."""
+        if has_room := len(self.ids) + len(ids) < self.sampling.max_tokens:
+            self._append(ids, 0, [0.0] * len(ids))
+        else:
+            self.finish_reason = "length"
+        return has_room
+
+    def _append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
+        self.ids += ids
+        self.mask += [mask] * len(ids)
+        self.logprobs += logprobs
+
+    def sample(self, report: dict | None = None) -> Sample:
+        """The response as it is now, with what its environment reports."""
+        numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
+        about = (self.versions or (0, 0), max(self.turns, 1), tuple(self.messages), report)
+        return Sample(self.row["prompt_ids"], *numbers, *about)
+
+
+class Rollouts:
+    """Groups of responses in flight over one engine. Ranks that share it make all calls together.
+
+    Args: environments, that answer the policy, if any; seed, which with environments decides what every turn samples,
+    whenever it begins; without them the engine draws from the global generators.
+    """
+
+    def __init__(self, engine: Engine, environments: Environments | None = None, *, seed: int = 0):
+        self.engine, self.environments, self.seed = engine, environments, seed
+        self.count = 0  # responses that were ever started
+        self.rows: dict[Hashable, Row] = {}  # of all groups that were ever started
+        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}  # their size, and the responses that are done
+        self.trajectories: dict[Hashable, Trajectory] = {}  # those that are not, by group and number
+        self.waiting: set[Hashable] = set()  # those of them whose environment is asked
+        self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
+
+    def start(self, name: Hashable, row: Row, sampling: Sampling) -> None:
+        """Begin `sampling.n` responses to a row. `name` comes back with the group."""
+        self.rows[name], self.groups[name] = row, (sampling.n, {})
+        self.count += sampling.n
+        for j in range(sampling.n):
+            seed = derive_seed(self.seed, row["row_index"], j) if self.environments else None
+            self.trajectories[name, j] = Trajectory(row, sampling, seed)
+            if self.environments:
+                self.environments.start((name, j), row, derive_seed(self.seed, row["row_index"]))
+                self.waiting.add((name, j))
+            else:
+                self.pending.append((name, j))
+
+    def is_open(self) -> bool:
+        """Whether any response is in flight, of this rank or of one that shares the engine."""
+        if self.pending:
+            self.engine.add([self.trajectories[key].request(key) for key in self.pending])
+            self.pending = []
+        return self.engine.has_requests(waiting=bool(self.waiting))
+
+    def step(self) -> list[tuple[Hashable, list[Sample]]]:
+        """Sample about one more token of each response; returns the groups that are complete now."""
+        done = []
+        for completion in self.engine.step():
+            key = completion.key
+            if (x := self.trajectories.get(key)) is None or key in self.waiting:
+                which = f"response {key[1]} to row {self.rows[key[0]]['row_index']}"
+                raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
+            x.take(completion)
+            x.turns += 1
+            if self.environments is None:
+                done += self._finish(key)
+                continue
+            text, calls = self.environments.chat.read(completion.token_ids)
+            x.messages.append({"role": "assistant", "content": text})
+            if completion.finish_reason == "stop":
+                self.environments.ask(key, text, calls, x.turns)
+                self.waiting.add(key)
+            else:
+                done += self._finish(key)
+        for answer in self.environments.answers(IDLE_WAIT_S * self.engine.is_idle) if self.environments else ():
+            x = self.trajectories[answer.key]
+            self.waiting.discard(answer.key)
+            x.finish_reason = "error" if answer.has_failed else x.finish_reason
+            if answer.messages is None or x.turns == self.environments.max_turns:
+                done += self._finish(answer.key)
+                continue
+            x.messages += answer.messages
+            if x.tell(self.environments.chat.ids_of(answer.messages, x.ids)):
+                self.pending.append(answer.key)
+            else:
+                done += self._finish(answer.key)
+        return done
+
+    def interrupt(self) -> None:
+        """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""
+        for completion in self.engine.abort():
+            self.trajectories[completion.key].take(completion)
+
+    def resume(self) -> None:
+        """Let the engine go on with what it does not have: each response behind the tokens that it has."""
+        self.pending = [key for key in self.trajectories if key not in self.waiting]
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come."""
+        if self.trajectories:
+            row, num_open = next(iter(self.trajectories.values())).row["row_index"], len(self.trajectories)
+            raise RuntimeError(f"the engine lost {num_open} of {self.count} responses, one to row {row} among them")
+
+    def abandon(self) -> None:
+        """Give up all responses in flight."""
+        self.engine.abort()
+        for key in self.trajectories if self.environments else ():
+            self.environments.end(key)
+        self.groups, self.trajectories, self.waiting, self.pending = {}, {}, set(), []
+
+    def _finish(self, key: Hashable) -> list[tuple[Hashable, list[Sample]]]:
+        """A response is complete; returns its group, if that is."""
+        (name, j), report = key, self.environments.end(key) if self.environments else None
+        n, found = self.groups[name]
+        found[j] = self.trajectories.pop(key).sample(report)
+        if len(found) < n:
+            return []
+        del self.groups[name]
+        return [(name, [found[j] for j in range(n)])]
