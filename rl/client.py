@@ -103,5 +103,5 @@ class Server:
             return reply, text, None
         except TimeoutError:
             return reply, text, "no whole answer in time"
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError) as error:  # the last two: a proxy
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError, ExceptionGroup) as error:
             return reply, text, f"no connection ({type(error).__name__})"

@@ -1,13 +1,15 @@
 """The judge reward against a real HTTP server on this machine."""
 
-import contextlib
+import asyncio
 import http.server
 import itertools
 import json
 import re
 import threading
 import time
+import tracemalloc
 
+import helpers_servers as servers
 import pytest
 
 from rewards import judge
@@ -265,52 +267,40 @@ def test_a_hanging_try_leaves_time_for_another(serve):
     assert len(server.seen) == 2
 
 
-START = b"HTTP/1.1 200 OK\r\n"
-DRIPS = {  # what comes first, and then again and again, each in time for a limit on a single read
-    "a status line": (b"HTTP/1.1 200 ", b"O"),
-    "a header": (START + b"X: ", b"x"),
-    "headers": (START, b"X: x\r\n"),
-    "a body": (START + b"\r\n", b" "),
-    "a chunk's size": (START + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
-    "trailers": (START + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: x\r\n"),
-    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-}
-
-
-def test_a_reply_in_drops_costs_the_budget_at_most(serve, capsys):
-    def drip(start, drop):
-        def reply(handler):
-            handler.wfile.write(start)
-            with contextlib.suppress(OSError):  # the client has hung up
-                while not handler.server.closing.wait(0.02):
-                    handler.wfile.write(drop)
-
-        return reply
-
-    def spent(name):
-        serve(drip(*DRIPS[name]), budget=0.3)
+@pytest.mark.parametrize("name", [*servers.WAYS, *servers.REFUSALS])
+def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, serve, monkeypatch, capsys):
+    said, way = (servers.WAYS | servers.REFUSALS)[name]
+    serve()  # for the settings
+    monkeypatch.setenv("JUDGE_BUDGET_S", "0.5")
+    with servers.serving(way) as server:
+        monkeypatch.setenv("JUDGE_BASE_URL", server.url)
+        tracemalloc.start() if name in servers.ENDLESS else None
         start = time.monotonic()
         assert score() is None
-        return time.monotonic() - start
+        assert time.monotonic() - start < 0.5 + 1
+        if name in servers.ENDLESS:
+            assert tracemalloc.get_traced_memory()[1] < 24 << 20
+            tracemalloc.stop()
+        assert server.seen == 1 or name not in servers.REFUSALS
+    error = capsys.readouterr().err
+    assert error.startswith(f"rewards/judge.py: no score: {said}") and error.count("\n") == 1 and KEY not in error
 
-    times = {name: spent(name) for name in DRIPS}
-    assert {name: seconds for name, seconds in times.items() if not 0.15 < seconds < 1.3} == {}
-    assert "no score: no whole answer in time" in capsys.readouterr().err
+
+def test_a_judge_may_be_asked_in_an_event_loop(serve):
+    async def in_a_loop():
+        return score()
+
+    serve(ok())
+    assert asyncio.run(in_a_loop()) == 0.8
 
 
-def test_a_huge_reply_is_cut_off(serve, capsys):
-    def flood(handler):
-        handler.send_response(200)
-        handler.end_headers()
-        try:
-            while not handler.server.closing.is_set():
-                handler.wfile.write(b" " * (1 << 16))
-        except OSError:  # the client has hung up
-            pass
-
-    serve(flood, budget=10)
-    assert score() is None
-    assert "unusable reply (more than 1048576 bytes)" in capsys.readouterr().err
+def test_the_proxy_of_the_environment_is_asked(serve, monkeypatch):
+    proxy = serve(ok())
+    monkeypatch.setenv("JUDGE_BASE_URL", "http://judge.invalid/v1")
+    monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+    assert score() == 0.8 and proxy.seen[0][0] == "http://judge.invalid/v1/chat/completions"
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    assert score() is None and len(proxy.seen) == 1
 
 
 def test_a_redirect_does_not_carry_the_key_away(serve, monkeypatch):
