@@ -91,17 +91,19 @@ class Server:
 
     async def _try(self, body: dict, context: ssl.SSLContext, seconds: float) -> tuple:
         """The reply, None if not even its headers came; its text, or how that begins; and what went wrong, or None."""
-        reply, text, data = None, bytearray(), json.dumps(body).encode()
+        reply, text, why, data = None, bytearray(), None, json.dumps(body).encode()
         headers = self.headers | {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
-            async with asyncio.timeout(seconds), httpx.AsyncClient(verify=context, timeout=None) as client:
+            async with asyncio.timeout(seconds) as limit, httpx.AsyncClient(verify=context, timeout=None) as client:
                 async with client.stream("POST", self.url, content=data, headers=headers) as reply:
                     async for piece in reply.aiter_raw():
                         text += piece
                         if len(text) > (self.max_bytes if reply.is_success else MAX_SAID):
-                            return reply, text, f"unusable reply (more than {self.max_bytes} bytes)"
-            return reply, text, None
+                            limit.reschedule(0)  # no `break`: asyncio complains of generators that are left open
         except TimeoutError:
-            return reply, text, "no whole answer in time"
+            why = "no whole answer in time"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ImportError, ExceptionGroup) as error:
-            return reply, text, f"no connection ({type(error).__name__})"
+            why = f"no connection ({type(error).__name__})"
+        if len(text) > self.max_bytes:
+            why = f"unusable reply (more than {self.max_bytes} bytes)"
+        return reply, text, why

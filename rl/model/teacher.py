@@ -199,21 +199,20 @@ def _read_scores(vocabulary: int, body: dict[str, Any], answer: bytes) -> tuple[
     try:  # at each place {id: {"logprob": ...}} of the K most likely tokens, and of the prompt's if it is none of them
         entries = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
         found = [{int(token): x["logprob"] for token, x in entry.items()} for entry in entries]
+        own = [entry[token] for token, entry in zip(tokens, found, strict=True)]
+        if any(len(entry) < k for entry in found):
+            raise LookupError
     except client.MALFORMED:
-        raise ValueError("no completion with prompt_logprobs") from None
-    if len(found) != len(tokens) or any(y not in x or len(x) < k for y, x in zip(tokens, found, strict=True)):
-        raise ValueError("it does not have the log-probs of all tokens")
-    for token, logp in (pair for x in found for pair in x.items()):
-        if not 0 <= token < vocabulary:
-            raise ValueError(f"token {token}, where --model has {vocabulary}")
-        if type(logp) not in (int, float) or not -1e30 < logp <= 1e-5:  # rounding may leave it a little above 0
-            raise ValueError(f"log-prob {logp!r:.50}, not a finite number of at most 0")
-    own = torch.tensor([x[y] for y, x in zip(tokens, found, strict=True)], dtype=torch.float64)
-    ranked = [sorted(((logp, token) for token, logp in x.items()), reverse=True)[:k] for x in found]
+        raise ValueError("no prompt_logprobs of all tokens") from None
+    for token, logp in (pair for entry in found for pair in entry.items()):  # rounding may leave one a little above 0
+        if not (0 <= token < vocabulary and type(logp) in (int, float) and -1e30 < logp <= 1e-5):
+            rule = f"--model has {vocabulary} tokens, and a log-prob is finite and at most 0"
+            raise ValueError(f"token {token!r:.30} has log-prob {logp!r:.50}; {rule}")
+    ranked = [sorted(((logp, token) for token, logp in entry.items()), reverse=True)[:k] for entry in found]
     logps, ids = torch.tensor(ranked, dtype=torch.float64).view(len(tokens), k, 2).unbind(-1)
     if (logps.exp().sum(-1) > 1.001).any():
         raise ValueError("probabilities that add up to more than 1")
-    return own.clamp(max=0), ids, logps.clamp(max=0)
+    return torch.tensor(own).clamp(max=0), ids, logps.clamp(max=0)
 
 
 def _read_tokens(body: dict[str, Any], answer: bytes) -> tuple[list[int], int]:

@@ -98,8 +98,7 @@ def without_the_sampled_token(found):
     return [*found[:-1], {x: {"logprob": -1.5} for x in ("7", "9", "11") if x != sampled}]
 
 
-OTHER, MISSING = "no completion with prompt_logprobs", "it does not have the log-probs of all tokens"
-NUMBER = "not a finite number of at most 0"
+OTHER, NUMBER = "no prompt_logprobs of all tokens", "; --model has 80 tokens, and a log-prob is finite and at most 0"
 SCORES = {
     "no list": (OTHER, lambda found: None),
     "a text": (OTHER, lambda found: "text"),
@@ -111,20 +110,20 @@ SCORES = {
     "an entry without a log-prob": (OTHER, lambda found: [*found[:-1], {"9": {"rank": 1}}]),
     "a word as a token": (OTHER, with_token("seven")),
     "half a token": (OTHER, with_token("7.5")),
-    "nothing": (MISSING, lambda found: []),
-    "one too few": (MISSING, lambda found: found[:-1]),
-    "one too many": (MISSING, lambda found: [*found, found[-1]]),
-    "not the sampled token": (MISSING, without_the_sampled_token),
-    "too few tokens": (MISSING, lambda found: [*found[:-1], dict([*found[-1].items()][:1])]),
-    "a token beyond the vocabulary": ("token 80, where --model has 80", with_token("80")),
-    "a token far beyond": ("token 99999999999999999999, where", with_token("9" * 20)),
-    "a token below 0": ("token -1, where --model has 80", with_token("-1")),
+    "nothing": (OTHER, lambda found: []),
+    "one too few": (OTHER, lambda found: found[:-1]),
+    "one too many": (OTHER, lambda found: [*found, found[-1]]),
+    "not the sampled token": (OTHER, without_the_sampled_token),
+    "too few tokens": (OTHER, lambda found: [*found[:-1], dict([*found[-1].items()][:1])]),
+    "a token beyond the vocabulary": ("token 80 has log-prob -9.0" + NUMBER, with_token("80")),
+    "a token far beyond": ("token 99999999999999999999 has", with_token("9" * 20)),
+    "a token below 0": ("token -1 has log-prob -9.0" + NUMBER, with_token("-1")),
     "NaN": (NUMBER, with_logprob(float("nan"))),
     "infinity": (NUMBER, with_logprob(float("inf"))),
     "minus infinity": (NUMBER, with_logprob(float("-inf"))),
     "beyond float32": (NUMBER, with_logprob(-1e39)),
     "beyond float64": (NUMBER, with_logprob(-(10**400))),
-    "above 0": ("log-prob 5.0, " + NUMBER, with_logprob(5.0)),
+    "above 0": ("token 9 has log-prob 5.0" + NUMBER, with_logprob(5.0)),
     "a probability": (NUMBER, with_logprob(0.001)),
     "null": (NUMBER, with_logprob(None)),
     "true": (NUMBER, with_logprob(False)),

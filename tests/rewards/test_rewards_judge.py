@@ -268,7 +268,7 @@ def test_a_hanging_try_leaves_time_for_another(serve):
 
 
 @pytest.mark.parametrize("name", [*servers.WAYS, *servers.REFUSALS])
-def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, serve, monkeypatch, capsys):
+def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, serve, monkeypatch, capsys, caplog):
     said, way = (servers.WAYS | servers.REFUSALS)[name]
     serve()  # for the settings
     monkeypatch.setenv("JUDGE_BUDGET_S", "0.5")
@@ -284,6 +284,7 @@ def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, se
         assert server.seen == 1 or name not in servers.REFUSALS
     error = capsys.readouterr().err
     assert error.startswith(f"rewards/judge.py: no score: {said}") and error.count("\n") == 1 and KEY not in error
+    assert not caplog.records  # of asyncio and httpx
 
 
 def test_a_judge_may_be_asked_in_an_event_loop(serve):
