@@ -138,7 +138,7 @@ def main(args: Args) -> dict[str, float]:
     ranks = run.ranks
     policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    teacher = load_teacher(args.teacher, ranks, args.memory, student=args.model, longest=longest)  # None: a server
+    teacher = load_teacher(args.teacher, ranks, args.memory, student=args.model, longest=longest)  # empty: a server
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"

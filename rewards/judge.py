@@ -12,9 +12,7 @@ Configuration is in the environment, not in flags: flags are logged, keys must n
     JUDGE_BUDGET_S   wall seconds for one response, all tries and pauses included; one try gets half; default 30
 
 A judge that is down, slow, or answers in no known form gives None (no score), never 0: the response is then left out of
-the loss, and the reason is printed once. Connection errors, the statuses 408, 429 and 5xx, and replies of an unknown
-form are tried again with growing, random pauses; a server's `Retry-After` is kept. Redirects are refused: they would
-carry the key to another host.
+the loss, and the reason is printed once. rl/client.py says what is tried again.
 
 The answer is shown between marks that it cannot contain, and the score is read from the last line of the judge's own
 reply, so an answer that says `Score: 10` does not grade itself. What this cannot prevent: an answer that talks the
@@ -22,25 +20,17 @@ judge into a high score, and a judge that prefers long or confident answers. A p
 of its responses, and track a score that the judge does not give.
 """
 
-import contextlib
 import functools
 import hashlib
-import http.client
 import json
 import os
-import random
 import re
-import socket
 import sys
-import threading
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
-TRIES = 5
-FIRST_PAUSE_S = 0.5  # doubles with every try
+from rl import client
+
 MAX_ANSWER = 20_000  # characters from the end of the answer that the judge sees
 MAX_REPLY = 1 << 20  # bytes
 INSTRUCTION = (
@@ -72,28 +62,12 @@ def compute_score(
     budget = _setting("JUDGE_BUDGET_S", "30")
     if not isinstance(budget, (int, float)) or not 0 < budget < 3600:
         raise ValueError(f"JUDGE_BUDGET_S {budget!r}: give seconds, such as 30")
-    deadline = time.monotonic() + budget
-    request = _request(solution_str, ground_truth, (extra_info or {}).get("question"))
-    for attempt in range(TRIES):
-        pause = FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5)  # random: not all workers at the same moment
-        try:
-            return _score(_post(request, min(deadline, time.monotonic() + budget / 2)))
-        except urllib.error.HTTPError as error:
-            error.close()
-            problem = f"HTTP status {error.code}"
-            if error.code not in (408, 429) and error.code < 500:
-                break
-            asked = error.headers.get("Retry-After", "")
-            pause = max(pause, float(asked)) if re.fullmatch("[0-9]{1,6}", asked) else pause
-        except (OSError, http.client.HTTPException) as error:  # URLError and time-outs are OSErrors
-            problem = f"no connection ({type(error).__name__})"
-        except ValueError as error:  # the reply was no JSON, or none of the form asked for
-            problem = f"unusable reply ({error})"
-        if time.monotonic() + pause >= deadline:
-            break
-        time.sleep(pause)
-    _say_once(problem)
-    return None
+    url, headers, body = _request(solution_str, ground_truth, (extra_info or {}).get("question"))
+    try:
+        return client.Server(url, budget / 2, MAX_REPLY, headers).post([body], _score)[0]
+    except client.Failed as error:
+        _say_once(str(error))
+        return None
 
 
 def _setting(name: str, default: str) -> Any:
@@ -106,8 +80,8 @@ def _setting(name: str, default: str) -> Any:
         ) from None
 
 
-def _request(answer: str, reference: Any, question: str | None) -> urllib.request.Request:
-    """The HTTP request of one answer."""
+def _request(answer: str, reference: Any, question: str | None) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """The request about one answer: URL, headers, body."""
     base, model, key = (os.environ.get(f"JUDGE_{name}", "").strip() for name in ("BASE_URL", "MODEL", "API_KEY"))
     address = urllib.parse.urlsplit(base)
     if address.scheme not in ("http", "https") or not address.hostname or "@" in address.netloc or not model:
@@ -115,7 +89,7 @@ def _request(answer: str, reference: Any, question: str | None) -> urllib.reques
             "the judge needs the environment variables JUDGE_BASE_URL, such as http://127.0.0.1:8000/v1 (with no user "
             "or password in it), and JUDGE_MODEL, the model's name at that endpoint"
         )
-    if not re.fullmatch("[!-~]*", key):  # else http.client raises with the key in its message
+    if not re.fullmatch("[!-~]*", key):  # else the client's errors would hold it
         raise ValueError("JUDGE_API_KEY holds a space, a line break or a character that is not ASCII")
     options = _setting("JUDGE_OPTIONS", '{"temperature": 0, "max_tokens": 1024}')
     if not isinstance(options, dict):
@@ -131,86 +105,16 @@ def _request(answer: str, reference: Any, question: str | None) -> urllib.reques
         {"role": "system", "content": INSTRUCTION.format(mark=mark)},
         {"role": "user", "content": "\n\n".join(part for part in parts if part)},
     ]
-    body = json.dumps({"model": model, "messages": messages, **options}).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    return urllib.request.Request(f"{base.rstrip('/')}/chat/completions", data=body, headers=headers)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return f"{base.rstrip('/')}/chat/completions", headers, {"model": model, "messages": messages, **options}
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any) -> None:
-        """None: the redirect stays an HTTPError."""
-
-
-class _Ending:
-    """Opens connections that end at a deadline, even if the server sends a byte now and then for ever."""
-
-    def __init__(self, deadline: float):
-        self.deadline, self.timers = deadline, []
-
-    def connect(self, *args: Any, **options: Any) -> socket.socket:
-        connection = socket.create_connection(*args, **options)
-        same = socket.socket(fileno=os.dup(connection.fileno()))  # TLS takes the other one over
-        timer = threading.Timer(max(self.deadline - time.monotonic(), 0.001), self._end, [same])
-        timer.daemon = True
-        timer.start()
-        self.timers.append((timer, same))
-        return connection
-
-    @staticmethod
-    def _end(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            connection.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> "_Ending":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for timer, connection in self.timers:
-            timer.cancel()
-            timer.join()
-            connection.close()
-
-
-class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """HTTP and HTTPS over connections of `ending`."""
-
-    def __init__(self, ending: _Ending):
-        super().__init__()
-        self.ending = ending
-
-    def http_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), request)
-
-    def https_open(self, request: urllib.request.Request) -> Any:
-        return self.do_open(functools.partial(self._connection, http.client.HTTPSConnection), request)
-
-    def _connection(self, kind: type[http.client.HTTPConnection], host: str, **options: Any) -> Any:
-        connection = kind(host, **options)
-        connection._create_connection = self.ending.connect
-        return connection
-
-
-def _post(request: urllib.request.Request, deadline: float) -> bytes:
-    """The reply's body. Raises OSError or HTTPException; TimeoutError too if the deadline passes while it comes."""
-    body = b""
-    with _Ending(deadline) as ending:
-        opener = urllib.request.build_opener(_NoRedirect, _Handler(ending))
-        with opener.open(request, timeout=max(deadline - time.monotonic(), 0.001)) as reply:
-            while piece := reply.read1(1 << 16):
-                body += piece
-                if len(body) > MAX_REPLY:
-                    raise ValueError(f"more than {MAX_REPLY} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-    return body
-
-
-def _score(body: bytes) -> float:
-    """The score 0..1 in the body of a chat completion. Raises ValueError, without the text, if there is none."""
+def _score(_: dict[str, Any], reply: bytes) -> float:
+    """The score 0..1 in a chat completion. Raises ValueError, without the text, if there is none."""
     try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
+        content = json.loads(reply)["choices"][0]["message"]["content"]
         last_line = content.rstrip().rpartition("\n")[2]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except client.MALFORMED:
         raise ValueError("not a chat completion") from None
     match = re.fullmatch(r"\s*\**Score:\**\s*([0-9]{1,2}(?:\.[0-9]{1,6})?)(?:\s*/\s*10)?\**\s*", last_line)
     if match is None or float(match[1]) > 10:

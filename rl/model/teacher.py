@@ -4,14 +4,9 @@ Once a step, before the updates, a teacher gives the log-prob of every sampled t
 tokens with their log-probs.
 """
 
-import concurrent.futures
 import functools
-import http.client
 import json
-import math
-import time
-import urllib.error
-import urllib.request
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,18 +16,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from rl import client
 from rl.data.batching import Update
 from rl.data.types import Batch, Sampling
 from rl.flags import Free, Seconds
 from rl.formulas.distillation import with_rest
 from rl.model import logprobs
 from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
-from rl.model.load import load_policy
+from rl.model.load import check_weights, load_policy
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
-ATTEMPTS = 3  # of a request that fails
 REQUESTS = 32  # that a rank has open at a time
+ENTRY_BYTES = 512  # for a token in a server's answer, more than vLLM needs on average
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,9 @@ class Teacher:
     teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"  # id or folder of the teacher, or its name at --teacher-url
     # vLLM's OpenAI-compatible server of the teacher; default: it is loaded and sharded over these ranks
     teacher_url: Free[str | None] = None
-    teacher_timeout: Free[Seconds] = 600.0  # seconds for one request to that server
+    # seconds for one try of a request to that server, from connecting to the last byte. There are up to five; after
+    # twice as many seconds the run ends
+    teacher_timeout: Free[Seconds] = 600.0
     teacher_offload: Free[bool] = False  # keep a loaded teacher's weights in host memory while it is not asked
 
 
@@ -50,43 +48,53 @@ def check_teacher(
     flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
 ) -> None:
     """Raise ValueError if the teacher cannot score what the `student` (id or folder) samples: it has another tokenizer,
-    too few positions for `longest` tokens, or its server refuses so large a `top_k`. RuntimeError if a server fails.
+    too few positions for `longest` tokens, or its server refuses so large a `top_k`; or if flags contradict each other.
+    RuntimeError if a server fails. ValueError too if the teacher's files lack weights.
     """
     if flags.teacher_url is None:
         check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
         instead = "let vllm serve it, and give --teacher-url"
         check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
+        check_weights(flags.teacher_model, flag="--teacher-model")
         return
-    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     where = f"--teacher-url {flags.teacher_url}"
-    found = _ask(flags, "/tokenize", {"prompt": PROBE, "add_special_tokens": False})
-    if found.get("tokens") != ids:
+    if flags.teacher_offload:
+        raise ValueError(f"--teacher-offload moves a loaded teacher, and {where} is not loaded; drop one of them")
+    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    [(found, limit)] = _ask(flags, "/tokenize", [{"prompt": PROBE, "add_special_tokens": False}], _read_tokens)
+    if found != ids:
         problem = f"its tokenizer is not that of --model {student}, so it would misread every token"
         raise ValueError(f"{where}: {problem}; choose a teacher of the same family")
-    if (limit := found.get("max_model_len", math.inf)) <= longest:  # the server has to sample one token after them
+    if limit <= longest:  # the server has to sample one token after them
         raise ValueError(
             f"{where}: it takes {limit} tokens, one more than --max-prompt-length + --max-response-length = {longest} "
             "are needed; lower these, or start it with a larger --max-model-len"
         )
-    _score_prompt(flags, top_k, ids)
+    _score_prompts(flags, _vocabulary(student), top_k, [ids])
 
 
-def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module | None:
-    """The model of --teacher-model, frozen; None if it is behind --teacher-url. Its `vocabulary` is how many tokens it
-    and the student both know. All ranks must enter.
+def _vocabulary(*paths: str) -> int:
+    """How many tokens all models at `paths` know."""
+    return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
+
+
+def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module:
+    """The model of --teacher-model, frozen; an empty one if it is behind --teacher-url. Its `vocabulary` is how many
+    tokens it and the student both know. All ranks must enter.
     """
     if flags.teacher_url:
-        return None
-    model = load_policy(flags.teacher_model, ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
-    configs = (AutoConfig.from_pretrained(path).get_text_config() for path in (student, flags.teacher_model))
-    model.vocabulary = min(config.vocab_size for config in configs)
+        model, known = nn.Module(), [student]
+    else:
+        known = [student, flags.teacher_model]
+        model = load_policy(known[1], ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
+    model.vocabulary = _vocabulary(*known)
     if flags.teacher_offload:
         offload(model)
     return model
 
 
 def add_teacher(
-    flags: Teacher, model: nn.Module | None, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
+    flags: Teacher, model: nn.Module, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
 ) -> Batch:
     """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
     most likely tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
@@ -95,8 +103,8 @@ def add_teacher(
     these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError
     if it fails, or if the student has sampled a token that a loaded teacher does not have.
     """
-    if model is None:
-        logp, ids, logps = _ask_server(flags, batch, top_k)
+    if flags.teacher_url:
+        logp, ids, logps = _ask_server(flags, batch, model.vocabulary, top_k)
     else:
         if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= model.vocabulary:
             raise RuntimeError(
@@ -166,48 +174,67 @@ def _student_head(model, hidden, targets, ids, teacher, temperature, distance):
 # A server
 
 
-def _ask_server(flags: Teacher, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ask_server(flags: Teacher, batch: Batch, vocabulary: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`add_teacher` by a server of vLLM: completions of the OpenAI protocol, with vLLM's `prompt_logprobs`."""
-    logp = torch.zeros_like(batch.rollout_logp)
+    logp, mask = torch.zeros_like(batch.rollout_logp), batch.response_mask.bool()
     ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
-    wanted = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
-    ask = functools.partial(_score_prompt, flags, top_k)
-    with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
-        for i, (prompt, found) in enumerate(zip(wanted, pool.map(ask, wanted), strict=True)):
-            for t in batch.response_mask[i].nonzero()[:, 0].tolist():
-                ranked = sorted(((x["logprob"], int(token)) for token, x in found[t].items()), reverse=True)
-                logp[i, t] = found[t][str(prompt[t])]["logprob"]
-                if top_k:  # vLLM adds the sampled token where it is not among the most likely
-                    best = torch.tensor(ranked[:top_k], dtype=torch.float64)
-                    logps[i, t], ids[i, t] = best[:, 0].to(logps.dtype), best[:, 1].int()
-    return logp, ids, logps
+    rows = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
+    for i, found in enumerate(_score_prompts(flags, vocabulary, top_k, rows)):
+        places = i, slice(1, len(rows[i]))
+        logp[places], ids[places], logps[places] = found
+    return logp * mask, ids * mask[..., None], logps * mask[..., None]
 
 
-def _score_prompt(flags: Teacher, top_k: int, ids: list[int]) -> list[dict[str, dict] | None]:
-    """For every token of a sequence but the first, {token id: {"logprob": ...}} of it and of the most likely ones."""
-    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
-    found = _ask(flags, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
-    pairs = zip(ids[1:], found[1:], strict=False)
-    if len(found) != len(ids) or any(str(token) not in x or len(x) < top_k for token, x in pairs):
-        raise RuntimeError(f"--teacher-url {flags.teacher_url}: its answer does not have the log-probs of all tokens")
-    return found
+def _score_prompts(flags: Teacher, vocabulary: int, top_k: int, prompts: list[list[int]]) -> list[tuple[Tensor, ...]]:
+    """For all tokens of each prompt but the first, see `_read_scores`."""
+    fixed = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "add_special_tokens": False}
+    read = functools.partial(_read_scores, vocabulary)
+    return _ask(flags, "/v1/completions", [{"prompt": ids} | fixed for ids in prompts], read)
 
 
-def _ask(flags: Teacher, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The server's answer to a request. Raises ValueError if it refuses, RuntimeError if ATTEMPTS have failed."""
-    where = f"--teacher-url {flags.teacher_url}"
+def _read_scores(vocabulary: int, body: dict[str, Any], answer: bytes) -> tuple[Tensor, Tensor, Tensor]:
+    """Of n tokens the log-probs (n,), and the ids and log-probs (n, K) of the most likely ones at their places. Raises
+    ValueError if the answer is none, or its numbers cannot be log-probs of tokens below `vocabulary`.
+    """
+    tokens, k = body["prompt"][1:], body["prompt_logprobs"]
+    try:  # at each place {id: {"logprob": ...}} of the K most likely tokens, and of the prompt's if it is none of them
+        entries = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
+        found = [{int(token): x["logprob"] for token, x in entry.items()} for entry in entries]
+        own = [entry[token] for token, entry in zip(tokens, found, strict=True)]
+        if any(len(entry) < k for entry in found):
+            raise LookupError
+    except client.MALFORMED:
+        raise ValueError("no prompt_logprobs of all tokens") from None
+    for token, logp in (pair for entry in found for pair in entry.items()):  # rounding may leave one a little above 0
+        if not (0 <= token < vocabulary and type(logp) in (int, float) and -1e30 < logp <= 1e-5):
+            rule = f"--model has {vocabulary} tokens, and a log-prob is finite and at most 0"
+            raise ValueError(f"token {token!r:.30} has log-prob {logp!r:.50}; {rule}")
+    ranked = [sorted(((logp, token) for token, logp in entry.items()), reverse=True)[:k] for entry in found]
+    logps, ids = torch.tensor(ranked, dtype=torch.float64).view(len(tokens), k, 2).unbind(-1)
+    if (logps.exp().sum(-1) > 1.001).any():
+        raise ValueError("probabilities that add up to more than 1")
+    return torch.tensor(own).clamp(max=0), ids, logps.clamp(max=0)
+
+
+def _read_tokens(body: dict[str, Any], answer: bytes) -> tuple[list[int], int]:
+    """The tokens of a text, and how many the server takes. Raises ValueError if the answer does not say it."""
+    try:
+        found = json.loads(answer)
+        return [int(x) for x in found["tokens"]], int(found.get("max_model_len") or sys.maxsize)
+    except client.MALFORMED:
+        raise ValueError("no tokens of a text") from None
+
+
+def _ask(flags: Teacher, path: str, bodies: list[dict[str, Any]], read: client.Read[client.T]) -> list[client.T]:
+    """The server's answers. Raises ValueError if it refuses a request, RuntimeError if it fails."""
+    where, seconds = f"--teacher-url {flags.teacher_url}: {path}", flags.teacher_timeout
+    entries = max((len(x["prompt"]) * (1 + x.get("prompt_logprobs", 0)) for x in bodies), default=0)
     url = f"{flags.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
-    data = json.dumps({"model": flags.teacher_model} | body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            with urllib.request.urlopen(request, timeout=flags.teacher_timeout) as response:
-                return json.load(response)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # HTTPError and time-outs are OSErrors
-            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                said = error.read(500).decode(errors="replace")
-                raise ValueError(f"{where}: {path} was refused with {error.code}: {said}") from error
-            problem = error
-        if attempt < ATTEMPTS:
-            time.sleep(attempt)
-    raise RuntimeError(f"{where}: {path} failed {ATTEMPTS} times: {problem}; is the server of the teacher running?")
+    server = client.Server(url, seconds, (1 << 20) + ENTRY_BYTES * entries)
+    try:
+        return server.post([{"model": flags.teacher_model} | x for x in bodies], read, at_once=REQUESTS)
+    except client.Failed as error:
+        if error.said is not None:
+            raise ValueError(f"{where} was refused with {error}: {error.said}") from None
+        hint = f"is vLLM running there, and --teacher-timeout {seconds:g} long enough?"
+        raise RuntimeError(f"{where} failed: {error}; {hint}") from None

@@ -1,17 +1,19 @@
 """The judge reward against a real HTTP server on this machine."""
 
-import contextlib
-import http.client
+import asyncio
 import http.server
 import itertools
 import json
 import re
 import threading
 import time
+import tracemalloc
 
+import helpers_servers as servers
 import pytest
 
 from rewards import judge
+from rl import client
 
 KEY = "sk-secret-0123456789"
 
@@ -69,7 +71,7 @@ def serve(monkeypatch):
             monkeypatch.setenv(f"JUDGE_{name}", str(value))
         return server
 
-    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.delenv("JUDGE_OPTIONS", raising=False)
     judge._say_once.cache_clear()
     yield start
@@ -162,7 +164,7 @@ def test_only_the_last_line_of_the_reply_is_the_score(serve, content, value):
 def test_garbage_is_no_score(serve, body, capsys):
     server = serve((200, body, {}))
     assert score() is None
-    assert len(server.seen) == judge.TRIES
+    assert len(server.seen) == client.TRIES
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "unusable reply (not a chat completion)" in error and KEY not in error
 
@@ -186,13 +188,13 @@ def test_a_refusal_is_final(serve, status, capsys):
 def test_a_server_that_stays_down_is_no_score_and_said_once(serve, capsys):
     server = serve((500, f"key {KEY}".encode(), {}))
     assert score() is None and score() is None
-    assert len(server.seen) == 2 * judge.TRIES
+    assert len(server.seen) == 2 * client.TRIES
     error = capsys.readouterr().err
     assert error.count("HTTP status 500") == 1 and KEY not in error
 
 
 def test_pauses_grow(serve, monkeypatch):
-    monkeypatch.setattr(judge, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.05)
     arrivals = []
 
     def refuse(handler):
@@ -202,7 +204,7 @@ def test_pauses_grow(serve, monkeypatch):
     serve(refuse)
     assert score() is None
     pauses = [after - before for before, after in itertools.pairwise(arrivals)]
-    assert len(pauses) == judge.TRIES - 1 == 4
+    assert len(pauses) == client.TRIES - 1 == 4
     for i, pause in enumerate(pauses):
         assert pause >= 0.05 * 2**i * 0.5
 
@@ -212,7 +214,7 @@ def test_nobody_listens(serve, capsys):
     server.shutdown()
     server.server_close()
     assert score() is None
-    assert "no connection (URLError)" in capsys.readouterr().err
+    assert "no connection (ConnectError)" in capsys.readouterr().err
 
 
 def test_the_connection_breaks(serve):
@@ -265,61 +267,41 @@ def test_a_hanging_try_leaves_time_for_another(serve):
     assert len(server.seen) == 2
 
 
-START = b"HTTP/1.1 200 OK\r\n"
-DRIPS = {  # what comes first, and then again and again, each in time for a limit on a single read
-    "a status line": (b"HTTP/1.1 200 ", b"O"),
-    "a header": (START + b"X: ", b"x"),
-    "headers": (START, b"X: x\r\n"),
-    "a body": (START + b"\r\n", b" "),
-    "a chunk's size": (START + b"Transfer-Encoding: chunked\r\n\r\n", b"0"),
-    "trailers": (START + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: x\r\n"),
-    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-}
-
-
-def test_a_reply_in_drops_costs_the_budget_at_most(serve, monkeypatch):
-    def drip(start, drop):
-        def reply(handler):
-            handler.wfile.write(start)
-            with contextlib.suppress(OSError):  # the client has hung up
-                while not handler.server.closing.wait(0.02):
-                    handler.wfile.write(drop)
-
-        return reply
-
-    monkeypatch.setenv("JUDGE_MODEL", "judge")
-
-    def spent(server):
+@pytest.mark.parametrize("name", [*servers.WAYS, *servers.REFUSALS])
+def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, serve, monkeypatch, capsys, caplog):
+    said, way = (servers.WAYS | servers.REFUSALS)[name]
+    serve()  # for the settings
+    monkeypatch.setenv("JUDGE_BUDGET_S", "0.5")
+    with servers.serving(way) as server:
         monkeypatch.setenv("JUDGE_BASE_URL", server.url)
-        request = judge._request("answer", "reference", None)
+        tracemalloc.start() if name in servers.ENDLESS else None
         start = time.monotonic()
-        with pytest.raises((OSError, ValueError, http.client.HTTPException)):
-            judge._post(request, start + 0.3)
-        return time.monotonic() - start
-
-    times = {name: spent(serve(drip(*parts))) for name, parts in DRIPS.items()}
-    assert {name: seconds for name, seconds in times.items() if not 0.2 < seconds < 1.5} == {}
-    serve(drip(*DRIPS["a header"]), budget=0.5)
-    start = time.monotonic()
-    assert score() is None
-    assert time.monotonic() - start < 2
-    # Every timer that was to end a reply has ended, or was told to.
-    assert all(x.finished.is_set() for x in threading.enumerate() if isinstance(x, threading.Timer))
+        assert score() is None
+        assert time.monotonic() - start < 0.5 + 1
+        if name in servers.ENDLESS:
+            assert tracemalloc.get_traced_memory()[1] < 24 << 20
+            tracemalloc.stop()
+        assert server.seen == 1 or name not in servers.REFUSALS
+    error = capsys.readouterr().err
+    assert error.startswith(f"rewards/judge.py: no score: {said}") and error.count("\n") == 1 and KEY not in error
+    assert not caplog.records  # of asyncio and httpx
 
 
-def test_a_huge_reply_is_cut_off(serve, capsys):
-    def flood(handler):
-        handler.send_response(200)
-        handler.end_headers()
-        try:
-            while not handler.server.closing.is_set():
-                handler.wfile.write(b" " * (1 << 16))
-        except OSError:  # the client has hung up
-            pass
+def test_a_judge_may_be_asked_in_an_event_loop(serve):
+    async def in_a_loop():
+        return score()
 
-    serve(flood, budget=10)
-    assert score() is None
-    assert "unusable reply (more than 1048576 bytes)" in capsys.readouterr().err
+    serve(ok())
+    assert asyncio.run(in_a_loop()) == 0.8
+
+
+def test_the_proxy_of_the_environment_is_asked(serve, monkeypatch):
+    proxy = serve(ok())
+    monkeypatch.setenv("JUDGE_BASE_URL", "http://judge.invalid/v1")
+    monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+    assert score() == 0.8 and proxy.seen[0][0] == "http://judge.invalid/v1/chat/completions"
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    assert score() is None and len(proxy.seen) == 1
 
 
 def test_a_redirect_does_not_carry_the_key_away(serve, monkeypatch):

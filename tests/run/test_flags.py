@@ -66,7 +66,8 @@ LIMITS = {
     "at least 1": """
         train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
-        max_turns max_tool_response_length max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
+        max_turns max_tool_response_length
+        max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
         ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps lora_alpha
     """,
     "positive": """

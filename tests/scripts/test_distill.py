@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 import train_distill
 from data import arithmetic
+from rl import client
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding, teacher
@@ -275,8 +276,8 @@ def server(tiny_model):
 def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
     distill(loss_mode=mode)
     monkeypatch.setattr(teacher, "load_policy", None)  # nothing is loaded
-    server.failures = 2  # the third attempt is the last one
-    monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
+    server.failures = client.TRIES - 1
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     distill(loss_mode=mode, teacher_url=f"{server.url}/v1", teacher_model="the-teacher")
     for line, expected in zip(h.timeless(distill.lines(2)), h.timeless(distill.lines(1)), strict=True):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -286,14 +287,16 @@ def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeyp
 
 
 def test_a_server_that_cannot_be_the_teacher_is_refused_before_a_model_is_loaded(distill, server, monkeypatch):
-    monkeypatch.setattr(teacher.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(models, "load_pretrained", None)
-    with pytest.raises(RuntimeError, match="--teacher-url http://127.0.0.1:9: /tokenize failed 3 times: .*running"):
+    with pytest.raises(
+        RuntimeError, match="--teacher-url http://127.0.0.1:9: /tokenize failed: no connection .*running"
+    ):
         distill(teacher_url="http://127.0.0.1:9", teacher_model="the-teacher")
-    with pytest.raises(ValueError, match="/tokenize was refused with 404"):
+    with pytest.raises(ValueError, match="/tokenize was refused with HTTP status 404"):
         distill(teacher_url=server.url, teacher_model="another")
     server.max_logprobs = 7
-    with pytest.raises(ValueError, match="/v1/completions was refused with 400"):
+    with pytest.raises(ValueError, match="/v1/completions was refused with HTTP status 400"):
         distill(teacher_url=server.url, teacher_model="the-teacher", loss_mode="jsd")
     server.max_model_len = 44
     with pytest.raises(ValueError, match="takes 44 tokens, one more than .* = 44 are needed; .* --max-model-len"):
@@ -320,6 +323,7 @@ MISTAKES = {
     "lone response": (dict(reward_coef=0.5, rollout_n=1), ["--reward-coef 0.5", "--rollout-n must be at least 2"]),
     "none": (dict(distill_top_k=0), ["--distill-top-k 0", "at least 1, or -1"]),
     "coefficient": (dict(distillation_loss_coef=-1.0), ["--distillation-loss-coef -1.0", "at least 0"]),
+    "moved server": (dict(teacher_url="http://x", teacher_offload=True), ["--teacher-offload", "--teacher-url http"]),
     "no teacher": (dict(teacher_model="/nowhere"), ["--teacher-model /nowhere", "no tokenizer"]),
     "timeout": (dict(teacher_timeout=0.0), ["--teacher-timeout 0.0", "positive"]),
 }
