@@ -249,9 +249,9 @@ def _reap(children: dict[int, int]) -> None:
     """Forget processes that have ended, and kill what they have left behind."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            for number in [number for number, pid in children.items() if pid == ended]:
-                del children[number]
-                _kill(ended)
+            for number, pid in list(children.items()):  # another signal may come meanwhile
+                if pid == ended and children.pop(number, None):
+                    _kill(ended)
 
 
 def _kill(pid: int | None) -> None:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,7 @@ class Environments:
         self.at_once: list[Answer] = []  # answers that need no process
         self.selector = selectors.DefaultSelector()
         self.count, self.problems = 0, 0
+        self.starter = ThreadPoolExecutor(1)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a socket for each conversation
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         hello = self._launch()
@@ -149,6 +151,7 @@ class Environments:
         """End all processes."""
         for key in list(self.open):
             self.end(key)
+        self.starter.shutdown()
         self.control.close()
         self.process.wait()
 
@@ -157,8 +160,7 @@ class Environments:
         try:
             if x.socket is None:
                 x.socket, theirs = socket.socketpair()
-                with theirs:
-                    self._command("start", x.number, theirs.fileno())
+                self.starter.submit(self._command, "start", x.number, theirs)
                 self.selector.register(x.socket, selectors.EVENT_READ, key)
                 if method == "step" and self.has_reset:
                     raise ConnectionError("its process is gone")
@@ -168,15 +170,21 @@ class Environments:
         except OSError as error:
             self.at_once.append(self._fail(key, repr(error)))
 
-    def _command(self, name: str, number: int, *descriptors: int) -> None:
-        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over."""
-        message = json.dumps([name, number]).encode()
+    def _command(self, name: str, number: int, theirs: socket.socket | None = None) -> None:
+        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over. In a
+        thread: a fork takes a millisecond, and decoding goes on meanwhile. Without a process `theirs` is closed, which
+        the conversation takes for the death of its own.
+        """
+        message, descriptors = json.dumps([name, number]).encode(), [theirs.fileno()] if theirs else []
         try:
             socket.send_fds(self.control, [message], descriptors)
         except OSError:
             self.control.close()
-            if name == "start" and "problem" not in self._launch():
+            if theirs is not None and "problem" not in self._launch():
                 socket.send_fds(self.control, [message], descriptors)
+        finally:
+            if theirs is not None:
+                theirs.close()
 
     def _receive(self, key: Hashable) -> list[Answer]:
         """What a conversation's process has sent: an answer if it is complete."""
@@ -216,7 +224,7 @@ class Environments:
             x.socket.close()  # its process ends with it, if it listens
             x.socket = None
             if kill:
-                self._command("end", x.number)
+                self.starter.submit(self._command, "end", x.number)
 
 
 def make_environments(
