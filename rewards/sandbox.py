@@ -26,6 +26,7 @@ import signal
 import socket
 import struct
 import subprocess
+import symtable
 import sys
 import threading
 import time
@@ -446,44 +447,84 @@ _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
 
 
-def _parse(source: str, what: str) -> ast.Module:
+def _parse(source: str, what: str) -> tuple[ast.Module, set[str], set[str]]:
+    """A piece of code, the global names that it reads but does not bind, and those that it binds."""
     try:
         with _PARSING:
-            return ast.parse(source)
+            tree = ast.parse(source)
+            tables = [symtable.symtable(source, what, "exec")]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} is not Python: {error}: {source[:200]!r}; mend the data") from error
-
-
-def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Names that a piece of code reads but does not bind anywhere, and names that it binds."""
     read, bound = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return read - bound, bound
+    for table in tables:  # of each scope; grows
+        tables += table.get_children()
+        for name in table.get_symbols():
+            if table is tables[0] or name.is_global():
+                changes = name.is_assigned() or name.is_imported() or name.is_namespace()
+                (bound if changes else read).add(name.get_name())
+    return tree, read - bound, bound
+
+
+def _is_assert(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert) or isinstance(node, ast.Attribute) and node.attr.startswith("assert")
+
+
+def _must_fail(node: ast.AST) -> bool:
+    """Whether it is `assert False`, `raise AssertionError` or unittest's `self.fail`."""
+    if isinstance(node, ast.Assert):
+        return isinstance(node.test, ast.Constant) and not node.test.value
+    if isinstance(node, ast.Raise):
+        return node.exc is not None and ast.unparse(node.exc).startswith("AssertionError")
+    return isinstance(node, ast.Attribute) and node.attr == "fail"
+
+
+def _asserts(nodes: Iterable[ast.AST]) -> list[ast.AST]:
+    return [part for node in nodes for part in ast.walk(node) if _is_assert(part) or _must_fail(part)]
 
 
 class _Marks(ast.NodeTransformer):
-    """Adds a call after each assert, and one at the start of each handler that would swallow a failed assert."""
+    """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return [node, self._call("__assert_held__", node)]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        """A handler for everything must not swallow a failed assert; one for StopIteration also gets that of calls."""
         self.generic_visit(node)
-        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
+        names = self._caught(node)
+        if "StopIteration" in names:
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            node.type = ast.Tuple([*kinds, ast.Name("__ended__", ast.Load())], ast.Load())
+            ast.fix_missing_locations(ast.copy_location(node.type, node))
         if (node.type is None or names & {"Exception", "BaseException"}) and "AssertionError" not in names:
             node.body.insert(0, self._call("__caught__", node))
         return node
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        """`try: f(-1); assert False` holds where a handler is reached, if nothing else is asserted there."""
+        asserts = _asserts(node.body + node.orelse)
+        self.generic_visit(node)
+        if asserts and all(map(_must_fail, asserts)):
+            for handler in node.handlers:
+                if "AssertionError" not in self._caught(handler):
+                    handler.body.insert(0, self._call("__assert_held__", handler))
+        return node
+
+    def visit_With(self, node: ast.With) -> ast.With:
+        """A manager of the candidate's must not end an exception that skips an assert."""
+        self.generic_visit(node)
+        skippable = [i for i, part in enumerate(node.body) if any(map(_is_assert, ast.walk(part)))]
+        if skippable:
+            body, rest = node.body[: skippable[-1] + 1], node.body[skippable[-1] + 1 :]
+            handler = ast.ExceptHandler(None, None, [self._call("__skips__", node), ast.Raise()])
+            node.body = [ast.Try(body, [handler], [], []), *rest]
+            ast.fix_missing_locations(ast.copy_location(node.body[0], node))
+        return node
+
+    @staticmethod
+    def _caught(node: ast.ExceptHandler) -> set[str]:
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        return {kind.id for kind in kinds if isinstance(kind, ast.Name)}
 
     @staticmethod
     def _call(name: str, at: ast.AST) -> ast.stmt:
@@ -504,19 +545,19 @@ def _program(tests: tuple[str, ...], setup: str) -> _Program:
     `assert set(f(x)) == {1, 2}` or `assert math.isclose(f(x), 3)`. If this leaves the candidate nothing, and the tests
     call one builtin only, as in `assert sum(1, 2) == 3`, that name is the candidate's.
     """
-    setup_tree = _parse(setup, "setup code")
-    trees = [_parse(test, f"test {i}") for i, test in enumerate(tests)]
-    in_setup = any(isinstance(node, ast.Assert) for node in ast.walk(setup_tree))  # as in HumanEval's check(candidate)
+    setup_tree, setup_read, setup_bound = _parse(setup, "setup code")
+    parsed = [_parse(test, f"test {i}") for i, test in enumerate(tests)]
+    trees = [tree for tree, _, _ in parsed]
+    in_setup = _asserts([setup_tree])  # as in HumanEval's check(candidate)
     for i, tree in enumerate(trees):
-        if not in_setup and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        if not in_setup and not _asserts([tree]):
             raise ValueError(f"test {i} has no assert statement: {tests[i][:200]!r}; mend the data")
-    setup_read, setup_bound = _names(setup_tree)
-    free = set().union(*(_names(tree)[0] for tree in trees)) - setup_bound
+    free = set().union(*(read for _, read, _ in parsed)) - setup_bound
     nodes = [node for tree in (setup_tree, *trees) for node in ast.walk(tree)]
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     modules = {name for name in free | setup_read if name in sys.stdlib_module_names and name not in bare}
-    names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__"}
+    names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__", "__refuse__"}
     if not names:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if len(names) != 1:

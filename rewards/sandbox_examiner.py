@@ -15,11 +15,11 @@ import marshal
 import os
 import sys
 import types
+import unittest
 from _collections_abc import Callable, Iterator
 
 from rewards import sandbox_child, sandbox_wire
 
-MAX_TRAFFIC = 64 << 20  # bytes that the candidate may send to one test process
 _SAFE = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__")  # special attributes that can be asked for
 
 
@@ -27,6 +27,12 @@ class Raised(Exception):
     """What the candidate's code raised; each such exception is also one of the builtin class that it is there."""
 
     status = "fail"
+
+
+class Ended(Exception):
+    """StopIteration out of anything but `next`: as itself, it would end a loop of the tests as if nothing was wrong."""
+
+    value = property(lambda self: self.args[0] if self.args else None)
 
 
 class _Stand:
@@ -83,16 +89,21 @@ def _items(iterator: object) -> Iterator[object]:
         yield item
 
 
+_COMPARING = "lt le gt ge sub mod divmod floordiv".split()
+
+
 def _operator(name: str, swapped: bool = False) -> Callable[[object, object], object]:
     """A method for a binary operator.
 
     The candidate's class decides if the tests name a class of its own; else the data in the objects does. Otherwise
-    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0.
+    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0. So where other data is compared
+    with an object, or the distance to it taken, the candidate's class decides only if its == does, too.
     """
 
     def method(self: object, other: object) -> object:
         pair = (other, self) if swapped else (self, other)
-        if _candidate.objects:
+        compares = name in _COMPARING and not isinstance(type(other), _Kind)
+        if _candidate.own_eq or _candidate.objects and not compares:
             return _candidate.ask(name, *pair)
         if _bits(self) & sandbox_child.IS_DATA:
             return sandbox_child._OPERATIONS[name](*map(_plain, pair))
@@ -190,9 +201,9 @@ def _contains(self: object, item: object) -> bool:
 
 
 def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
-    """The end of a with statement. The candidate's class may end its own exceptions there, but no failed assert."""
+    """The end of a with statement: the candidate's class may end its own exceptions there, if they skip no assert."""
     if isinstance(error, Raised):
-        return bool(_candidate.ask("exit", self, error))
+        return bool(_candidate.ask("exit", self, error)) and "skips" not in vars(error)
     _candidate.ask("exit", self, None)
     return False
 
@@ -246,11 +257,12 @@ class Candidate:
         end: called with ("gone" or "bad", why), does not return: the process is of no further use, or the tests are.
         objects: the tests name a class of the candidate's, so its operators decide.
         own_eq: its == decides.
+        in_place: every call gives its arguments back as it left them, not only one that returns None.
     """
 
-    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool):
-        self.fd, self.end, self.objects, self.own_eq = fd, end, objects, own_eq
-        self.traffic, self.operation = 0, ""
+    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool, in_place: bool):
+        self.fd, self.end, self.objects, self.own_eq, self.in_place = fd, end, objects, own_eq, in_place
+        self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
 
@@ -260,12 +272,12 @@ class Candidate:
         try:
             sandbox_wire.send(self.fd, sandbox_wire.encode(message, self._number, limit, limit))
             size = int.from_bytes(sandbox_wire.read(self.fd, 4), "big")
-            self.traffic += size
-            if size > sandbox_wire.MAX_ANSWER or self.traffic > MAX_TRAFFIC:
-                self.end("gone", f"an answer of {size} bytes, {self.traffic} in all")
+            if size > sandbox_wire.MAX_ANSWER:
+                self.end("gone", f"an answer of {size} bytes")
             answer = sandbox_wire.read(self.fd, size)
         except (EOFError, OSError):
             self.end("gone", "")
+        self.answered = True
         try:
             answer = sandbox_wire.decode(answer, self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
         except ValueError:
@@ -273,7 +285,7 @@ class Candidate:
         match answer:
             case ("value", value, changed, str(printed)):
                 sys.stdout.write(printed)
-                if changed is not None:
+                if changed is not None and self.operation == "call" and (value is None or self.in_place):
                     _restore(message[2:], changed)
                 return value
             case ("error" | "memory" as kind, (Raised() as error, tuple(args), str(text)), None, str(printed)):
@@ -285,6 +297,8 @@ class Candidate:
                     args = args[:2]
                 error.args = args
                 vars(error).update(status="memory" if kind == "memory" else "fail", text=text)
+                if isinstance(error, StopIteration | StopAsyncIteration) and self.operation not in ("next", "anext"):
+                    raise Ended(*args)
                 raise error
         self.end("gone", "the answer is malformed")
 
@@ -304,6 +318,11 @@ class Candidate:
             object.__setattr__(result, "_glassrl_made", (args, kwargs))
         return result
 
+    def refuse(self, problem: str) -> None:
+        """The tests cannot be used. What depends on an answer of the candidate's is not said to be their fault."""
+        if not self.answered:
+            self.end("bad", problem)
+
     def _number(self, x: object) -> tuple[int]:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
@@ -317,9 +336,8 @@ class Candidate:
                 object.__setattr__(x, "_glassrl_made", None)
             return (object.__getattribute__(x, "_glassrl_number"),)
         problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
-        if self.operation == "call":
-            self.end("bad", problem)
-        raise TypeError(problem)  # the candidate's answer decides that such an object is asked about
+        self.refuse(problem)
+        raise TypeError(problem)
 
     def _stand(self, number: int, kind: tuple, own: tuple | None) -> object:
         """The stand-in for an object that an answer describes; the same one each time."""
@@ -437,21 +455,31 @@ def serve(reports: int, fd: int, problem: str) -> None:
         problem = "it ended"
     if problem:
         end("broken", f"could not lock a process up: {problem}")
-    _candidate = Candidate(fd, end, job["objects"], job["own_eq"])
+    _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
     asyncio.run = lambda main, **options: _candidate.ask("run", main)  # coroutines stay there, and so does their loop
     held = [0]  # asserts that held in the current test
 
     def holds() -> None:
         held[0] += 1
 
+    def refuse(problem: str) -> None:
+        _candidate.refuse(problem)
+        raise TypeError(problem)
+
+    for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
+        setattr(unittest.TestCase, name, _then(holds, getattr(unittest.TestCase, name)))
     try:
         found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
         if type(found) is not dict or not found.keys() <= set(job["names"]):
             end("gone", "the answer is malformed")
     except BaseException as error:
         end("memory" if _status(error) == "memory" else "error", _why(error))
-    space = {name: importlib.import_module(name) for name in job["modules"]} | found
-    space |= {"__name__": "tests", "__assert_held__": holds, "__caught__": _caught}
+    _candidate.answered = False
+    sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look their module up
+    space = vars(sys.modules["tests"])
+    space |= {name: importlib.import_module(name) for name in job["modules"]} | found
+    space |= {"__assert_held__": holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
+    space["__refuse__"] = refuse
     try:
         exec(job["setup"], space)
     except BaseException as error:
@@ -460,7 +488,7 @@ def serve(reports: int, fd: int, problem: str) -> None:
         end("bad", f"setup code raises {_why(error)}")
     report("loaded", "")
     for test in job["tests"]:
-        held[0] = 0
+        held[0], _candidate.answered = 0, False
         try:
             exec(test, dict(space))
         except BaseException as error:
@@ -486,3 +514,19 @@ def _caught() -> None:
     error = sys.exc_info()[1]
     if type(error) is AssertionError:
         raise error
+
+
+def _skips() -> None:
+    """In a with statement, where an exception skips an assert."""
+    vars(sys.exc_info()[1])["skips"] = True
+
+
+def _then(after: Callable[[], None], check: Callable[..., object]) -> Callable[..., object]:
+    """unittest's check, and then that call."""
+
+    def method(*args: object, **kwargs: object) -> object:
+        result = check(*args, **kwargs)
+        after()
+        return result
+
+    return method

@@ -1,4 +1,5 @@
 """The sandbox against 150 programs, as this user and as nobody; its layers, limits, leaks, wire format. About 35 s."""
+# ruff: noqa: E501
 
 import dataclasses
 import functools
@@ -369,10 +370,45 @@ def test_special_attributes_are_not_asked_for(name):
         ("try:\n    f(2)\nexcept BaseException:\n    assert True", "crash"),
         ("def check(g):\n    assert g(1) == 3", "fail"),  # never called
         ("for x in []:\n    assert f(x) == 3", "fail"),
+        ("try:\n    f(0)\n    assert False\nexcept AssertionError:\n    pass", "fail"),  # it catches its own
+        ("try:\n    f(0)\n    assert False\nexcept (KeyError, TypeError):\n    pass", "fail"),
+        ("try:\n    f('')\n    assert False\nexcept KeyError:\n    pass", "pass"),
+        ("try:\n    f('')\nexcept KeyError:\n    pass\nelse:\n    raise AssertionError('no error')", "pass"),
+        ("try:\n    f('')\n    assert False\nexcept Exception:\n    pass", "pass"),
+        ("try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass", "fail"),
+        ("try:\n    assert f('') == 3\nexcept KeyError:\n    pass", "fail"),  # not reached
+        ("import unittest\nunittest.TestCase().assertEqual(f(1), 2)", "pass"),
+        ("import unittest\nfor x in []: unittest.TestCase().assertEqual(f(x), 2)", "fail"),
     ],
 )
 def test_asserts_that_a_test_swallows_or_never_reaches(test, status):
-    code = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    assert x\n    return 2"
+    code = (
+        "import os\ndef f(x):\n    if x == '': raise KeyError\n    if x == 2: os._exit(0)\n    assert x\n    return 2"
+    )
+    assert run_tests(code, [test]).status == status
+
+
+MANAGER = "class A:\n    __enter__ = lambda s: s\n    __exit__ = lambda s, *a: True\n    def f(s): raise ValueError\n"
+NUMBER = "class L:\n    __sub__ = __rsub__ = __mod__ = lambda s, o: 0\n    __lt__ = __gt__ = lambda s, o: True\n"
+
+
+@pytest.mark.parametrize(
+    "code, test, status",
+    [
+        ("def f(n): raise StopIteration", "assert all(map(f, [2, 3]))", "fail"),
+        ("def f(n): return iter([])", "assert all(map(next, map(f, [2])))", "pass"),  # an empty iterator has no first item
+        ("class A:\n    def __bool__(s): raise StopIteration\ndef f(): return A()", "assert [*filter(None, [f()])] == []", "fail"),
+        ("def f(): raise StopIteration(5)", "try:\n    f()\nexcept (KeyError, StopIteration) as e:\n    assert e.value == 5", "pass"),
+        (MANAGER, "assert A()\nwith A() as a:\n    a.f()\n    assert a is None", "fail"),  # skips an assert
+        (MANAGER, "with A() as a:\n    assert a\n    a.f()\nassert a", "pass"),
+        (NUMBER + "class Box:\n    area = lambda s: L()", "assert abs(Box().area() - 3) < 1e-6", "fail"),
+        (NUMBER + "class Box:\n    area = lambda s: L()", "assert 3 > Box().area() and Box().area() > 3", "fail"),
+        (NUMBER + "class Box:\n    area = lambda s: L()", "assert Box().area() % 2 == 0", "fail"),
+        ("class A(list):\n    def sort(s, key): pass\ndef f(): return A()", "r = f()\nr.sort(key=len)\nassert r == [1]", "fail"),
+        ("class A:\n    def __call__(s, x): pass\ndef f(): return A()", "assert f()(len) is None", "fail"),
+    ],
+)  # fmt: skip
+def test_what_an_answer_does_to_a_test(code, test, status):
     assert run_tests(code, [test]).status == status
 
 
