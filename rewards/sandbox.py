@@ -39,12 +39,14 @@ from typing import Any, Literal, NamedTuple
 from rewards import sandbox_wire
 
 UNSAFE = "GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"
-NOBODY = 65534
+USERS = (0x70000000, 1 << 22)  # the first and the number of user ids that root's processes become, each its own
+NOBODY = (65534, 1)  # where there are none of these
 MAX_TIMEOUTS = 2  # in one evaluation; the tests after that many are not run
 MAX_CODE = 1 << 18  # characters
 MAX_THREADS = 64  # of the candidate's process
-MAX_PROCESSES = 1024  # of user nobody, threads included, when the sandbox belongs to it
 WALL_FACTOR = 4  # what an evaluation may sleep, over the CPU time of one test
+LOOP_S = 0.003  # CPU seconds of the loop in `_slowness` on a fast machine
+MAX_SLOWNESS = 3.0
 WALL_S = 36.0  # wall time of an evaluation, below the 40 s that a response has by default
 EXAMINER_MB = 1024  # address space of the test process
 POLL_S = 0.1
@@ -203,12 +205,19 @@ def _landlock_ruleset(abi: int) -> int:
     return ruleset
 
 
-def _sandbox_uid() -> int | None:
-    """The user to become: nobody, if this process is root and its user namespace knows nobody."""
+def _users() -> tuple[int, int] | None:
+    """The first and the number of user ids to become, if this process is root and its user namespace knows them.
+
+    A process of the sandbox that has an id to itself cannot use up the threads that the kernel gives to others.
+    """
     if os.geteuid() != 0:
         return None
-    maps = [[int(x) for x in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return NOBODY if any(first <= NOBODY < first + count for first, _, count in maps) else None
+    lines = [Path(f"/proc/self/{kind}_map").read_text().splitlines() for kind in ("uid", "gid")]
+    maps = [[tuple(map(int, line.split())) for line in each] for each in lines]
+    for first, count in (USERS, NOBODY):
+        if all(any(a <= first and first + count <= a + n for a, _, n in each) for each in maps):
+            return first, count
+    return None
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ class _Layers:
     """seccomp filter; empty: none"""
     ruleset: int
     """Landlock file descriptor; -1: none"""
-    uid: int | None
+    users: tuple[int, int] | None
     home: int
     """file descriptor of the interpreter's prefix"""
 
@@ -231,12 +240,12 @@ def _layers() -> _Layers:
     return _Layers(
         program=_seccomp_program() if _seccomp_available() else b"",
         ruleset=_landlock_ruleset(abi) if abi else -1,
-        uid=_sandbox_uid(),
+        users=_users(),
         home=os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
     )
 
 
-def _limits(cpu_s: float, memory_mb: int, uid: int | None) -> dict[int, int]:
+def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict[int, int]:
     """{resource: value}, none above the hard limit that this process has itself."""
     wanted = {
         resource.RLIMIT_CPU: math.ceil(cpu_s),  # the worker is stricter; this is for a process that has lost it
@@ -247,8 +256,8 @@ def _limits(cpu_s: float, memory_mb: int, uid: int | None) -> dict[int, int]:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_STACK: 8 << 20,
     }
-    if uid is not None:
-        wanted[resource.RLIMIT_NPROC] = MAX_PROCESSES
+    if users == USERS:
+        wanted[resource.RLIMIT_NPROC] = MAX_THREADS  # else the worker counts them, ten times a second
     ceilings = {name: resource.getrlimit(name)[1] for name in wanted}
     return {name: value if ceilings[name] < 0 else min(value, ceilings[name]) for name, value in wanted.items()}
 
@@ -342,8 +351,8 @@ class _Pair:
         Raises _Unavailable.
         """
         layers = _layers()
-        common = {"uid": layers.uid, "ruleset": layers.ruleset, "program": layers.program}
-        plans = [common | {"limits": _limits(total_s + 1, size, layers.uid)} for size in (memory_mb, EXAMINER_MB)]
+        common = {"users": layers.users, "ruleset": layers.ruleset, "program": layers.program}
+        plans = [common | {"limits": _limits(total_s + 1, size, layers.users)} for size in (memory_mb, EXAMINER_MB)]
         with _STARTING:
             self.server = _server(os.getpid())
         self.reports, theirs = socket.socketpair()
@@ -576,6 +585,21 @@ def _program(tests: tuple[str, ...], setup: str) -> _Program:
 # === the worker ===
 
 
+@functools.cache
+def _slowness() -> float:
+    """How many times longer than on a fast machine programs run here: at least 1, at most 3; measured once a process.
+
+    Limits are in seconds of a fast machine: what a right answer earns must not depend on where it is judged.
+    """
+    taken = []
+    for _ in range(5):
+        start, x = time.process_time(), 0
+        for i in range(50_000):
+            x = (31 * x + i) % 1_000_003
+        taken.append(time.process_time() - start)
+    return min(max(1.0, min(taken) / LOOP_S), MAX_SLOWNESS)
+
+
 @dataclass
 class _Spent:
     """What an evaluation has used so far, and may use, over all its processes."""
@@ -584,6 +608,8 @@ class _Spent:
     """CPU seconds of one test"""
     total_s: float
     """CPU seconds of all"""
+    sleep_s: float
+    """seconds asleep, in all"""
     cpu: float = 0.0
     delay: float = 0.0
     waited: float = 0.0
@@ -666,8 +692,8 @@ class _Watch:
             raise _Stop("overload", f"the test used {spent.timeout_s:g} s of CPU time on an answer", last=True)
         if spent.cpu >= spent.total_s:
             raise _Stop("timeout", f"used {spent.total_s:g} s of CPU time in all", last=True)
-        if spent.waited - spent.cpu - spent.delay >= WALL_FACTOR * spent.timeout_s:
-            raise _Stop("timeout", f"slept {WALL_FACTOR * spent.timeout_s:g} s in all", last=True)
+        if spent.waited - spent.cpu - spent.delay >= spent.sleep_s:
+            raise _Stop("timeout", f"slept {spent.sleep_s:g} s in all", last=True)
         if spent.waited >= WALL_S:
             if spent.delay > spent.waited / 2:
                 raise _Stop("sandbox_error", f"waited {spent.delay:.1f} of {spent.waited:.1f} s for a core", last=True)
@@ -783,9 +809,9 @@ def run_tests(
             `def check(candidate): ...`, a test may be `check(f)`.
         setup: code that the tests need: imports, constants; trusted. It runs in the test process, with the standard
             library: the candidate's code does not see its names. It may use the candidate's.
-        timeout_s: CPU seconds for loading the code, and for each test. What the processes sleep is counted over all
-            tests, up to 4 times this. After two timeouts no further test is run.
-        total_s: CPU seconds for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
+        timeout_s: CPU seconds for loading the code, and for each test, on a fast machine; see `_slowness`. What the
+            processes sleep is counted over all tests, up to 4 times this. After two timeouts no further test is run.
+        total_s: the same for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
         memory_mb: address space of the candidate's process in MiB; an interpreter alone takes about 40.
         own_eq: let == and hash() of the candidate's own classes decide. Then a class that is equal to everything passes
             `assert f(2) == Point(4, 6)`; use it only for tests that compare objects of a class with an own __eq__.
@@ -808,7 +834,8 @@ def run_tests(
     if len(code) > MAX_CODE:
         return Verdict("error", 0, len(tests), f"the code has {len(code)} characters")
     job = {name: getattr(program, name) for name in _JOB} | {"code": code, "own_eq": own_eq, "in_place": in_place}
-    verdict = _judge(job, program.tests, memory_mb, _Spent(timeout_s, total_s))
+    limits = [min(seconds * _slowness(), WALL_S) for seconds in (timeout_s, total_s)]
+    verdict = _judge(job, program.tests, memory_mb, _Spent(*limits, WALL_FACTOR * timeout_s))
     if verdict.status == "sandbox_error":
         print(f"sandbox: a program was not judged: {verdict.detail}", file=sys.stderr)
     return verdict
@@ -843,6 +870,7 @@ def probe():
         "write": blocked(os.open, "/dev/null", os.O_WRONLY),
         "proc": blocked(os.open, "/proc/self/status", os.O_RDONLY),
         "limits": {n: resource.getrlimit(n) for n in LIMITS},
+        "process": os.getpid(),
         "users": sorted(set(os.getresuid() + os.getresgid())),
         "variables": sorted(os.environ),
     }
@@ -883,11 +911,12 @@ def _probe() -> dict[str, bool]:
     """See `self_test`."""
     eperm, eacces = 1, 13
     layers = _layers()
-    limits = [_limits(11, size, layers.uid) for size in (512, EXAMINER_MB)]
+    first, count = layers.users or (0, 1)
+    limits = [_limits(11, size, layers.users) for size in (512, EXAMINER_MB)]
     probe = _PROBE.replace("LIMITS", str(list(limits[0])))
     program = _program(("assert False, repr((candidate(), probe()))",), probe)
     job = {name: getattr(program, name) for name in _JOB} | {"own_eq": False, "in_place": False}
-    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0))
+    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0, 10.0))
     try:
         seen = ast.literal_eval(verdict.detail.removeprefix("AssertionError: "))
     except (ValueError, SyntaxError) as error:
@@ -896,6 +925,6 @@ def _probe() -> dict[str, bool]:
         "seccomp": bool(layers.program) and all(x["socket"] == x["fork"] == x["kill"] == eperm for x in seen),
         "landlock": layers.ruleset >= 0 and all(x["list"] == x["write"] == x["proc"] == eacces for x in seen),
         "limits": [x["limits"] for x in seen] == [{n: (v, v) for n, v in own.items()} for own in limits],
-        "user": layers.uid is None or all(x["users"] == [layers.uid] for x in seen),
+        "user": not layers.users or all(x["users"] == [first + x["process"] % count] for x in seen),
         "environment": all(set(x["variables"]) <= _environment(0).keys() for x in seen),
     }

@@ -30,8 +30,9 @@ def lock_up(plan: dict[str, object]) -> None:
     """Give up, for good, all that the candidate's code does not need.
 
     Args:
-        plan: parent: process id that must be this process's parent. limits: {resource: value}. uid: user and group to
-            become, or None. ruleset: Landlock file descriptor, or -1. program: seccomp filter, or no bytes.
+        plan: parent: process id that must be this process's parent. limits: {resource: value}. users: first and number
+            of ids of which to become one, as user and group, or None. ruleset: Landlock file descriptor, or -1.
+            program: seccomp filter, or no bytes.
 
     Raises:
         OSError: a step failed. Nothing of the candidate's may run then.
@@ -47,10 +48,11 @@ def lock_up(plan: dict[str, object]) -> None:
 
     for name, value in plan["limits"].items():
         resource.setrlimit(name, (value, value))
-    if plan["uid"] is not None:
+    if plan["users"]:
+        first, count = plan["users"]
         os.setgroups([])
-        os.setresgid(*[plan["uid"]] * 3)
-        os.setresuid(*[plan["uid"]] * 3)
+        os.setresgid(*[first + os.getpid() % count] * 3)
+        os.setresuid(*[first + os.getpid() % count] * 3)
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3
     must("capset", libc.capset(header, nothing))
     prctl("PR_SET_DUMPABLE", 4, 0, 0, 0, 0)  # /proc/<pid> of this process now belongs to root
