@@ -833,7 +833,8 @@ def run_tests(
     self_test()
     if len(code) > MAX_CODE:
         return Verdict("error", 0, len(tests), f"the code has {len(code)} characters")
-    job = {name: getattr(program, name) for name in _JOB} | {"code": code, "own_eq": own_eq, "in_place": in_place}
+    job = {name: getattr(program, name) for name in _JOB} | {"own_eq": own_eq, "in_place": in_place}
+    job["code"] = code.removeprefix("\ufeff")
     limits = [min(seconds * _slowness(), WALL_S) for seconds in (timeout_s, total_s)]
     verdict = _judge(job, program.tests, memory_mb, _Spent(*limits, WALL_FACTOR * timeout_s))
     if verdict.status == "sandbox_error":

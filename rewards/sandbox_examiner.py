@@ -7,7 +7,6 @@ it. A stand-in never gives the tests a special attribute (`__annotations__`, `__
 """
 
 import asyncio
-import builtins
 import collections
 import contextlib
 import importlib
@@ -17,22 +16,28 @@ import sys
 import types
 import unittest
 from _collections_abc import Callable, Iterator
+from itertools import zip_longest
 
 from rewards import sandbox_child, sandbox_wire
 
 _SAFE = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__")  # special attributes that can be asked for
 
 
-class Raised(Exception):
-    """What the candidate's code raised; each such exception is also one of the builtin class that it is there."""
-
-    status = "fail"
-
-
 class Ended(Exception):
     """StopIteration out of anything but `next`: as itself, it would end a loop of the tests as if nothing was wrong."""
 
     value = property(lambda self: self.args[0] if self.args else None)
+
+
+class _State:
+    """What the test process knows of an object of the candidate's."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.data: object = None  # a snapshot: the fields of a dataclass, or the data in an object of a data type
+        self.clock = -1  # when that was taken
+        self.made: tuple | None = None  # the arguments, if a test made the object
+        self.odd = False  # it does not hold them
 
 
 class _Stand:
@@ -42,7 +47,14 @@ class _Stand:
     equal if their fields are. Its own == decides only where the data set says so (`own_eq`).
     """
 
-    __slots__ = ("_glassrl_number", "_glassrl_made")
+    __slots__ = ("_glassrl",)
+
+
+def _state(x: object) -> _State | None:
+    """What is known of a stand-in; None if it is none. Exceptions of the candidate's are no stand-ins but have it."""
+    if isinstance(x, BaseException):
+        return vars(x).get("_glassrl")
+    return x._glassrl if isinstance(x, _Stand) else None
 
 
 class _Kind(type):  # a class of the candidate's, as the tests see it
@@ -129,36 +141,55 @@ def _bits(x: object) -> int:
     return vars(type(x)).get("_glassrl_bits", 0) if isinstance(type(x), _Kind) else 0
 
 
+def _data(x: _Stand) -> object:
+    """The data in an object: what came with it, unless the candidate's code has run since and may have changed it."""
+    if x._glassrl.clock < _candidate.clock:
+        _candidate.ask("same", [x])
+    return x._glassrl.data
+
+
 def _plain(x: object) -> object:
     """The data in an object of a subclass of a data type; everything else as it is."""
-    return _candidate.ask("base", x) if _bits(x) & sandbox_child.IS_DATA else x
+    return _data(x) if _bits(x) & sandbox_child.IS_DATA else x
+
+
+def _compared(x: _Stand, names: set[str]) -> dict[str, object]:
+    """Fields of a dataclass's object: those that == looks at, and these."""
+    names = names | {name for name, _, compare in vars(type(x))["_glassrl_fields"] if compare}
+    return {name: value for name, value in (_data(x) or {name: x for name in names}).items() if name in names}
 
 
 def _equal(self: object, other: object) -> bool:
+    if _candidate.own_eq:
+        return self is other or bool(_candidate.ask("eq", self, other))
+    states = [x._glassrl for x in (self, other) if isinstance(x, _Stand)]
+    if any(state.odd for state in states):
+        return False
     if self is other:
         return True
-    if _candidate.own_eq:
-        return bool(_candidate.ask("eq", self, other))
-    made = [x for x in (self, other) if isinstance(x, _Stand) and x._glassrl_made is not None]
-    if not all(map(_as_made, made)):
-        return False
     if (_bits(self) | _bits(other)) & sandbox_child.IS_DATA:
         return _plain(self) == _plain(other)
     if type(self) is type(other) and _bits(self) & sandbox_child.HAS_FIELDS:
-        return _candidate.ask("fields", self) == _candidate.ask("fields", other)
+        given = set().union(*(_given(type(self), *state.made) for state in states if state.made))
+        return _compared(self, given) == _compared(other, given)
     return False
 
 
-def _as_made(x: object) -> bool:
-    """Whether an object that a test made and did nothing with, as in `f(2) == Point(4, 6)`, holds what it was given.
+def _given(cls: type, args: tuple, kwargs: dict) -> dict[str, object]:
+    """The fields that these arguments give an object of a dataclass."""
+    names = [name for name, positional, _ in vars(cls)["_glassrl_fields"] if positional]
+    return dict(zip_longest(names[: len(args)], args)) | kwargs
+
+
+def _holds(x: object, args: tuple, kwargs: dict) -> bool:
+    """Whether an object that a test has just made, as in `f(2) == Point(4, 6)`, holds what it was given.
 
     Objects of a class that ignores its arguments would be equal to every expected one.
     """
-    args, kwargs = x._glassrl_made
+    value = x._glassrl.data if isinstance(x, _Stand) else x
     if _bits(x) & sandbox_child.HAS_FIELDS:
-        fields = _candidate.ask("fields", x)
-        return list(fields.values())[: len(args)] == list(args) and kwargs.items() <= fields.items()
-    value = _plain(x)
+        given = _given(type(x), args, kwargs)
+        return value is not None and all(name in value and value[name] == given[name] for name in given)
     if type(value) is tuple:  # a named tuple, or one that is made of one iterable
         given = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
         return value[: len(given)] == tuple(given) and all(item in value for item in kwargs.values())
@@ -174,7 +205,7 @@ def _hash(self: object) -> int:
     if _bits(self) & sandbox_child.IS_DATA:
         return hash(_plain(self))
     if _bits(self) & sandbox_child.HAS_FIELDS:
-        return hash(tuple(_candidate.ask("fields", self).values()))
+        return hash(tuple(_compared(self, set()).values()))
     return object.__hash__(self)
 
 
@@ -202,10 +233,16 @@ def _contains(self: object, item: object) -> bool:
 
 def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
     """The end of a with statement: the candidate's class may end its own exceptions there, if they skip no assert."""
-    if isinstance(error, Raised):
+    if _state(error):
         return bool(_candidate.ask("exit", self, error)) and "skips" not in vars(error)
     _candidate.ask("exit", self, None)
     return False
+
+
+def _await(self: object) -> Iterator[object]:
+    """The candidate's coroutines run to their end in its process, one at a time."""
+    return _candidate.ask("run", self)
+    yield
 
 
 # What a stand-in's class gets: always, or if the object's class has the method.
@@ -228,7 +265,10 @@ _ALWAYS = {
         for prefix in ("", "r")
         for name in "add sub mul matmul truediv floordiv mod pow divmod lshift rshift and xor or".split()
     },
-    **{f"__{name}__": _function(name) for name in "neg pos abs invert index int float complex round".split()},
+    **{
+        f"__{name}__": _function(name)
+        for name in "neg pos abs invert index int float complex round floor ceil trunc".split()
+    },
 }
 _IN_PLACE = {
     f"__i{name}__": _operator(f"i{name}")
@@ -245,8 +285,14 @@ _BY_METHOD = {
         "__setitem__": lambda self, key, value: _candidate.ask("setitem", self, key, value),
         "__delitem__": lambda self, key: _candidate.ask("delitem", self, key),
     },
+    "__reversed__": {"__reversed__": lambda self: _items(_candidate.ask("reversed", self))},
+    "__bytes__": {"__bytes__": lambda self: _candidate.ask("bytes", self)},
+    "__await__": {"__await__": _await},
     "__enter__": {"__enter__": lambda self: _candidate.ask("enter", self), "__exit__": _leave},
 }
+
+
+_LOOKS = ("same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr")  # change nothing
 
 
 class Candidate:
@@ -265,6 +311,9 @@ class Candidate:
         self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
+        self.clock = 0  # goes on when the candidate's code may have changed objects
+        self.making = False  # a test makes an object, and may compare an answer with it: no other's data may change
+        self.new: set[int] = set()  # objects of the current answer that were not known before
 
     def exchange(self, message: object) -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
@@ -277,34 +326,51 @@ class Candidate:
             answer = sandbox_wire.read(self.fd, size)
         except (EOFError, OSError):
             self.end("gone", "")
-        self.answered = True
+        self.answered, self.new = True, set()
         try:
-            answer = sandbox_wire.decode(answer, self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
-        except ValueError:
+            plain = answer[:1] == b"="
+            answer = sandbox_wire.decode(answer[plain:], self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
+            if plain:
+                return answer
+            _, snapshots, kind, value, changed, printed = answer
+            for number, data in snapshots:
+                self._take(number, data)
+            sys.stdout.write(printed)
+            if kind != "value":
+                error, text = value
+                vars(error).update(status="memory" if kind == "memory" else "fail", text=str(text))
+        except (ValueError, TypeError, LookupError):
             self.end("gone", "the answer is malformed")
-        match answer:
-            case ("value", value, changed, str(printed)):
-                sys.stdout.write(printed)
-                if changed is not None and self.operation == "call" and (value is None or self.in_place):
-                    _restore(message[2:], changed)
-                return value
-            case ("error" | "memory" as kind, (Raised() as error, tuple(args), str(text)), None, str(printed)):
-                sys.stdout.write(printed)
-                with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
-                    error.__init__(*args)
-                if isinstance(error, OSError) and len(args) == 3:
-                    error.errno, error.strerror, error.filename = args
-                    args = args[:2]
-                error.args = args
-                vars(error).update(status="memory" if kind == "memory" else "fail", text=text)
-                if isinstance(error, StopIteration | StopAsyncIteration) and self.operation not in ("next", "anext"):
-                    raise Ended(*args)
-                raise error
-        self.end("gone", "the answer is malformed")
+        if kind != "value":
+            if isinstance(error, StopIteration) and self.operation != "next":
+                raise Ended(*error.args)
+            raise error
+        if changed is not None and self.operation == "call" and (value is None or self.in_place):
+            _restore(message[2:], changed)
+        return value
+
+    def _take(self, number: int, data: object) -> None:
+        """Keep the data in an object, which came with an answer."""
+        x = self.stands[number]
+        state = _state(x)
+        if self.making and number not in self.new:
+            return
+        state.data, state.clock = data, self.clock
+        if isinstance(x, BaseException):
+            args, names = data
+            vars(x).update(names | {"_glassrl": state})
+            with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
+                x.__init__(*args)
+            if isinstance(x, OSError) and len(args) == 3:
+                x.errno, x.strerror, x.filename = args
+                args = args[:2]
+            x.args = args
 
     def ask(self, operation: str, *arguments: object) -> object:
         """One of sandbox_child's operations on the candidate's objects."""
         self.operation = operation
+        if operation not in _LOOKS and not self.making:
+            self.clock += 1
         return self.exchange([operation, *arguments])
 
     def attribute(self, x: object, name: str) -> object:
@@ -313,9 +379,31 @@ class Candidate:
         return self.ask("getattr", x, name)
 
     def call(self, function: object, args: tuple, kwargs: dict) -> object:
-        result = self.ask("call", function, list(args), kwargs)
-        if isinstance(function, _Kind) and type(result) is function and not issubclass(function, BaseException):
-            object.__setattr__(result, "_glassrl_made", (args, kwargs))
+        if not isinstance(function, _Kind) or issubclass(function, BaseException):
+            return self.ask("call", function, list(args), kwargs)
+        # What the candidate reads here may be what an answer is to be equal to. So first what changed is asked for, of
+        # objects that somebody holds beside this loop.
+        old = [x for x in self.stands.values() if isinstance(x, _Stand) and sys.getrefcount(x) > 3]
+        old = [x for x in old if x._glassrl.data is not None and x._glassrl.clock < self.clock]
+        if old:
+            self.ask("same", old)
+        self.making = True
+        try:
+            result = self.ask("call", function, list(args), kwargs)
+        finally:
+            self.making = False
+        state, given = _state(result), (args, kwargs)
+        if not any(given):
+            return result
+        if state is None:
+            if not _holds(result, args, kwargs):
+                raise TypeError(f"{function!r} gives data that is not what it was given")
+        elif isinstance(result, _Stand):
+            if _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
+                state.odd = not _holds(result, args, kwargs)
+            else:  # a class may give the same object twice, but not for other arguments
+                state.odd = state.number not in self.new and state.made != given
+            state.made = given
         return result
 
     def refuse(self, problem: str) -> None:
@@ -326,51 +414,39 @@ class Candidate:
     def _number(self, x: object) -> tuple[int]:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
-        if isinstance(type(x), _Kind):
-            if isinstance(x, _Stand) and self.operation not in (
-                "base",
-                "fields",
-                "hash",
-                "isinstance",
-            ):  # these only look
-                object.__setattr__(x, "_glassrl_made", None)
-            return (object.__getattribute__(x, "_glassrl_number"),)
-        problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
-        self.refuse(problem)
-        raise TypeError(problem)
+        state = _state(x)
+        if state is None:
+            problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
+            self.refuse(problem)
+            raise TypeError(problem)
+        if self.operation not in ("same", "hash", "isinstance"):  # these only look
+            state.odd = False
+            state.clock = -1 if self.making else state.clock
+        return (state.number,)
 
-    def _stand(self, number: int, kind: tuple, own: tuple | None) -> object:
-        """The stand-in for an object that an answer describes; the same one each time."""
-        if type(number) is not int:
-            raise ValueError("malformed message")
+    def _stand(self, number: int, kind: tuple | type = (), own: tuple | None = None) -> object:
+        """The stand-in for an object that an answer names; the same one each time. A new one comes with its class."""
         if own is not None:
             return self._kind(*own)
-        if number not in self.stands:
-            cls = self._kind(*kind)
-            stand = cls.__new__(cls)
-            object.__setattr__(stand, "_glassrl_number", number)
-            if isinstance(stand, _Stand):
-                object.__setattr__(stand, "_glassrl_made", None)
-            self.stands[number] = stand
-        return self.stands[number]
+        if kind and number not in self.stands:
+            self.new.add(number)
+            cls = self._kind(*kind) if isinstance(kind, tuple) else _exception(kind)
+            stand = self.stands[number] = cls.__new__(cls)
+            if isinstance(stand, BaseException):
+                vars(stand).update(_glassrl=_State(number), text="")
+            else:
+                object.__setattr__(stand, "_glassrl", _State(number))
+        return self.kinds[number] if number in self.kinds else self.stands[number]
 
-    def _kind(self, number: int, name: str, bits: int, exception: str, parents: tuple) -> _Kind:
+    def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
         """The class that stands for one of the candidate's."""
         if number in self.kinds:
             return self.kinds[number]
-        if (type(number), type(name), type(bits), type(exception)) != (int, str, int, str):
+        if (type(number), type(name), type(bits)) != (int, str, int):
             raise ValueError("malformed message")
-        space: dict[str, object] = {"_glassrl_bits": bits, "_glassrl_class": number}
-        if exception:
-            bases = tuple(self._kind(*parent) for parent in parents)
-            for builtin in (getattr(builtins, part) for part in exception.split()):
-                if not issubclass(builtin, BaseException):
-                    raise ValueError("malformed message")
-                covered = (*bases, Raised)
-                if not any(issubclass(x, builtin) for x in covered) and not issubclass(builtin, BaseExceptionGroup):
-                    bases += (builtin,)  # of groups there are none, since they need arguments
-            if not any(issubclass(base, Raised) for base in bases):
-                bases += (Raised,)
+        bases = tuple(self._kind(*base) if isinstance(base, tuple) else _exception(base) for base in parents)
+        space = {"_glassrl_bits": bits, "_glassrl_class": number, "_glassrl_fields": fields}
+        if bases:
             space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
         else:
             bases = (_Stand,)
@@ -380,13 +456,20 @@ class Candidate:
         try:
             kind = _Kind(name if name.isidentifier() else "Object", bases, space)
         except TypeError:  # bases that do not go together
-            kind = _Kind("Object", (Raised,), space)
+            kind = _Kind("Object", (Exception,), space)
         self.kinds[number] = kind
         return kind
 
 
-def _text(error: Raised) -> str:
-    return vars(error)["text"] if "text" in vars(error) else _candidate.ask("str", error)
+def _exception(cls: type) -> type:
+    """A builtin class of exceptions; of groups there are none, since they need arguments."""
+    if not issubclass(cls, BaseException):
+        raise ValueError("malformed message")
+    return Exception if issubclass(cls, BaseExceptionGroup) else cls
+
+
+def _text(error: BaseException) -> str:
+    return vars(error).get("text") or _candidate.ask("str", error)
 
 
 def _restore(old: object, new: object) -> None:
@@ -456,7 +539,8 @@ def serve(reports: int, fd: int, problem: str) -> None:
     if problem:
         end("broken", f"could not lock a process up: {problem}")
     _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
-    asyncio.run = lambda main, **options: _candidate.ask("run", main)  # coroutines stay there, and so does their loop
+    run = asyncio.run
+    asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
     held = [0]  # asserts that held in the current test
 
     def holds() -> None:
@@ -499,20 +583,19 @@ def serve(reports: int, fd: int, problem: str) -> None:
 
 
 def _status(error: BaseException) -> str:
-    return vars(error).get("status", "fail") if isinstance(error, Raised) else "fail"
+    return vars(error)["status"] if _state(error) else "fail"
 
 
 def _why(error: BaseException) -> str:
     """An exception in words; the text of one that a test raised may hold a stand-in, whose str() is a question."""
-    texts = [x for x in error.args if type(x) is str]
-    text = vars(error).get("text", "") if isinstance(error, Raised) else "".join(texts[:1])
-    return f"{type(error).__name__}: {text}" if text or isinstance(error, Raised) else type(error).__name__
+    texts = [vars(error)["text"]] if _state(error) else [x for x in error.args if type(x) is str]
+    return f"{type(error).__name__}: {texts[0]}" if texts else type(error).__name__
 
 
 def _caught() -> None:
     """At the start of each handler for all exceptions: a failed assert of the tests' own is not to be swallowed."""
     error = sys.exc_info()[1]
-    if type(error) is AssertionError:
+    if type(error) is AssertionError and not _state(error):
         raise error
 
 

@@ -5,6 +5,7 @@ messages from anybody: it builds nothing but the types listed here, and what its
 """
 
 import array
+import builtins
 import collections
 import datetime
 import decimal
@@ -15,12 +16,12 @@ import struct
 import types
 import uuid
 import zoneinfo
-from _collections_abc import Callable
+from _collections_abc import Callable, Sequence
 
 MAX_ANSWER = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
 MAX_REQUEST = 16 << 20  # bytes
-MAX_DEPTH = 60
+MAX_DEPTH = 200
 _CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
 _TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
 _ARRAYS = {int: (b"I", "q"), float: (b"F", "d")}  # lists of numbers of 8 bytes, written at once
@@ -79,6 +80,7 @@ _TYPES = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, range, type(None), *_NAMES)
 }
+_TYPES |= {x.__name__: x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)}
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 
@@ -110,6 +112,16 @@ DATA_BASES = tuple(kind for kind, _ in _BASES)
 def base(x: object) -> object:
     """The plain value inside an object of a subclass of a data type, such as the number of an IntEnum's member."""
     return next(value for kind, value in _BASES if isinstance(x, kind))(x)
+
+
+def is_type(x: object) -> bool:
+    """Whether it is one of the types that are data."""
+    return type(x) is type and _TYPES.get(x.__name__) is x
+
+
+def joined(parts: Sequence[bytes]) -> bytes:
+    """A list of values that `encode` has written."""
+    return b"".join((b"l", struct.pack(">I", len(parts)), *parts))
 
 
 def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_values: int) -> bytes:
@@ -173,7 +185,7 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
             put(b"o", 1 + len(values))
             for item in (_NAMES[kind], *values):
                 write(item, depth + 1)
-        elif kind is type and _TYPES.get(x.__name__) is x:
+        elif is_type(x):
             data(b"y", x.__name__.encode())
         else:
             values = other(x)

@@ -451,7 +451,7 @@ def test_threads_of_one_evaluation_take_none_from_another():
         floods = [pool.submit(run_tests, flood, ["assert f()"], timeout_s=0.7) for _ in range(4)]
         verdicts = [run_tests(honest, ["assert f(9) == 81"]).status for _ in range(12)]
         assert verdicts == ["pass"] * 12
-        assert {future.result().status for future in floods} <= {"timeout", "crash"}
+        assert {future.result().status for future in floods} <= {"timeout", "crash", "memory"}
 
 
 def test_sleeping_threads_are_no_sign_of_a_busy_machine():
@@ -702,7 +702,7 @@ def test_round_trip_of_odd_values():
         b"u\0\0\0\5abc",
         b"i\xff\xff\xff\xff1",
         b"l\xff\xff\xff\xff" + b"N\0\0\0\0" * 200,  # too many
-        b"l\0\0\0\1" * 70 + b"N\0\0\0\0",  # too deep
+        b"l\0\0\0\1" * 210 + b"N\0\0\0\0",  # too deep
         b"s\0\0\0\1l\0\0\0\0",  # a list in a set
         b"d\0\0\0\1l\0\0\0\0N\0\0\0\0",
         b"r\0\0\0\3" + b"u\0\0\0\1a" * 3,
@@ -738,9 +738,9 @@ def test_random_messages_give_plain_data_or_a_value_error():
     assert decoded > 1000
 
 
-@pytest.mark.parametrize("value", [[0] * 101, "x" * 10_000, functools.reduce(lambda x, _: [x], range(70), 1)])
+@pytest.mark.parametrize("value", [[0] * 101, "x" * 10_000, functools.reduce(lambda x, _: [x], range(210), 1)])
 def test_what_is_too_long_or_too_deep_is_not_sent(value):
-    with pytest.raises(ValueError, match="too long to cross|nested deeper than 60"):
+    with pytest.raises(ValueError, match="too long to cross|nested deeper than 200"):
         encode(value)
 
 
