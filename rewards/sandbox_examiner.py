@@ -181,7 +181,7 @@ def _given(cls: type, args: tuple, kwargs: dict) -> dict[str, object]:
     return dict(zip_longest(names[: len(args)], args)) | kwargs
 
 
-def _holds(x: object, args: tuple, kwargs: dict) -> bool:
+def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
     """Whether an object that a test has just made, as in `f(2) == Point(4, 6)`, holds what it was given.
 
     Objects of a class that ignores its arguments would be equal to every expected one.
@@ -396,11 +396,11 @@ class Candidate:
         if not any(given):
             return result
         if state is None:
-            if not _holds(result, args, kwargs):
+            if not _keeps(result, args, kwargs):
                 raise TypeError(f"{function!r} gives data that is not what it was given")
         elif isinstance(result, _Stand):
             if _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
-                state.odd = not _holds(result, args, kwargs)
+                state.odd = not _keeps(result, args, kwargs)
             else:  # a class may give the same object twice, but not for other arguments
                 state.odd = state.number not in self.new and state.made != given
             state.made = given
@@ -541,17 +541,10 @@ def serve(reports: int, fd: int, problem: str) -> None:
     _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
     run = asyncio.run
     asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
-    held = [0]  # asserts that held in the current test
-
-    def holds() -> None:
-        held[0] += 1
-
     def refuse(problem: str) -> None:
         _candidate.refuse(problem)
         raise TypeError(problem)
 
-    for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
-        setattr(unittest.TestCase, name, _then(holds, getattr(unittest.TestCase, name)))
     try:
         found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
         if type(found) is not dict or not found.keys() <= set(job["names"]):
@@ -562,7 +555,7 @@ def serve(reports: int, fd: int, problem: str) -> None:
     sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look their module up
     space = vars(sys.modules["tests"])
     space |= {name: importlib.import_module(name) for name in job["modules"]} | found
-    space |= {"__assert_held__": holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
+    space |= {"__assert_held__": _holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
     space["__refuse__"] = refuse
     try:
         exec(job["setup"], space)
@@ -572,13 +565,14 @@ def serve(reports: int, fd: int, problem: str) -> None:
         end("bad", f"setup code raises {_why(error)}")
     report("loaded", "")
     for test in job["tests"]:
-        held[0], _candidate.answered = 0, False
+        _held.clear()
+        _candidate.answered = False
         try:
             exec(test, dict(space))
         except BaseException as error:
             report(_status(error), _why(error))
         else:
-            report("pass" if held[0] else "fail", "" if held[0] else "no assert was reached")
+            report("pass" if _held else "fail", "" if _held else "no assert was reached")
     os._exit(0)
 
 
@@ -604,12 +598,23 @@ def _skips() -> None:
     vars(sys.exc_info()[1])["skips"] = True
 
 
-def _then(after: Callable[[], None], check: Callable[..., object]) -> Callable[..., object]:
-    """unittest's check, and then that call."""
+_held: list[bool] = []  # asserts of the current test that held
+
+
+def _holds() -> None:
+    _held.append(True)
+
+
+def _counted(check: Callable[..., object]) -> Callable[..., object]:
+    """unittest's check, which counts as an assert."""
 
     def method(*args: object, **kwargs: object) -> object:
         result = check(*args, **kwargs)
-        after()
+        _holds()
         return result
 
     return method
+
+
+for _name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
+    setattr(unittest.TestCase, _name, _counted(getattr(unittest.TestCase, _name)))
