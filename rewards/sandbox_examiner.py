@@ -541,6 +541,7 @@ def serve(reports: int, fd: int, problem: str) -> None:
     _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
     run = asyncio.run
     asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
+
     def refuse(problem: str) -> None:
         _candidate.refuse(problem)
         raise TypeError(problem)
