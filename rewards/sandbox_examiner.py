@@ -38,6 +38,7 @@ class _State:
         self.clock = -1  # when that was taken
         self.made: tuple | None = None  # the arguments, if a test made the object
         self.odd = False  # it does not hold them
+        self.status, self.text, self.skips = "fail", "", False  # of an exception; skips: an assert, in a with statement
 
 
 class _Stand:
@@ -234,7 +235,7 @@ def _contains(self: object, item: object) -> bool:
 def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
     """The end of a with statement: the candidate's class may end its own exceptions there, if they skip no assert."""
     if _state(error):
-        return bool(_candidate.ask("exit", self, error)) and "skips" not in vars(error)
+        return bool(_candidate.ask("exit", self, error)) and not _state(error).skips
     _candidate.ask("exit", self, None)
     return False
 
@@ -338,8 +339,8 @@ class Candidate:
             sys.stdout.write(printed)
             if kind != "value":
                 error, text = value
-                vars(error).update(status="memory" if kind == "memory" else "fail", text=str(text))
-        except (ValueError, TypeError, LookupError):
+                _state(error).status, _state(error).text = "memory" if kind == "memory" else "fail", str(text)
+        except (ValueError, TypeError, LookupError, AttributeError):
             self.end("gone", "the answer is malformed")
         if kind != "value":
             if isinstance(error, StopIteration) and self.operation != "next":
@@ -358,7 +359,7 @@ class Candidate:
         state.data, state.clock = data, self.clock
         if isinstance(x, BaseException):
             args, names = data
-            vars(x).update(names | {"_glassrl": state})
+            vars(x).update(names, _glassrl=state)
             with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
                 x.__init__(*args)
             if isinstance(x, OSError) and len(args) == 3:
@@ -374,7 +375,7 @@ class Candidate:
         return self.exchange([operation, *arguments])
 
     def attribute(self, x: object, name: str) -> object:
-        if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl_"):
+        if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl"):
             raise AttributeError(name)
         return self.ask("getattr", x, name)
 
@@ -399,11 +400,13 @@ class Candidate:
             if not _keeps(result, args, kwargs):
                 raise TypeError(f"{function!r} gives data that is not what it was given")
         elif isinstance(result, _Stand):
-            if _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
-                state.odd = not _keeps(result, args, kwargs)
-            else:  # a class may give the same object twice, but not for other arguments
-                state.odd = state.number not in self.new and state.made != given
-            state.made = given
+            if not _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
+                state.odd = state.number not in self.new and state.made != given  # it equals nothing, but it is itself
+            elif not _keeps(result, args, kwargs):
+                if state.number not in self.new:  # the answer that it was before is not what this is
+                    result = self._new(type(result), state.number)
+                result._glassrl.odd = True
+            result._glassrl.made = given
         return result
 
     def refuse(self, problem: str) -> None:
@@ -421,7 +424,6 @@ class Candidate:
             raise TypeError(problem)
         if self.operation not in ("same", "hash", "isinstance"):  # these only look
             state.odd = False
-            state.clock = -1 if self.making else state.clock
         return (state.number,)
 
     def _stand(self, number: int, kind: tuple | type = (), own: tuple | None = None) -> object:
@@ -431,12 +433,17 @@ class Candidate:
         if kind and number not in self.stands:
             self.new.add(number)
             cls = self._kind(*kind) if isinstance(kind, tuple) else _exception(kind)
-            stand = self.stands[number] = cls.__new__(cls)
-            if isinstance(stand, BaseException):
-                vars(stand).update(_glassrl=_State(number), text="")
-            else:
-                object.__setattr__(stand, "_glassrl", _State(number))
+            self.stands[number] = self._new(cls, number)
         return self.kinds[number] if number in self.kinds else self.stands[number]
+
+    @staticmethod
+    def _new(cls: type, number: int) -> object:
+        stand = cls.__new__(cls)
+        if isinstance(stand, BaseException):
+            vars(stand)["_glassrl"] = _State(number)
+        else:
+            object.__setattr__(stand, "_glassrl", _State(number))
+        return stand
 
     def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
         """The class that stands for one of the candidate's."""
@@ -469,7 +476,7 @@ def _exception(cls: type) -> type:
 
 
 def _text(error: BaseException) -> str:
-    return vars(error).get("text") or _candidate.ask("str", error)
+    return _state(error).text or _candidate.ask("str", error)
 
 
 def _restore(old: object, new: object) -> None:
@@ -578,12 +585,12 @@ def serve(reports: int, fd: int, problem: str) -> None:
 
 
 def _status(error: BaseException) -> str:
-    return vars(error)["status"] if _state(error) else "fail"
+    return _state(error).status if _state(error) else "fail"
 
 
 def _why(error: BaseException) -> str:
     """An exception in words; the text of one that a test raised may hold a stand-in, whose str() is a question."""
-    texts = [vars(error)["text"]] if _state(error) else [x for x in error.args if type(x) is str]
+    texts = [_state(error).text] if _state(error) else [x for x in error.args if type(x) is str]
     return f"{type(error).__name__}: {texts[0]}" if texts else type(error).__name__
 
 
@@ -596,7 +603,8 @@ def _caught() -> None:
 
 def _skips() -> None:
     """In a with statement, where an exception skips an assert."""
-    vars(sys.exc_info()[1])["skips"] = True
+    if state := _state(sys.exc_info()[1]):
+        state.skips = True
 
 
 _held: list[bool] = []  # asserts of the current test that held
