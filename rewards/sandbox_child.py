@@ -18,7 +18,6 @@ import struct
 import sys
 import types
 from _collections_abc import Callable
-from typing import NamedTuple
 
 from rewards import sandbox_wire
 
@@ -91,47 +90,36 @@ def _run(awaitable: object) -> object:
 
 
 _runner: list = []
+_BUILTINS = (
+    getattr,
+    setattr,
+    delattr,
+    iter,
+    next,
+    len,
+    bool,
+    str,
+    repr,
+    format,
+    hash,
+    round,
+    divmod,
+    int,
+    float,
+    complex,
+)
+_BUILTINS += (isinstance, issubclass, reversed, bytes, math.floor, math.ceil, math.trunc, copy.copy, copy.deepcopy)
+UNARY = "neg pos abs invert index"
+BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "contains": operator.contains,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "format": format,
-    "hash": hash,
-    "round": round,
-    "divmod": divmod,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "isinstance": isinstance,
-    "issubclass": issubclass,
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": _leave,
-    "same": lambda objects: objects,  # their snapshots come with them
-    "reversed": reversed,
-    "bytes": bytes,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
     "run": _run,
-    **{name: getattr(operator, name) for name in "eq lt le gt ge neg pos abs invert index".split()},
-    **{
-        prefix + name: getattr(operator, prefix + name + ("_" if prefix + name in ("and", "or") else ""))
-        for prefix in ("", "i")
-        for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
-    },
+    "same": lambda objects: objects,  # their snapshots come with them
+    **{function.__name__: function for function in _BUILTINS},
+    **{name: vars(operator)[name] for name in f"getitem setitem delitem contains eq lt le gt ge {UNARY}".split()},
+    **{name: vars(operator)[f"__{name}__"] for word in BINARY.split() for name in (word, f"i{word}")},
 }
 
 
@@ -156,10 +144,7 @@ class _Objects:
         return (number,)
 
     def number_new(self, x: object) -> tuple[int]:
-        number = self.assign(x)
-        if number not in self.told:
-            self.mentioned[number] = x
-        return (number,)
+        return (self.assign(x),) if self.assign(x) in self.told else self.number(x)
 
     def kind(self, cls: type) -> tuple | type:
         """A class: (number, name, bits, its base classes if it is an exception, fields of a dataclass), or a builtin.
@@ -213,13 +198,9 @@ class _Objects:
                     left -= len(data)
             done |= todo
         new = [x for number, x in self.mentioned.items() if number not in self.told]
-        shells = sandbox_wire.encode([_Shell(x) for x in new], lambda shell: self.describe(shell.x), *limits)
+        shells = [b"h" + sandbox_wire.encode(self.describe(x), self.number, *limits)[1:] for x in new]  # not as a tuple
         self.told.update(self.mentioned)
-        return sandbox_wire.joined((shells, sandbox_wire.joined(snapshots), *parts))
-
-
-class _Shell(NamedTuple):  # so that classes are written as objects
-    x: object
+        return sandbox_wire.joined((sandbox_wire.joined(shells), sandbox_wire.joined(snapshots), *parts))
 
 
 def _fields(cls: type) -> tuple:

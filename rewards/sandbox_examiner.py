@@ -58,17 +58,20 @@ def _state(x: object) -> _State | None:
     return x._glassrl if isinstance(x, _Stand) else None
 
 
+def _passed_on(name: str) -> Callable[..., object]:
+    """A method that the candidate's process carries out."""
+    return lambda self, *arguments: _candidate.ask(name, self, *arguments)
+
+
 class _Kind(type):  # a class of the candidate's, as the tests see it
     __doc__ = property(lambda cls: _candidate.attribute(cls, "__doc__"))
+    __setattr__, __getitem__, __len__, __repr__ = map(_passed_on, ("setattr", "getitem", "len", "repr"))
 
     def __call__(cls, *args, **kwargs):
         return _candidate.call(cls, args, kwargs)
 
     def __getattr__(cls, name):
         return _candidate.attribute(cls, name)
-
-    def __setattr__(cls, name, value):
-        _candidate.ask("setattr", cls, name, value)
 
     def __instancecheck__(cls, x):
         return type(x) is cls or isinstance(type(x), _Kind) and _candidate.ask("isinstance", x, cls)
@@ -79,17 +82,8 @@ class _Kind(type):  # a class of the candidate's, as the tests see it
     def __iter__(cls):
         return _items(_candidate.ask("iter", cls))
 
-    def __getitem__(cls, key):
-        return _candidate.ask("getitem", cls, key)
-
-    def __len__(cls):
-        return _candidate.ask("len", cls)
-
     def __bool__(cls):
         return True
-
-    def __repr__(cls):
-        return _candidate.ask("repr", cls)
 
 
 def _items(iterator: object) -> Iterator[object]:
@@ -251,48 +245,30 @@ _ALWAYS = {
     "__eq__": _equal,
     "__hash__": _hash,
     "__bool__": lambda self: bool(_candidate.ask("bool", self)),
-    "__str__": lambda self: _candidate.ask("str", self),
-    "__repr__": lambda self: _candidate.ask("repr", self),
-    "__format__": lambda self, spec: _candidate.ask("format", self, spec),
     "__getattr__": lambda self, name: _candidate.attribute(self, name),
-    "__setattr__": lambda self, name, value: _candidate.ask("setattr", self, name, value),
-    "__delattr__": lambda self, name: _candidate.ask("delattr", self, name),
-    "__copy__": lambda self: _candidate.ask("copy", self),
     "__deepcopy__": lambda self, memo: _candidate.ask("deepcopy", self),
     "__doc__": property(lambda self: _candidate.attribute(self, "__doc__")),
-    **{f"__{name}__": _operator(name) for name in "lt le gt ge".split()},
-    **{
-        f"__{prefix}{name}__": _operator(name, prefix == "r")
-        for prefix in ("", "r")
-        for name in "add sub mul matmul truediv floordiv mod pow divmod lshift rshift and xor or".split()
-    },
+    **{f"__{name}__": _passed_on(name) for name in "str repr format setattr delattr copy".split()},
+    **{f"__{name}__": _operator(name) for name in f"lt le gt ge divmod {sandbox_child.BINARY}".split()},
+    **{f"__r{name}__": _operator(name, swapped=True) for name in f"divmod {sandbox_child.BINARY}".split()},
     **{
         f"__{name}__": _function(name)
-        for name in "neg pos abs invert index int float complex round floor ceil trunc".split()
+        for name in f"{sandbox_child.UNARY} int float complex round floor ceil trunc".split()
     },
 }
-_IN_PLACE = {
-    f"__i{name}__": _operator(f"i{name}")
-    for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
-}
+_IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in sandbox_child.BINARY.split()}
 _BY_METHOD = {
     "__call__": {"__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs)},
     "__iter__": {"__iter__": _iterate},
-    "__next__": {"__next__": lambda self: _candidate.ask("next", self)},
+    "__next__": {"__next__": _passed_on("next")},
     "__len__": {"__len__": _length},
     "__contains__": {"__contains__": _contains},
-    "__getitem__": {
-        "__getitem__": lambda self, key: _candidate.ask("getitem", self, key),
-        "__setitem__": lambda self, key, value: _candidate.ask("setitem", self, key, value),
-        "__delitem__": lambda self, key: _candidate.ask("delitem", self, key),
-    },
+    "__getitem__": {f"__{name}__": _passed_on(name) for name in ("getitem", "setitem", "delitem")},
     "__reversed__": {"__reversed__": lambda self: _items(_candidate.ask("reversed", self))},
-    "__bytes__": {"__bytes__": lambda self: _candidate.ask("bytes", self)},
+    "__bytes__": {"__bytes__": _passed_on("bytes")},
     "__await__": {"__await__": _await},
-    "__enter__": {"__enter__": lambda self: _candidate.ask("enter", self), "__exit__": _leave},
+    "__enter__": {"__enter__": _passed_on("enter"), "__exit__": _leave},
 }
-
-
 _LOOKS = ("same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr")  # change nothing
 
 
@@ -483,22 +459,16 @@ def _restore(old: object, new: object) -> None:
     """Give a mutable object, and those in it, the contents that it has after a call."""
     if isinstance(old, tuple) or type(old) is list and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            restored = _restored(a, b)
             if type(old) is list:
-                old[i] = _restored(a, b)
-            else:
-                _restored(a, b)
-    elif isinstance(old, dict):
-        items = [(key, _restored(old.get(key), value)) for key, value in new.items()]
-        old.clear()
-        old.update(items)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
+                old[i] = restored
     elif isinstance(old, types.SimpleNamespace):
         _restore(vars(old), vars(new))
-    elif isinstance(old, collections.deque):
+    elif isinstance(old, dict | set | collections.deque):
+        if isinstance(old, dict):
+            new = {key: _restored(old.get(key), value) for key, value in new.items()}
         old.clear()
-        old.extend(new)
+        (old.extend if isinstance(old, collections.deque) else old.update)(new)
     else:  # list, bytearray, array
         old[:] = new
 

@@ -22,6 +22,21 @@ MAX_ANSWER = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
 MAX_REQUEST = 16 << 20  # bytes
 MAX_DEPTH = 200
+# {type: (letter, value -> bytes, bytes -> value)}
+_SCALARS: dict[type, tuple[bytes, Callable, Callable]] = {
+    type(None): (b"N", lambda x: b"", {b"": None}.__getitem__),
+    bool: (b"B", lambda x: b"\1" if x else b"\0", {b"\0": False, b"\1": True}.__getitem__),
+    int: (
+        b"i",
+        lambda x: x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True),
+        lambda data: int.from_bytes(data, "big", signed=True),
+    ),
+    float: (b"f", struct.Struct(">d").pack, lambda data: struct.unpack(">d", data)[0]),
+    complex: (b"c", lambda x: struct.pack(">dd", x.real, x.imag), lambda data: complex(*struct.unpack(">dd", data))),
+    str: (b"u", lambda x: x.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
+    bytes: (b"b", lambda x: x, lambda data: data),
+}
+_READ = {tag: from_bytes for tag, _, from_bytes in _SCALARS.values()} | {b"y": lambda data: _TYPES[data.decode()]}
 _CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
 _TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
 _ARRAYS = {int: (b"I", "q"), float: (b"F", "d")}  # lists of numbers of 8 bytes, written at once
@@ -152,20 +167,9 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         kind = type(x)
-        if x is None:
-            data(b"N", b"")
-        elif kind is bool:
-            data(b"B", b"\1" if x else b"\0")
-        elif kind is int:
-            data(b"i", x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
-        elif kind is float:
-            data(b"f", struct.pack(">d", x))
-        elif kind is complex:
-            data(b"c", struct.pack(">dd", x.real, x.imag))
-        elif kind is str:
-            data(b"u", x.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            data(b"b", x)
+        if kind in _SCALARS:
+            tag, to_bytes, _ = _SCALARS[kind]
+            data(tag, to_bytes(x))
         elif kind in _TAGS:
             if kind is list and len(x) >= _SHORT and write_array(x):
                 return
@@ -238,22 +242,8 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
         at += size
         if len(payload) != size:
             raise ValueError("malformed message")
-        if tag == b"N" and not payload:
-            return None
-        if tag == b"B" and payload in (b"\0", b"\1"):
-            return payload == b"\1"
-        if tag == b"i":
-            return int.from_bytes(payload, "big", signed=True)
-        if tag == b"f":
-            return struct.unpack(">d", payload)[0]
-        if tag == b"c":
-            return complex(*struct.unpack(">dd", payload))
-        if tag == b"u":
-            return payload.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return payload
-        if tag == b"y":
-            return _TYPES[payload.decode()]
+        if tag in _READ:
+            return _READ[tag](payload)
         for letter, code in _ARRAYS.values():
             if tag == letter:
                 values += size // 8
