@@ -380,14 +380,13 @@ class _Pair:
 
         Other threads do not count: a hundred that wait for each other's core are no sign of a busy machine.
         """
-        return _run_delay(self.candidate) + _run_delay(self.examiner)
+        fields = [_proc(pid, "schedstat") for pid in (self.candidate, self.examiner)]
+        return sum(int(each[1]) / 1e9 for each in fields if each)
 
     def threads(self) -> int:
         """Threads of the candidate's process."""
-        try:
-            return int(Path(f"/proc/{self.candidate}/stat").read_text().rpartition(")")[2].split()[17])
-        except (OSError, IndexError):
-            return 0
+        fields = _proc(self.candidate, "stat")
+        return int(fields[17]) if fields else 0
 
     def end(self, grace_s: float = 0.0) -> tuple["_End", "_End"]:
         """Kill both, unless they end within `grace_s`; what became of the candidate's and the test process. Once."""
@@ -424,12 +423,12 @@ def _environment(home: int) -> dict[str, str]:
     }
 
 
-def _run_delay(pid: int) -> float:
-    """Seconds that a process's main thread was ready to run and had no core; 0 where the kernel does not say."""
+def _proc(pid: int, name: str) -> list[str]:
+    """The numbers in a file of a process's; none if it has ended, or the kernel has no such file."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0  # it has ended
+        return Path(f"/proc/{pid}/{name}").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 # === the tests ===
@@ -491,6 +490,11 @@ def _asserts(nodes: Iterable[ast.AST]) -> list[ast.AST]:
     return [part for node in nodes for part in ast.walk(node) if _is_assert(part) or _must_fail(part)]
 
 
+# Builtin exceptions that no failed assert is.
+_NARROW = {name for name, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, BaseException)}
+_NARROW -= {"BaseException", "Exception", "AssertionError"}
+
+
 class _Marks(ast.NodeTransformer):
     """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
@@ -498,14 +502,17 @@ class _Marks(ast.NodeTransformer):
         return [node, self._call("__assert_held__", node)]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
-        """A handler for everything must not swallow a failed assert; one for StopIteration also gets that of calls."""
+        """A handler must not swallow a failed assert, if it is for everything or for a class that may be the candidate's.
+
+        One for StopIteration also gets that of calls.
+        """
         self.generic_visit(node)
-        names = self._caught(node)
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type] if node.type else []
+        names = {ast.unparse(kind) for kind in kinds}
         if "StopIteration" in names:
-            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             node.type = ast.Tuple([*kinds, ast.Name("__ended__", ast.Load())], ast.Load())
             ast.fix_missing_locations(ast.copy_location(node.type, node))
-        if (node.type is None or names & {"Exception", "BaseException"}) and "AssertionError" not in names:
+        if "AssertionError" not in names and not (names and names <= _NARROW):
             node.body.insert(0, self._call("__caught__", node))
         return node
 
@@ -515,7 +522,7 @@ class _Marks(ast.NodeTransformer):
         self.generic_visit(node)
         if asserts and all(map(_must_fail, asserts)):
             for handler in node.handlers:
-                if "AssertionError" not in self._caught(handler):
+                if handler.type is None or "AssertionError" not in ast.unparse(handler.type):
                     handler.body.insert(0, self._call("__assert_held__", handler))
         return node
 
@@ -529,11 +536,6 @@ class _Marks(ast.NodeTransformer):
             node.body = [ast.Try(body, [handler], [], []), *rest]
             ast.fix_missing_locations(ast.copy_location(node.body[0], node))
         return node
-
-    @staticmethod
-    def _caught(node: ast.ExceptHandler) -> set[str]:
-        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        return {kind.id for kind in kinds if isinstance(kind, ast.Name)}
 
     @staticmethod
     def _call(name: str, at: ast.AST) -> ast.stmt:

@@ -595,5 +595,7 @@ def _counted(check: Callable[..., object]) -> Callable[..., object]:
     return method
 
 
-for _name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
-    setattr(unittest.TestCase, _name, _counted(getattr(unittest.TestCase, _name)))
+def count_checks() -> None:
+    """From now on unittest's checks count as asserts."""
+    for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
+        setattr(unittest.TestCase, name, _counted(getattr(unittest.TestCase, name)))

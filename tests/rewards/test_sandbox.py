@@ -406,6 +406,9 @@ NUMBER = "class L:\n    __sub__ = __rsub__ = __mod__ = lambda s, o: 0\n    __lt_
         ("def f(n): raise StopIteration", "assert all(map(f, [2, 3]))", "fail"),
         ("def f(n): return iter([])", "assert all(map(next, map(f, [2])))", "pass"),  # an empty iterator has no first item
         ("class A:\n    def __bool__(s): raise StopIteration\ndef f(): return A()", "assert [*filter(None, [f()])] == []", "fail"),
+        *[(f"Mine = {kind}\ndef f(): pass", f"try:\n    f()\n    assert False\nexcept {catch}:\n    pass", "fail") for kind in ("Exception", "AssertionError", "BaseException", "int") for catch in ("Mine", "(KeyError, Mine)")],
+        ("class Mine(AssertionError): pass\ndef f(): raise Mine", "try:\n    f()\n    assert False\nexcept Mine:\n    pass", "pass"),
+        ("Mine = ValueError\ndef f(): raise Mine", "try:\n    f()\n    assert False\nexcept Mine:\n    pass", "pass"),
         ("def f(): raise StopIteration(5)", "try:\n    f()\nexcept (KeyError, StopIteration) as e:\n    assert e.value == 5", "pass"),
         (MANAGER, "assert A()\nwith A() as a:\n    a.f()\n    assert a is None", "fail"),  # skips an assert
         (MANAGER, "with A() as a:\n    assert a\n    a.f()\nassert a", "pass"),
