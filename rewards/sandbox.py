@@ -502,7 +502,7 @@ class _Marks(ast.NodeTransformer):
         return [node, self._call("__assert_held__", node)]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
-        """A handler must not swallow a failed assert, if it is for everything or for a class that may be the candidate's.
+        """A handler for everything, or for what may be a class of the candidate's, must not swallow a failed assert.
 
         One for StopIteration also gets that of calls.
         """
