@@ -389,15 +389,14 @@ class Candidate:
         """The tests cannot be used. What depends on an answer of the candidate's is not said to be their fault."""
         if not self.answered:
             self.end("bad", problem)
+        raise TypeError(problem)
 
     def _number(self, x: object) -> tuple[int]:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
         state = _state(x)
         if state is None:
-            problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
-            self.refuse(problem)
-            raise TypeError(problem)
+            self.refuse(f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
         if self.operation not in ("same", "hash", "isinstance"):  # these only look
             state.odd = False
         return (state.number,)
@@ -519,10 +518,6 @@ def serve(reports: int, fd: int, problem: str) -> None:
     run = asyncio.run
     asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
 
-    def refuse(problem: str) -> None:
-        _candidate.refuse(problem)
-        raise TypeError(problem)
-
     try:
         found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
         if type(found) is not dict or not found.keys() <= set(job["names"]):
@@ -534,7 +529,7 @@ def serve(reports: int, fd: int, problem: str) -> None:
     space = vars(sys.modules["tests"])
     space |= {name: importlib.import_module(name) for name in job["modules"]} | found
     space |= {"__assert_held__": _holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
-    space["__refuse__"] = refuse
+    space["__refuse__"] = _candidate.refuse
     try:
         exec(job["setup"], space)
     except BaseException as error:

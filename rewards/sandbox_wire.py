@@ -7,9 +7,11 @@ messages from anybody: it builds nothing but the types listed here, and what its
 import array
 import builtins
 import collections
+import dataclasses
 import datetime
 import decimal
 import fractions
+import json
 import os
 import pathlib
 import struct
@@ -95,7 +97,9 @@ _TYPES = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, range, type(None), *_NAMES)
 }
-_TYPES |= {x.__name__: x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)}
+_ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
+_ERRORS += [dataclasses.FrozenInstanceError, decimal.InvalidOperation, json.JSONDecodeError]
+_TYPES |= {kind.__name__: kind for kind in _ERRORS}
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 

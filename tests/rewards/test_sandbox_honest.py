@@ -305,6 +305,9 @@ def f(x):
     error = ValueError('two')
     error.code = 5
     raise error
+def parse(s):
+    import json
+    return json.loads(s)
 def made(): return ValueError('a', 1)
 def kind(): return KeyError
 async def late(x):
@@ -408,6 +411,7 @@ GROUPS = {
     ]),
     "other ways": (OTHERS, {}, [
         CATCH.format(0, "ValueError", "type(e) is ValueError and str(e) == 'zero'"), CATCH.format(1, "ValueError", "type(e) is Mine and e.args == ('one',)"), CATCH.format(2, "ValueError", "e.code == 5"), "try:\n    f(0)\n    assert False\nexcept ValueError:\n    pass",
+        "import json\ntry:\n    parse('{')\n    assert False\nexcept json.JSONDecodeError as e:\n    assert type(e) is json.JSONDecodeError and e.pos == 1",
         "assert made().args == ('a', 1) and isinstance(made(), ValueError) and str(made()) == \"('a', 1)\"", "assert kind() is KeyError and issubclass(kind(), LookupError)", "i = ends()\nnext(i)\ntry:\n    i.send(None)\n    assert False\nexcept StopIteration as e:\n    assert e.value == 'end'",
         "import asyncio\nasync def main(): return await late(1) + sum(await asyncio.gather(late(1), late(2)))\nassert asyncio.run(main()) == 7", "import asyncio\nasync def main():\n    try: await late(-1)\n    except KeyError: return 1\nassert asyncio.run(main()) == 1",
         "import math\nassert math.floor(Number()) == 3 and math.ceil(Number()) == 4 and math.trunc(Number()) == 3", "assert bytes(Number()) == b'x' and list(reversed(Number())) == [2, 1] and list(reversed(Pair())) == [2, 1]",
