@@ -127,7 +127,8 @@ class Response:
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        numbers = {name: float(x) for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
+        report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
+        numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
         return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers)
 
     @property
