@@ -7,7 +7,7 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +83,11 @@ class Sample:
     def num_sampled(self) -> int:
         """Response tokens that the policy sampled."""
         return int(self.response_mask.sum())
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """What generations.jsonl says of a conversation with an environment; nothing of another response."""
+        return {} if self.report is None else {"turns": self.turns, "messages": list(self.messages)}
 
 
 class Score(NamedTuple):

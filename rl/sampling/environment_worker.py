@@ -297,8 +297,9 @@ def _reap(processes: dict[int, int], kept: set[int]) -> None:
     """Forget processes that have ended, and kill what they have left behind: it is a child of this one then."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            for number in [number for number, pid in processes.items() if pid == ended]:
-                del processes[number]
+            for number, pid in list(processes.items()):  # another signal may come meanwhile
+                if pid == ended:
+                    processes.pop(number, None)
     for pid in _children() - kept - set(processes.values()):
         _kill(pid)
 

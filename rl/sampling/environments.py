@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ class Environments:
         self.at_once: list[Answer] = []  # answers that need no process
         self.selector = selectors.DefaultSelector()
         self.count, self.problems = 0, 0
+        self.starter = ThreadPoolExecutor(1)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a socket for each conversation
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         hello = self._launch()
@@ -171,6 +173,7 @@ class Environments:
         """End all processes."""
         for key in list(self.open):
             self.end(key)
+        self.starter.shutdown()
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -182,8 +185,7 @@ class Environments:
         try:
             if x.socket is None:
                 x.socket, theirs = socket.socketpair()
-                with theirs:
-                    self._command("start", x.number, theirs.fileno())
+                self._later("start", x.number, theirs)
                 if method == "step" and self.has_reset:
                     raise ConnectionError("its process is gone")
             x.socket.settimeout(self.flags.environment_timeout)
@@ -193,15 +195,27 @@ class Environments:
         except (OSError, RecursionError) as error:  # RecursionError: the arguments of a call, from pickle
             self.at_once.append(self._fail(key, repr(error)))
 
-    def _command(self, name: str, number: int, *descriptors: int) -> None:
-        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over."""
-        message = json.dumps([name, number]).encode()
+    def _later(self, *command: Any) -> None:
+        """`_command` in a thread: a fork takes a millisecond, and decoding goes on meanwhile."""
+        try:
+            self.starter.submit(self._command, *command)
+        except RuntimeError:  # this process is about to end
+            self._command(*command)
+
+    def _command(self, name: str, number: int, theirs: socket.socket | None = None) -> None:
+        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over.
+        Without one, `theirs` is closed: the conversation takes that for the death of its process.
+        """
+        message, descriptors = json.dumps([name, number]).encode(), [theirs.fileno()] if theirs else []
         try:
             socket.send_fds(self.control, [message], descriptors)
         except OSError:
             self._stop()
-            if name == "start" and "problem" not in self._launch():
+            if theirs is not None and "problem" not in self._launch():
                 socket.send_fds(self.control, [message], descriptors)
+        finally:
+            if theirs is not None:
+                theirs.close()
 
     def _receive(self, key: Hashable) -> list[Answer]:
         """What a conversation's process has sent: an answer if it is complete."""
@@ -244,7 +258,7 @@ class Environments:
             x.socket.close()  # its process ends with it, if it listens
             x.socket, x.asked_at = None, 0.0
             if kill:
-                self._command("end", x.number)
+                self._later("end", x.number)
 
 
 def make_environments(
