@@ -1,17 +1,21 @@
 """Conversations with environments, for real: processes that answer, hang, die and lie, and engines that go on."""
 
 import os
+from contextlib import nullcontext
+from pathlib import Path
 
+import helpers_scripts as h
 import launch
 import pytest
 import torch
-from helpers_engines import TEMPERATURE, logits_of, plain, push, trainer_gap
-from transformers import AutoTokenizer
+from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared_engine, trainer_gap
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines import Rollout
+from rl.sampling.engines.vllm import ASK_EVERY
 from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.rollout import check_engine, sample_groups
 from rl.sampling.rollouts import Rollouts
@@ -39,7 +43,8 @@ class Environment:
         if reply.turn == self.about.get("turns", 2):
             return {"hang": self.hang, "exit": lambda: os._exit(3), "kill": lambda: os.kill(os.getpid(), 9),
                     "children": self.children, "print": lambda: print("x" * 100_000), "raise": lambda: 1 / 0,
-                    "SystemExit": lambda: sys.exit("bye"), "megabyte": lambda: [{"role": "user", "content": "1" * 10**6}],
+                    "SystemExit": lambda: sys.exit("bye"),
+                    "megabyte": lambda: [{"role": "user", "content": "1" * 10**6}],
                     "surrogate": lambda: [{"role": "user", "content": "1\ud8002"}],
                     "None": lambda: [{"role": "user", "content": None}], "no role": lambda: [{"content": "1"}],
                     "text": lambda: "text", "number": lambda: 5, "garbage": self.garbage, "forged": self.forged,
@@ -224,6 +229,64 @@ def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, t
         assert [x["content"] for x in s.messages if x["role"] == "assistant"] == said  # whole turns
         assert version <= s.policy_versions[0] <= s.policy_versions[1] <= engine.policy_version
     assert max(s.policy_versions[1] - s.policy_versions[0] for s in done) >= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def split_model(tiny_model, tmp_path_factory):
+    """A model with heads that two ranks can share, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("split") / "model"
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)  # of 32: vLLM on CPU refuses smaller ones
+    sizes = dict(vocab_size=80, hidden_size=128, num_hidden_layers=2, intermediate_size=192, **heads)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=512, eos_token_id=None, pad_token_id=0))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return str(folder)
+
+
+WORLDS = {"hf": ("hf", 1, 1), "hf, 2 ranks": ("hf", 1, 2), "vllm, 2 ranks": ("vllm", 1, 2), "shared": ("vllm", 2, 2)}
+
+
+@pytest.fixture(scope="module")
+def sampled(split_model, tmp_path_factory):
+    """World -> what tests/sampling/conversation_ranks.py has found on each of its ranks."""
+    found = {}
+    for name, (engine, size, nproc) in WORLDS.items():
+        if engine == "vllm":
+            h.needs_vllm()
+        out = tmp_path_factory.mktemp("world")
+        (out / "game.py").write_text(GAME)
+        arguments = (split_model, out / "game.py", out, engine, size)
+        with the_only_shared_engine() if size > 1 else nullcontext():
+            launch.run_file(Path(__file__).with_name("conversation_ranks.py"), *arguments, nproc=nproc)
+        found[name] = [torch.load(out / f"rank{i}.pt", weights_only=False) for i in range(nproc)]
+    return found
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_they_share(name, sampled, split_model):
+    """Log-probs of every sampled token are those of a plain model that reads each conversation by itself."""
+    model = AutoModelForCausalLM.from_pretrained(split_model, dtype=torch.float32, attn_implementation="eager")
+    samples = [s for rank in sampled[name] for s in rank["samples"]]
+    assert len(samples) == 20 and {s.turns for s in samples} >= {*range(1, 8)}
+    for s in samples:
+        logp = (logits_of(model, s.prompt_ids, s.response_ids) / TEMPERATURE).log_softmax(-1)
+        logp = logp.gather(-1, torch.from_numpy(s.response_ids).long()[:, None])[:, 0] * torch.tensor(s.response_mask)
+        torch.testing.assert_close(logp, torch.from_numpy(s.rollout_logprobs), rtol=0, atol=1e-4)
+    other = [s for rank in sampled["hf" if "hf" in name else "vllm, 2 ranks"] for s in rank["samples"]]
+    in_order = [sorted(x, key=lambda s: s.row_index) for x in (samples, other)]  # stable
+    assert facts(in_order[0]) == facts(in_order[1])
+    for rank in sampled[name]:
+        assert rank["gap"] < 1e-5
+        assert "hf" in name or rank["steps waited"] <= (ASK_EVERY if name == "shared" else 0)
+        assert "the response mask has tokens that it did not sample" in rank["message"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
