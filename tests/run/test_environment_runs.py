@@ -11,6 +11,7 @@ import launch
 import pytest
 import torch
 
+import eval as evaluation
 import train_grpo
 from rl.flags import build
 from rl.ranks import init_ranks
@@ -88,6 +89,19 @@ def test_every_script_learns_from_conversations(script, task, tmp_path):
         assert 1 < line["environment/count"] <= 3 and not {"environment/huge", "environment/nan"} & line.keys()
     assert lines[0].get("rollout/logprob_gap_max", 0) < 1e-4  # step 2 of DAPO may train on responses of step 1
     launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 15, "a process is left behind")
+
+
+def test_eval_py_scores_conversations_as_the_run_itself(task, tmp_path):
+    about = game(tmp_path)
+    settings = h.grpo_settings(task, tmp_path / "run", **about, total_training_steps=1, test_freq=1)
+    found = train_grpo.main(build(train_grpo.Args, **settings))
+    h.leave_distributed()
+    kept = dict(custom_reward_function=(task.reward,), engine="hf", max_prompt_length=32, correct_at=1.0)
+    model = str(tmp_path / "run" / "global_step_1" / "huggingface")
+    again = evaluation.main(build(evaluation.Args, model=model, val_files=(task.test,), **kept, **about))
+    assert 0 < again["accuracy"] == found["val-core/arithmetic/reward/mean@1"] < 1
+    assert again["response_length/mean"] == found["val/response_length"]
+    assert len(pids(tmp_path)) == 2 * 16 + 4 * 4  # both have had a conversation for each row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
