@@ -24,7 +24,7 @@ TEMPERATURE, STOPS, LIMIT = 0.7, (0, 2, *range(20, 32)), 300
 
 
 def make_rows(tokenizer) -> list[dict]:
-    """Conversations of one to eight turns, one that never ends a turn, and some whose environment is slow."""
+    """Conversations of one to eight turns, with vLLM one that never ends a turn, and some whose environment is slow."""
     ids = tokenizer("<|im_start|>user\n1+1<|im_end|>\n")["input_ids"]
     about = [{"turns": turns, "latency": 0.1 * (turns % 3 == 0)} for turns in (1, 2, 3, 4, 5, 6, 7, 8, 1, 1)]
     return [dict(prompt_ids=[*ids, 5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
@@ -45,7 +45,8 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     rows = make_rows(tokenizer)
     rollouts, samples, unread = Rollouts(engine, environments, seed=5), [], {}
     for row in ranks.own_slice(rows):
-        stops = () if row["row_index"] == len(rows) - 1 else STOPS
+        is_long = row["row_index"] == len(rows) - 1 and engine_name == "vllm"
+        stops = () if is_long else STOPS
         rollouts.start(row["row_index"], row, Sampling(2, TEMPERATURE, max_tokens=LIMIT, stop_token_ids=stops))
     slowest = 0
     while rollouts.is_open():

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import helpers_scripts as h
@@ -256,17 +257,19 @@ WORLDS = {"hf": ("hf", 1, 1), "hf, 2 ranks": ("hf", 1, 2), "vllm, 2 ranks": ("vl
 
 @pytest.fixture(scope="module")
 def sampled(split_model, tmp_path_factory):
-    """World -> what tests/sampling/conversation_ranks.py has found on each of its ranks."""
-    found = {}
-    for name, (engine, size, nproc) in WORLDS.items():
+    """sampled(world): what tests/sampling/conversation_ranks.py has found on each of its ranks."""
+
+    @cache
+    def found(name):
+        (engine, size, nproc), out = WORLDS[name], tmp_path_factory.mktemp("world")
         if engine == "vllm":
             h.needs_vllm()
-        out = tmp_path_factory.mktemp("world")
         (out / "game.py").write_text(GAME)
         arguments = (split_model, out / "game.py", out, engine, size)
         with the_only_shared_engine() if size > 1 else nullcontext():
             launch.run_file(Path(__file__).with_name("conversation_ranks.py"), *arguments, nproc=nproc)
-        found[name] = [torch.load(out / f"rank{i}.pt", weights_only=False) for i in range(nproc)]
+        return [torch.load(out / f"rank{i}.pt", weights_only=False) for i in range(nproc)]
+
     return found
 
 
@@ -274,16 +277,16 @@ def sampled(split_model, tmp_path_factory):
 def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_they_share(name, sampled, split_model):
     """Log-probs of every sampled token are those of a plain model that reads each conversation by itself."""
     model = AutoModelForCausalLM.from_pretrained(split_model, dtype=torch.float32, attn_implementation="eager")
-    samples = [s for rank in sampled[name] for s in rank["samples"]]
+    samples = [s for rank in sampled(name) for s in rank["samples"]]
     assert len(samples) == 20 and {s.turns for s in samples} >= {*range(1, 8)}
     for s in samples:
         logp = (logits_of(model, s.prompt_ids, s.response_ids) / TEMPERATURE).log_softmax(-1)
         logp = logp.gather(-1, torch.from_numpy(s.response_ids).long()[:, None])[:, 0] * torch.tensor(s.response_mask)
         torch.testing.assert_close(logp, torch.from_numpy(s.rollout_logprobs), rtol=0, atol=1e-4)
-    other = [s for rank in sampled["hf" if "hf" in name else "vllm, 2 ranks"] for s in rank["samples"]]
+    other = [s for rank in sampled("hf" if "hf" in name else "vllm, 2 ranks") for s in rank["samples"]]
     in_order = [sorted(x, key=lambda s: s.row_index) for x in (samples, other)]  # stable
     assert facts(in_order[0]) == facts(in_order[1])
-    for rank in sampled[name]:
+    for rank in sampled(name):
         assert rank["gap"] < 1e-5
         assert "hf" in name or rank["steps waited"] <= (ASK_EVERY if name == "shared" else 0)
         assert "the response mask has tokens that it did not sample" in rank["message"]
