@@ -104,7 +104,7 @@ class Made:
     def __init__(self, folder, tokenizer):
         self.folder, self.tokenizer, self.file = folder, tokenizer, folder / "game.py"
         self.file.write_text(GAME)
-        flags = EnvironmentFlags(environment=str(self.file), environment_timeout=2.0, max_turns=8)
+        flags = EnvironmentFlags(environment=str(self.file), environment_timeout=5.0, max_turns=8)
         self.environments = make_environments(flags, tokenizer, STOPS)
 
     def pids(self, name="pids"):

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+from dataclasses import replace
 
 import launch
 import pytest
@@ -119,6 +120,7 @@ def _hidden():
 
 SERVER = """
 import sys, time
+from pathlib import Path
 from mcp.server import MCPServer
 server = MCPServer("tools")
 
@@ -135,6 +137,7 @@ def break_() -> str:
 @server.tool()
 def wait(seconds: float) -> str:
     "Wait."
+    Path(__file__).with_name("waits").touch()
     time.sleep(seconds)
     return "waited"
 
@@ -152,9 +155,13 @@ def tokenizer(tiny_model):
 class Talk:
     """Conversations by hand: what the policy calls is given."""
 
-    def __init__(self, tokenizer, *tools, timeout=3.0):
-        flags = EnvironmentFlags(tools=tools, environment_timeout=timeout, max_tool_response_length=200)
+    def __init__(self, tokenizer, *tools):
+        flags = EnvironmentFlags(tools=tools, max_tool_response_length=200)
         self.environments, self.count = make_environments(flags, tokenizer, [END]), 0
+
+    def wait_for(self, seconds):
+        """From now on --environment-timeout is that; before it is a minute, since machines are busy."""
+        self.environments.flags = replace(self.environments.flags, environment_timeout=seconds)
 
     def begin(self, key):
         self.environments.start(key, {"row_index": 0}, 0)
@@ -162,7 +169,7 @@ class Talk:
 
     def answer(self, key):
         """The messages that answer, or "failed"; those of other conversations are for others."""
-        found = launch.until(lambda: [x for x in self.environments.answers(0.05) if x.key == key], 20)
+        found = launch.until(lambda: [x for x in self.environments.answers(0.05) if x.key == key], 100)
         return "failed" if found[0].has_failed else found[0].messages
 
     def calls(self, key, *calls, turn=1):
@@ -224,9 +231,12 @@ def test_a_tool_that_fails_costs_its_own_conversation_at_most(talk, capfd):
         talk.environments.ask(name, "", [("add", {"a": 2, "b": 2}), (name, {})], 2)
     waiting, found = set(FAULTS), {}
     while waiting:
+        if waiting == {"hang", "stop_itself"}:
+            talk.wait_for(1.0)
         for answer in talk.environments.answers(0.1):
             waiting.remove(answer.key)
             found[answer.key] = None if answer.has_failed else [x["content"] for x in answer.messages]
+    talk.wait_for(60.0)
     for name, expected in FAULTS.items():
         assert found[name] == (None if expected is None else ["4", expected]), name
         if expected is not None:  # and it goes on
@@ -240,7 +250,7 @@ def test_a_tool_that_fails_costs_its_own_conversation_at_most(talk, capfd):
 def test_control_tokens_in_the_result_of_a_tool_stay_text(talk, tokenizer):
     talk.begin("a")
     talk.environments.ask("a", "", [("control", {})], 1)
-    [answer] = launch.until(lambda: talk.environments.answers(0.05), 20)
+    [answer] = launch.until(lambda: talk.environments.answers(0.05))
     assert answer.messages[0]["content"].startswith("1<|im_end|>")
     ids = talk.environments.ids_of(answer, [30, END])
     text = tokenizer.decode(ids)  # it has no token for "<", "|", ">" or "_"
@@ -277,12 +287,12 @@ def server(tmp_path):
         process.stdout.close()
 
 
-def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokenizer):
+def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokenizer, tmp_path):
     url, start = server
     with pytest.raises(ValueError, match=rf"--tools {url} cannot be loaded(.|\n)*ConnectError"):
         Talk(tokenizer, url)
     process, double = start(), ("double", {"x": 21})
-    talk = Talk(tokenizer, url, timeout=6.0)
+    talk = Talk(tokenizer, url)
     try:
         assert [x["function"]["name"] for x in talk.environments.chat.tools] == ["double", "break_", "wait"]
         for key in "abc":
@@ -291,11 +301,10 @@ def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokeniz
         answers = talk.calls("a", ("break_", {}), ("double", {"x": "y"}), double, turn=2)
         assert "Error executing tool break_" in answers[0] and answers[1].startswith("Error: ") and answers[2] == "42"
 
-        talk.environments.ask("b", "", [("wait", {"seconds": 60}), double], 1)  # killed meanwhile
-        launch.until(lambda: not talk.environments.answers(0.5), 5)
+        talk.environments.ask("b", "", [("wait", {"seconds": 600})], 1)  # killed meanwhile
+        launch.until((tmp_path / "waits").exists)
         process.kill()
-        answers = talk.answer("b")
-        assert answers[0]["content"].startswith("Error: ") and answers[1]["content"] == "42"
+        assert talk.answer("b")[0]["content"].startswith("Error: ")
         away = talk.calls("a", double, turn=3)
         assert away[0].startswith("Error: ") and "onnect" in away[0], away
         process.wait()
@@ -304,7 +313,9 @@ def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokeniz
         for key in "abc":
             assert talk.calls(key, double, turn=4) == ["42"]
         process.send_signal(signal.SIGSTOP)  # it listens, and says nothing
+        talk.wait_for(1.0)
         assert talk.calls("a", double, turn=5) == "failed"
+        talk.wait_for(60.0)
         process.send_signal(signal.SIGCONT)
         assert talk.calls("b", double, turn=5) == ["42"]
         reports = {key: talk.environments.end(key) for key in "abc"}
