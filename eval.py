@@ -69,14 +69,11 @@ def main(args: Args) -> dict[str, float]:
     check_context(args.model, longest)
     rewards = Rewards(custom_reward_function=args.custom_reward_function)
     stops = stop_token_ids(args.model, tokenizer)
-    environments = make_environments(args.envs, tokenizer, stops)
-    tools, limit = environments.chat.tools if environments else None, args.max_response_length
-    kept = dict(needs_truth=rewards.need_truth, in_turns=environments is not None)
-    rows = read_prompts(args.val_files, **kept)[: args.max_samples]
-    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=tools)
-    scorer = make_scorer(
-        rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=environments is not None
-    )
+    envs = make_environments(args.envs, tokenizer, stops)
+    in_turns, limit = envs is not None, args.max_response_length
+    rows = read_prompts(args.val_files, needs_truth=rewards.need_truth, in_turns=in_turns)[: args.max_samples]
+    rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=envs and envs.chat.tools)
+    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=in_turns)
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()
@@ -92,8 +89,7 @@ def main(args: Args) -> dict[str, float]:
         stop_token_ids=stops,
     )
     seed = derive_seed(args.seed, engine.first_rank)
-    own_rows = ranks.own_slice(rows)
-    own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, environments, seed=seed)
+    own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, envs, seed=seed)
     own_scores = scorer.collect(tickets)
     samples, scores = zip(*ranks.all_gather(zip(own_samples, own_scores, strict=True)), strict=True)
 

@@ -275,9 +275,8 @@ def main(args: Args) -> dict[str, float]:
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         judged = [r for group in sampled or groups for r in group]  # kept or not
         found = {
-            **metrics.of_scores(judged, [rows_by_index[r.row_index] for r in judged]),
-            **metrics.of_lengths(responses),
-            **metrics.of_groups(scores_of(judged).view(-1, args.rollout_n)),
+            **metrics.of_sampled(judged, [rows_by_index[r.row_index] for r in judged], args.rollout_n),
+            **metrics.of_lengths(responses),  # of those that it has learned from
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG),
             **metrics.of_norms(norms),

@@ -1,8 +1,10 @@
 """What the tests of engines share: prompts, pushes, and what a policy makes of the responses that an engine sampled."""
 
+import fcntl
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -103,3 +105,24 @@ def without_shortcuts(engine: vllm.Engine) -> Iterator[None]:
     finally:
         if had:
             vllm_scheduler.take_shortcuts(engine.scheduler, engine.in_flight)
+
+
+@contextmanager
+def the_only_shared_engine() -> Iterator[None]:
+    """vLLM on the CPU has one name on a machine for the memory that the ranks of an engine share.
+
+    Two such runs at a time would read each other's numbers, so the tests of another checkout wait here. And vLLM
+    refuses to start while there is memory of that name, which a fork or a killed run leaves behind.
+    """
+
+    def sweep() -> None:
+        for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):
+            leftover.unlink(missing_ok=True)
+
+    with open("/dev/shm/glassrl-tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep()
+        try:
+            yield
+        finally:
+            sweep()

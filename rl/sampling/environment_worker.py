@@ -77,6 +77,8 @@ class Tools:
             result = _awaited(self.functions[call.name](**call.arguments))
             return _cut(result if isinstance(result, str) else json.dumps(result, default=str), self.most), False
         except (Exception, SystemExit) as error:  # argparse exits
+            while isinstance(error, BaseExceptionGroup):  # of the client of a tool server, which says nothing itself
+                error = error.exceptions[0]
             return _cut(f"Error: {type(error).__name__}: {error}", self.most), True
 
     def report(self) -> dict[str, float]:

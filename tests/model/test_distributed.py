@@ -1,15 +1,13 @@
 """One rank, two ranks and no sharding at all must give the same numbers."""
 
 import copy
-import fcntl
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 
 import launch
 import pytest
 import torch
+from helpers_engines import the_only_shared_engine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
 
@@ -307,27 +305,6 @@ def untied_model(tmp_path_factory) -> str:
             parameter.add_((0.1 if parameter.ndim == 2 else 0.3) * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     return str(folder)
-
-
-@contextmanager
-def the_only_shared_engine() -> Iterator[None]:
-    """vLLM on the CPU has one name on a machine for the memory that the ranks of an engine share.
-
-    Two such runs at a time would read each other's numbers, so the tests of another checkout wait here. And vLLM
-    refuses to start while there is memory of that name, which a fork or a killed run leaves behind.
-    """
-
-    def sweep() -> None:
-        for leftover in Path("/dev/shm").glob("-tp:*cpushm_*"):
-            leftover.unlink(missing_ok=True)
-
-    with open("/dev/shm/glassrl-tests.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sweep()
-        try:
-            yield
-        finally:
-            sweep()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])

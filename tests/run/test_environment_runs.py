@@ -1,0 +1,201 @@
+"""Whole runs with conversations: every script, tools that are slow, a wrong mask, and runs that are killed."""
+
+import importlib
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+
+import helpers_scripts as h
+import launch
+import pytest
+import torch
+
+import eval as evaluation
+import train_grpo
+from rl.flags import build
+from rl.ranks import init_ranks
+from rl.sampling.rollouts import Rollouts, Trajectory
+
+pytestmark = pytest.mark.usefixtures("runs_here")
+
+# Three turns at most; every third row has no conversation at all. LATENCY is replaced.
+GAME = """
+import os, random, time
+from pathlib import Path
+
+class Environment:
+    def reset(self, row, seed):
+        with open(Path(__file__).with_name("pids"), "a") as file:
+            print(os.getpid(), file=file)
+        self.count, self.seed = 0, seed
+        if int(row["extra_info"]["index"]) % 3 == 0:
+            raise ValueError("not this row")
+        return ()
+    def step(self, reply):
+        self.count += 1
+        time.sleep(random.choice(LATENCY))
+        return None if reply.turn == 3 else [{"role": "user", "content": str(self.seed % 1000)}]
+    def report(self):
+        return {"count": self.count, "huge": 10**400, "nan": float("nan"), "text": "x"}
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+def game(folder, latency=(0,)):
+    """Flags of a run with the game."""
+    folder.mkdir(exist_ok=True)
+    (folder / "game.py").write_text(GAME.replace("LATENCY", repr(latency)))
+    return dict(environment=str(folder / "game.py"), max_response_length=60)
+
+
+def pids(folder):
+    return [int(x) for x in (folder / "pids").read_text().split()]
+
+
+# How the engine has rounded: that depends on which responses are decoded at a time, so on when tools answer.
+ROUNDING = ("rollout/logprob_gap", "training/rollout_probs_diff", "rollout_corr/")
+
+
+def same_run(one, two, steps):
+    """Equal metrics but for clocks and rounding, and after the last step the same bits of weights and moments."""
+    lines = [h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) for run_dir in (one, two)]
+    assert [line["step"] for line in lines[0]] == list(range(1, steps + 1))
+    for a, b in zip(*lines, strict=True):
+        assert a.pop("environment/seconds") >= 0 and b.pop("environment/seconds") >= 0
+        rounding = [{name: x.pop(name) for name in list(x) if name.startswith(ROUNDING)} for x in (a, b)]
+        assert len(rounding[0]) > 3 and rounding[0] == pytest.approx(rounding[1], rel=0, abs=1e-5)
+        h.assert_same(a, b)
+    h.assert_same(h.weights(one / f"global_step_{steps}"), h.weights(two / f"global_step_{steps}"))
+    h.assert_same(h.saved_state(one / f"global_step_{steps}"), h.saved_state(two / f"global_step_{steps}"))
+
+
+SCRIPTS = ["grpo", "ppo", "dapo", "reinforce", "prime", "dpo", "distill"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_learns_from_conversations(script, task, tmp_path):
+    module, settings = importlib.import_module(f"train_{script}"), getattr(h, f"{script}_settings")
+    module.main(build(module.Args, **settings(task, tmp_path / "run", **game(tmp_path))))
+    lines = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) >= 2
+    assert 0 < sum(x["environment/error_frac"] for x in lines) < 1.5
+    for line in lines:
+        assert 1 < line["num_turns/mean"] <= 3 and line["environment/observation_tokens"] > 10
+        assert 1 < line["environment/count"] <= 3 and not {"environment/huge", "environment/nan"} & line.keys()
+    assert lines[0].get("rollout/logprob_gap_max", 0) < 1e-4  # step 2 of DAPO may train on responses of step 1
+    launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 15, "a process is left behind")
+
+
+def test_eval_py_scores_conversations_as_the_run_itself(task, tmp_path):
+    about = game(tmp_path)
+    settings = h.grpo_settings(task, tmp_path / "run", **about, total_training_steps=1, test_freq=1)
+    found = train_grpo.main(build(train_grpo.Args, **settings))
+    h.leave_distributed()
+    kept = dict(custom_reward_function=(task.reward,), engine="hf", max_prompt_length=32, correct_at=1.0)
+    model = str(tmp_path / "run" / "global_step_1" / "huggingface")
+    again = evaluation.main(build(evaluation.Args, model=model, val_files=(task.test,), **kept, **about))
+    assert 0 < again["accuracy"] == found["val-core/arithmetic/reward/mean@1"] < 1
+    assert again["response_length/mean"] == found["val/response_length"]
+    assert len(pids(tmp_path)) == 2 * 16 + 4 * 4  # both have had a conversation for each row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A mask that is wrong
+
+
+def in_bfloat16():
+    train_grpo.init_ranks = lambda: replace(init_ranks(), dtype=torch.bfloat16)
+
+
+def learn_from_all(append=Trajectory._append):
+    """What the policy was told counts as said by it."""
+    Trajectory._append = lambda x, ids, mask, logprobs: append(x, ids, 1, logprobs)
+
+
+def in_bfloat16_learn_from_all():
+    in_bfloat16()
+    learn_from_all()
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("fault", [learn_from_all, in_bfloat16_learn_from_all, in_bfloat16])
+def test_a_mask_of_1_on_what_the_policy_was_told_stops_the_run_at_its_first_step(engine, fault, task, tmp_path):
+    if engine == "vllm":
+        h.needs_vllm()
+    settings = h.grpo_settings(task, tmp_path / "run", **game(tmp_path), engine=engine, total_training_steps=1)
+    forked = launch.fork("train_grpo", settings, tmp_path / "log", fault=fault)
+    codes, output = forked.ends(), (tmp_path / "log").read_text()
+    if fault is in_bfloat16:  # the mask is right: then it may train
+        assert codes == [0] and len(h.read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1, output
+    else:
+        assert codes == [1] and "the response mask has tokens that it did not sample, as of a tool" in output, output
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slow tools, and the end of a run
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_latencies_of_tools_change_nothing(engine, task, tmp_path):
+    """No latency, half a second, and sometimes the one and sometimes the other."""
+    if engine == "vllm":
+        h.needs_vllm()
+    runs = []
+    for i, latency in enumerate([(0,), (0.5,), (0, 0.5)]):
+        folder = tmp_path / str(i)
+        settings = h.grpo_settings(task, folder / "run", **game(folder, latency), engine=engine, log_samples_freq=1)
+        runs.append((folder, launch.fork("train_grpo", settings, tmp_path / f"log{i}")))
+    for i, (_, forked) in enumerate(runs):
+        assert forked.ends() == [0], (tmp_path / f"log{i}").read_text()
+    logs = [h.read_jsonl(folder / "run" / "metrics.jsonl") for folder, _ in runs]
+    assert all(len(lines) == 2 and 1.5 <= lines[1]["num_turns/mean"] < 3 for lines in logs)
+    assert logs[1][1]["environment/seconds"] > 0.5 > logs[0][1]["environment/seconds"]
+    for folder, _ in runs[1:]:
+        same_run(runs[0][0] / "run", folder / "run", 2)
+
+
+def kill_in_generation(step):
+    """Kill this rank in the fourth round of decoding of a step."""
+
+    def act():
+        h.at_call(Rollouts, "step", 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    if os.environ["RANK"] == "0":
+        h.at_call(Rollouts, "__init__", step, act)
+
+
+def test_a_run_that_is_killed_in_a_conversation_goes_on_to_the_same_bits(task, tmp_path):
+    """Two ranks, each with its own engine, and tools that are sometimes slow."""
+    found = {}
+    for name, fault in (("unbroken", None), ("killed", partial(kill_in_generation, 3)), ("killed", None)):
+        about = game(tmp_path / name, (0, 0.1))
+        settings = h.grpo_settings(
+            task, tmp_path / name / "run", **about, total_training_steps=4, save_freq=1, log_samples_freq=1
+        )
+        forked = launch.fork("train_grpo", settings, tmp_path / "log", fault=fault, ranks=2)
+        codes = forked.ends()
+        if fault:
+            assert codes[0] == -signal.SIGKILL and len(h.read_jsonl(tmp_path / name / "run" / "metrics.jsonl")) == 2
+            launch.until(lambda: not any(map(launch.alive, pids(tmp_path / "killed"))), 15, "a process is left behind")
+        else:
+            assert codes == [0, 0], (tmp_path / "log").read_text()
+        found[name] = tmp_path / name / "run"
+    one, two = found["unbroken"], found["killed"]
+    same_run(one, two, 4)
+    assert h.distance(h.weights(one / "global_step_4"), h.weights(one / "global_step_2")) > 0
+
+
+def test_a_run_that_is_asked_to_end_does_not_wait_for_a_tool(task, tmp_path):
+    about = game(tmp_path, (600,))
+    settings = h.grpo_settings(task, tmp_path / "run", **about)
+    forked = launch.fork("train_grpo", settings, tmp_path / "log")
+    launch.until(lambda: (tmp_path / "pids").exists() and len(pids(tmp_path)) == 16)
+    forked.ask(signal.SIGTERM)
+    assert forked.ends(30) == [0], forked.log.read_text()
+    launch.until(lambda: not any(map(launch.alive, pids(tmp_path))), 15, "a process is left behind")

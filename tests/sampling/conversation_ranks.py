@@ -1,0 +1,73 @@
+"""Run by torchrun: conversations on several ranks, with an engine a rank, or one over all of them.
+
+torchrun --nproc_per_node N tests/sampling/conversation_ranks.py MODEL GAME OUT ENGINE TP    writes OUT/rank{rank}.pt
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from rl.data.types import Sampling
+from rl.model.load import load_causal_lm
+from rl.model.sharding import full_tensors, shard
+from rl.ranks import init_ranks, shutdown_ranks
+from rl.sampling.engines import Rollout, make_engine
+from rl.sampling.environments import EnvironmentFlags, make_environments
+from rl.sampling.rollout import check_engine
+from rl.sampling.rollouts import Rollouts
+
+TEMPERATURE, STOPS, LIMIT = 0.7, (0, 2, *range(20, 32)), 300
+
+
+def make_rows(tokenizer) -> list[dict]:
+    """Conversations of one to eight turns, with vLLM one that never ends a turn, and some whose environment is slow."""
+    ids = tokenizer("<|im_start|>user\n1+1<|im_end|>\n")["input_ids"]
+    about = [{"turns": turns, "latency": 0.1 * (turns % 3 == 0)} for turns in (1, 2, 3, 4, 5, 6, 7, 8, 1, 1)]
+    return [dict(prompt_ids=[*ids, 5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
+
+
+def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    flags = EnvironmentFlags(environment=game, max_turns=8)
+    environments = make_environments(flags, tokenizer, STOPS)
+    ranks = init_ranks()
+    rollout = Rollout(
+        engine=engine_name, max_num_seqs=8, max_logprob_gap=1e-4, tensor_model_parallel_size=int(tensor_parallel_size)
+    )
+    engine = make_engine(model, ranks, rollout, longest=LIMIT + 20)
+    policy = shard(load_causal_lm(model, ranks), ranks)
+    engine.update_weights(full_tensors(policy))
+
+    rows = make_rows(tokenizer)
+    rollouts, samples, unread = Rollouts(engine, environments, seed=5), [], {}
+    for row in ranks.own_slice(rows):
+        is_long = row["row_index"] == len(rows) - 1 and engine_name == "vllm"
+        stops = () if is_long else STOPS
+        rollouts.start(row["row_index"], row, Sampling(2, TEMPERATURE, max_tokens=LIMIT, stop_token_ids=stops))
+    slowest = 0
+    while rollouts.is_open():
+        unread = {request.key: unread.get(request.key, 0) + 1 for request in engine.new}  # turns that are to begin
+        slowest = max(slowest, *unread.values(), 0)
+        for _, group in rollouts.step():
+            samples += group
+    rollouts.check_complete()
+    gap = check_engine(policy, samples, Sampling(temperature=TEMPERATURE), rollout, ranks, num_probe=100)
+    learnt = [replace(s, response_mask=np.ones_like(s.response_mask)) for s in samples]  # what it was told, too
+    try:
+        check_engine(policy, learnt, Sampling(temperature=TEMPERATURE), rollout, ranks)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    results = {"samples": samples, "gap": gap, "steps waited": slowest, "message": message}
+    torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
+    environments.close()
+    engine.close()
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
