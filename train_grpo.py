@@ -105,8 +105,9 @@ def main(args: Args) -> dict[str, float]:
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
+        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. With --tools or an
+        # --environment (envs) a response is a conversation of several turns. Then the trainer computes the log-probs of
+        # a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")

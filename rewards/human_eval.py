@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from typing import Any
 
 from rewards.mbpp import extract_code
@@ -9,14 +10,26 @@ from rewards.sandbox import run_tests, self_test
 
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
 _RUN_CASE = """
-import unittest
+import inspect, unittest
 
-def run_case(case, name):
-    result = unittest.TestResult()
-    case(name).run(result)
-    problems = [text for _, text in result.failures + result.errors + result.skipped]
-    assert result.testsRun == 1 and not problems, "".join(problems)[-1000:]
+def run_case(_case, _name):
+    _result = unittest.TestResult()
+    unittest.TestSuite([_case(_name)]).run(_result)
+    _problems = [_text for _, _text in _result.failures + _result.errors + _result.skipped]
+    if _result.testsRun != 1 or _problems:
+        raise AssertionError("".join(_problems)[-1000:])
+
+def _unusual(_case, _method):  # unittest would not run it as a test that must hold
+    _marks = {*dir(_case), *dir(_method)} & {"__unittest_skip__", "__unittest_expecting_failure__"}
+    return _marks or inspect.iscoroutinefunction(_method) and not issubclass(_case, unittest.IsolatedAsyncioTestCase)
+
+_cases = {_name: _x for _name, _x in globals().items() if isinstance(_x, type) and issubclass(_x, unittest.TestCase)}
+_names = unittest.defaultTestLoader.getTestCaseNames
+_found = sorted((_name, _test) for _name in _cases for _test in _names(_cases[_name]))
+if _found != _SHOWN or any(_unusual(_cases[_name], getattr(_cases[_name], _test)) for _name, _test in _found):
+    __refuse__(f"test must show what unittest is to run, none of it skipped: its text has {_SHOWN}, unittest {_found}")
 """
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def compute_score(
@@ -29,6 +42,9 @@ def compute_score(
 
     `rewards.mbpp.extract_code` says what counts as code. What the prompt holds before the function, imports and
     helpers, comes before it; if the response defines no such function or class, it is taken for the rest of the prompt.
+    In the tests the prompt's helpers are the prompt's own, whatever the response defines; only classes, and what uses
+    them, are the response's, since objects cannot be handed to it. unittest runs each method on its own, with
+    setUpClass before it and tearDownClass after it.
 
     Args:
         data_source: not used.
@@ -53,47 +69,58 @@ def compute_score(
 
 def complete(code: str, prompt: str, entry_point: str) -> str:
     """The program that is judged: what the prompt has before `entry_point` and the code, or the prompt and the code."""
-    if _position(code, entry_point) is None:
-        return f"{prompt.rstrip()}\n{code}"
-    at = _position(f"{prompt.rstrip()}\n    pass", entry_point)
-    return "\n".join([*prompt.split("\n")[: at or 0], code])
+    whole = re.search(rf"^(async +def|def|class) +{re.escape(entry_point)}\b", code, re.MULTILINE)
+    return f"{_before(prompt, entry_point)}{code}" if whole else f"{prompt.rstrip()}\n{code}"
 
 
-def _position(code: str, name: str) -> int | None:
-    """The line, from 0, of the function or class of that name, or None; also where the code does not compile."""
-    try:
-        nodes = ast.parse(code).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        starts = (f"def {name}(", f"async def {name}(", f"class {name}:", f"class {name}(")
-        return next((i for i, line in enumerate(code.split("\n")) if line.startswith(starts)), None)
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found = next((node for node in nodes if isinstance(node, kinds) and node.name == name), None)
-    return found and min([found.lineno, *(x.lineno for x in found.decorator_list)]) - 1
+def _before(prompt: str, name: str) -> str:
+    """The lines of a prompt before the function or class of that name; none if it has no such thing."""
+    found = re.search(rf"^(@.*\n)*(async +def|def|class) +{re.escape(name)}\b", prompt, re.MULTILINE)
+    return prompt[: found.start()] if found else ""
+
+
+def _helpers(code: str) -> str:
+    """That code without classes and whatever uses them."""
+    names = {node: {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} for node in ast.parse(code).body}
+    left_out = [node for node in names if isinstance(node, ast.ClassDef)]
+    for node in left_out:  # grows
+        bound = {node.name} if isinstance(node, _DEFINITIONS) else names[node]
+        left_out += [x for x in names if names[x] & bound and x not in left_out]
+    return "\n".join(ast.unparse(node) for node in names if node not in left_out)
+
+
+def _cases(nodes: list[ast.stmt]) -> list[tuple[str, str]]:
+    """(class, test method) of all unittest classes, inherited methods too, in unittest's order."""
+    methods: dict[str, set[str]] = {}
+    cases = set()
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            bases = list(map(ast.unparse, node.bases))
+            own = {part.name for part in node.body if isinstance(part, _DEFINITIONS) and part.name.startswith("test")}
+            methods[node.name] = own.union(*(methods.get(base, ()) for base in bases))
+            if any("TestCase" in base or base in cases for base in bases):
+                cases.add(node.name)
+    return sorted((case, name) for case in cases for name in methods[case])
 
 
 def _tests(ground_truth: str | dict[str, Any]) -> tuple[dict[str, Any], list[str], str]:
     """The ground truth, the tests to run, and the code before them."""
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-        test, entry_point, _ = (str.__str__(truth[name]) for name in ("test", "entry_point", "prompt"))
+        test, entry_point, prompt = (str.__str__(truth[name]) for name in ("test", "entry_point", "prompt"))
         nodes = ast.parse(test).body
+        setup = f"{_helpers(_before(prompt, entry_point))}\n{test}"
     except (ValueError, TypeError, KeyError, SyntaxError) as error:
         raise ValueError(
             f"ground truth {str(ground_truth)[:200]!r}: needs test, entry_point and prompt, three texts, and test must "
-            f"be Python ({type(error).__name__}: {error})"
+            f"be Python, as must what the prompt has before entry_point ({type(error).__name__}: {error})"
         ) from error
     if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes):
-        return truth, [f"check({entry_point})"], test
-    methods = [
-        f"run_case({node.name}, {part.name!r})"
-        for node in nodes
-        if isinstance(node, ast.ClassDef) and "TestCase" in "".join(map(ast.unparse, node.bases))
-        for part in node.body
-        if isinstance(part, ast.FunctionDef) and part.name.startswith("test")
-    ]
-    if not methods:
+        return truth, [f"check({entry_point})"], setup
+    cases = _cases(nodes)
+    if not cases:
         raise ValueError(
             f"ground truth {str(ground_truth)[:200]!r}: test defines neither check(candidate) nor a unittest.TestCase "
             "with test methods; mend the data"
         )
-    return truth, methods, f"{test}\n{_RUN_CASE}"
+    return truth, [f"run_case({case}, {name!r})" for case, name in cases], f"{setup}\n_SHOWN = {cases}\n{_RUN_CASE}"

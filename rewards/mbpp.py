@@ -56,7 +56,7 @@ def extract_code(response: str) -> str:
             blocks[-1][1].append(line)
     python = [lines for language, lines in blocks if language in ("python", "py", "python3")]
     chosen = python or [lines for _, lines in blocks]
-    return "\n".join(chosen[-1]) if chosen else response
+    return ("\n".join(chosen[-1]) if chosen else response).removeprefix("\ufeff")
 
 
 def _tests(ground_truth: str | dict[str, Any]) -> tuple[list[str], str, dict[str, bool]]:

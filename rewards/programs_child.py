@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import sys
+import types
 from collections.abc import Callable
 
 program = compile("", "solution.py", "exec")
@@ -17,7 +18,12 @@ program = compile("", "solution.py", "exec")
 MODULES = """math collections itertools functools heapq bisect string re copy random operator typing datetime statistics
 io sys os json""".split()
 known = {"exit": sys.exit, "quit": sys.exit}
-os_read, os_write = os.read, os.write
+os_read, os_write, os_open, os_exit, io_open = os.read, os.write, os.open, os._exit, io.open
+STREAMS = {0: 0, 1: 1, "/dev/stdin": 0, "/dev/stdout": 1}
+
+
+class Exit(BaseException):
+    """os._exit: the end, and what is not flushed is lost."""
 
 
 class Stream(io.TextIOWrapper):
@@ -35,11 +41,17 @@ class Stream(io.TextIOWrapper):
 
 
 def opened(file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
-    """`open`, which also opens stdin as 0 and stdout as 1."""
-    if file in (0, 1, "/dev/stdin", "/dev/stdout"):
-        stream = sys.stdin if file in (0, "/dev/stdin") else sys.stdout
-        return stream.buffer if "b" in mode else stream
-    return builtins.open(file, mode, *args, **kwargs)
+    """`open`, which also opens stdin and stdout, by number or name."""
+    number = STREAMS.get(file if isinstance(file, int) else os.fspath(file))
+    if number is None:
+        return io_open(file, mode, *args, **kwargs)
+    stream = (sys.stdin, sys.stdout)[number]
+    return stream.buffer if "b" in mode else stream
+
+
+def leave(code: int) -> None:
+    """`os._exit`."""
+    raise Exit
 
 
 def with_names(action: Callable[[], object], space: dict[str, object]) -> object:
@@ -61,7 +73,9 @@ def with_names(action: Callable[[], object], space: dict[str, object]) -> object
 def load(name: str) -> dict[str, object]:
     """Run the program as a module of that name; returns its globals."""
     sys.setrecursionlimit(100_000)  # not at import: the trainer's processes read this file too
-    space = {"__name__": name, "open": opened, **known}
+    module = sys.modules[name] = types.ModuleType(name)
+    space = vars(module)
+    space |= known
     exec(program, space)
     return space
 
@@ -73,13 +87,21 @@ def run(text: str) -> str:
 
 def _run(text: str) -> str:
     stdin, stdout = Stream(text.encode(), 0), Stream(b"", 1)
-    sys.stdin, sys.stdout = stdin, stdout
+    sys.stdin = sys.__stdin__ = stdin
+    sys.stdout = sys.__stdout__ = stdout
+    builtins.open = io.open = opened
+    os.open = lambda path, *args, **kwargs: STREAMS[path] if path in STREAMS else os_open(path, *args, **kwargs)
+    os._exit = leave
     os.read = lambda fd, size: stdin.buffer.read(size) if fd == 0 else os_read(fd, size)
     os.write = lambda fd, data: stdout.buffer.write(data) if fd == 1 else os_write(fd, data)
     try:
         load("__main__")
+    except Exit:
+        return stdout.buffer.getvalue().decode("utf-8", "replace")
     except SystemExit:
         pass
+    finally:
+        os._exit = os_exit  # the sandbox's process itself ends by it
     if "threading" in sys.modules:
         threading = sys.modules["threading"]
         for thread in threading.enumerate():

@@ -26,6 +26,7 @@ import signal
 import socket
 import struct
 import subprocess
+import symtable
 import sys
 import threading
 import time
@@ -38,12 +39,14 @@ from typing import Any, Literal, NamedTuple
 from rewards import sandbox_wire
 
 UNSAFE = "GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"
-NOBODY = 65534
+USERS = (0x70000000, 1 << 22)  # the first and the number of user ids that root's processes become, each its own
+NOBODY = (65534, 1)  # where there are none of these
 MAX_TIMEOUTS = 2  # in one evaluation; the tests after that many are not run
 MAX_CODE = 1 << 18  # characters
 MAX_THREADS = 64  # of the candidate's process
-MAX_PROCESSES = 1024  # of user nobody, threads included, when the sandbox belongs to it
 WALL_FACTOR = 4  # what an evaluation may sleep, over the CPU time of one test
+LOOP_S = 0.003  # CPU seconds of the loop in `_slowness` on a fast machine
+MAX_SLOWNESS = 3.0
 WALL_S = 36.0  # wall time of an evaluation, below the 40 s that a response has by default
 EXAMINER_MB = 1024  # address space of the test process
 POLL_S = 0.1
@@ -202,12 +205,19 @@ def _landlock_ruleset(abi: int) -> int:
     return ruleset
 
 
-def _sandbox_uid() -> int | None:
-    """The user to become: nobody, if this process is root and its user namespace knows nobody."""
+def _users() -> tuple[int, int] | None:
+    """The first and the number of user ids to become, if this process is root and its user namespace knows them.
+
+    A process of the sandbox that has an id to itself cannot use up the threads that the kernel gives to others.
+    """
     if os.geteuid() != 0:
         return None
-    maps = [[int(x) for x in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return NOBODY if any(first <= NOBODY < first + count for first, _, count in maps) else None
+    lines = [Path(f"/proc/self/{kind}_map").read_text().splitlines() for kind in ("uid", "gid")]
+    maps = [[tuple(map(int, line.split())) for line in each] for each in lines]
+    for first, count in (USERS, NOBODY):
+        if all(any(a <= first and first + count <= a + n for a, _, n in each) for each in maps):
+            return first, count
+    return None
 
 
 @dataclass(frozen=True)
@@ -218,7 +228,7 @@ class _Layers:
     """seccomp filter; empty: none"""
     ruleset: int
     """Landlock file descriptor; -1: none"""
-    uid: int | None
+    users: tuple[int, int] | None
     home: int
     """file descriptor of the interpreter's prefix"""
 
@@ -230,12 +240,12 @@ def _layers() -> _Layers:
     return _Layers(
         program=_seccomp_program() if _seccomp_available() else b"",
         ruleset=_landlock_ruleset(abi) if abi else -1,
-        uid=_sandbox_uid(),
+        users=_users(),
         home=os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
     )
 
 
-def _limits(cpu_s: float, memory_mb: int, uid: int | None) -> dict[int, int]:
+def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict[int, int]:
     """{resource: value}, none above the hard limit that this process has itself."""
     wanted = {
         resource.RLIMIT_CPU: math.ceil(cpu_s),  # the worker is stricter; this is for a process that has lost it
@@ -246,8 +256,8 @@ def _limits(cpu_s: float, memory_mb: int, uid: int | None) -> dict[int, int]:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_STACK: 8 << 20,
     }
-    if uid is not None:
-        wanted[resource.RLIMIT_NPROC] = MAX_PROCESSES
+    if users == USERS:
+        wanted[resource.RLIMIT_NPROC] = MAX_THREADS  # else the worker counts them, ten times a second
     ceilings = {name: resource.getrlimit(name)[1] for name in wanted}
     return {name: value if ceilings[name] < 0 else min(value, ceilings[name]) for name, value in wanted.items()}
 
@@ -341,8 +351,8 @@ class _Pair:
         Raises _Unavailable.
         """
         layers = _layers()
-        common = {"uid": layers.uid, "ruleset": layers.ruleset, "program": layers.program}
-        plans = [common | {"limits": _limits(total_s + 1, size, layers.uid)} for size in (memory_mb, EXAMINER_MB)]
+        common = {"users": layers.users, "ruleset": layers.ruleset, "program": layers.program}
+        plans = [common | {"limits": _limits(total_s + 1, size, layers.users)} for size in (memory_mb, EXAMINER_MB)]
         with _STARTING:
             self.server = _server(os.getpid())
         self.reports, theirs = socket.socketpair()
@@ -370,14 +380,13 @@ class _Pair:
 
         Other threads do not count: a hundred that wait for each other's core are no sign of a busy machine.
         """
-        return _run_delay(self.candidate) + _run_delay(self.examiner)
+        fields = [_proc(pid, "schedstat") for pid in (self.candidate, self.examiner)]
+        return sum(int(each[1]) / 1e9 for each in fields if each)
 
     def threads(self) -> int:
         """Threads of the candidate's process."""
-        try:
-            return int(Path(f"/proc/{self.candidate}/stat").read_text().rpartition(")")[2].split()[17])
-        except (OSError, IndexError):
-            return 0
+        fields = _proc(self.candidate, "stat")
+        return int(fields[17]) if fields else 0
 
     def end(self, grace_s: float = 0.0) -> tuple["_End", "_End"]:
         """Kill both, unless they end within `grace_s`; what became of the candidate's and the test process. Once."""
@@ -414,12 +423,12 @@ def _environment(home: int) -> dict[str, str]:
     }
 
 
-def _run_delay(pid: int) -> float:
-    """Seconds that a process's main thread was ready to run and had no core; 0 where the kernel does not say."""
+def _proc(pid: int, name: str) -> list[str]:
+    """The numbers in a file of a process's; none if it has ended, or the kernel has no such file."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0  # it has ended
+        return Path(f"/proc/{pid}/{name}").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 # === the tests ===
@@ -446,43 +455,86 @@ _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
 
 
-def _parse(source: str, what: str) -> ast.Module:
+def _parse(source: str, what: str) -> tuple[ast.Module, set[str], set[str]]:
+    """A piece of code, the global names that it reads but does not bind, and those that it binds."""
     try:
         with _PARSING:
-            return ast.parse(source)
+            tree = ast.parse(source)
+            tables = [symtable.symtable(source, what, "exec")]
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{what} is not Python: {error}: {source[:200]!r}; mend the data") from error
-
-
-def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Names that a piece of code reads but does not bind anywhere, and names that it binds."""
     read, bound = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return read - bound, bound
+    for table in tables:  # of each scope; grows
+        tables += table.get_children()
+        for name in table.get_symbols():
+            if table is tables[0] or name.is_global():
+                changes = name.is_assigned() or name.is_imported() or name.is_namespace()
+                (bound if changes else read).add(name.get_name())
+    return tree, read - bound, bound
+
+
+def _is_assert(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert) or isinstance(node, ast.Attribute) and node.attr.startswith("assert")
+
+
+def _must_fail(node: ast.AST) -> bool:
+    """Whether it is `assert False`, `raise AssertionError` or unittest's `self.fail`."""
+    if isinstance(node, ast.Assert):
+        return isinstance(node.test, ast.Constant) and not node.test.value
+    if isinstance(node, ast.Raise):
+        return node.exc is not None and ast.unparse(node.exc).startswith("AssertionError")
+    return isinstance(node, ast.Attribute) and node.attr == "fail"
+
+
+def _asserts(nodes: Iterable[ast.AST]) -> list[ast.AST]:
+    return [part for node in nodes for part in ast.walk(node) if _is_assert(part) or _must_fail(part)]
+
+
+# Builtin exceptions that no failed assert is.
+_NARROW = {name for name, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, BaseException)}
+_NARROW -= {"BaseException", "Exception", "AssertionError"}
 
 
 class _Marks(ast.NodeTransformer):
-    """Adds a call after each assert, and one at the start of each handler that would swallow a failed assert."""
+    """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return [node, self._call("__assert_held__", node)]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        """A handler for everything, or for what may be a class of the candidate's, must not swallow a failed assert.
+
+        One for StopIteration also gets that of calls.
+        """
         self.generic_visit(node)
-        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
-        if (node.type is None or names & {"Exception", "BaseException"}) and "AssertionError" not in names:
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type] if node.type else []
+        names = {ast.unparse(kind) for kind in kinds}
+        if "StopIteration" in names:
+            node.type = ast.Tuple([*kinds, ast.Name("__ended__", ast.Load())], ast.Load())
+            ast.fix_missing_locations(ast.copy_location(node.type, node))
+        if "AssertionError" not in names and not (names and names <= _NARROW):
             node.body.insert(0, self._call("__caught__", node))
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        """`try: f(-1); assert False` holds where a handler is reached, if nothing else is asserted there."""
+        asserts = _asserts(node.body + node.orelse)
+        self.generic_visit(node)
+        if asserts and all(map(_must_fail, asserts)):
+            for handler in node.handlers:
+                if handler.type is None or "AssertionError" not in ast.unparse(handler.type):
+                    handler.body.insert(0, self._call("__assert_held__", handler))
+        return node
+
+    def visit_With(self, node: ast.With) -> ast.With:
+        """A manager of the candidate's must not end an exception that skips an assert."""
+        self.generic_visit(node)
+        skippable = [i for i, part in enumerate(node.body) if any(map(_is_assert, ast.walk(part)))]
+        if skippable:
+            body, rest = node.body[: skippable[-1] + 1], node.body[skippable[-1] + 1 :]
+            handler = ast.ExceptHandler(None, None, [self._call("__skips__", node), ast.Raise()])
+            node.body = [ast.Try(body, [handler], [], []), *rest]
+            ast.fix_missing_locations(ast.copy_location(node.body[0], node))
         return node
 
     @staticmethod
@@ -504,19 +556,19 @@ def _program(tests: tuple[str, ...], setup: str) -> _Program:
     `assert set(f(x)) == {1, 2}` or `assert math.isclose(f(x), 3)`. If this leaves the candidate nothing, and the tests
     call one builtin only, as in `assert sum(1, 2) == 3`, that name is the candidate's.
     """
-    setup_tree = _parse(setup, "setup code")
-    trees = [_parse(test, f"test {i}") for i, test in enumerate(tests)]
-    in_setup = any(isinstance(node, ast.Assert) for node in ast.walk(setup_tree))  # as in HumanEval's check(candidate)
+    setup_tree, setup_read, setup_bound = _parse(setup, "setup code")
+    parsed = [_parse(test, f"test {i}") for i, test in enumerate(tests)]
+    trees = [tree for tree, _, _ in parsed]
+    in_setup = _asserts([setup_tree])  # as in HumanEval's check(candidate)
     for i, tree in enumerate(trees):
-        if not in_setup and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        if not in_setup and not _asserts([tree]):
             raise ValueError(f"test {i} has no assert statement: {tests[i][:200]!r}; mend the data")
-    setup_read, setup_bound = _names(setup_tree)
-    free = set().union(*(_names(tree)[0] for tree in trees)) - setup_bound
+    free = set().union(*(read for _, read, _ in parsed)) - setup_bound
     nodes = [node for tree in (setup_tree, *trees) for node in ast.walk(tree)]
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     modules = {name for name in free | setup_read if name in sys.stdlib_module_names and name not in bare}
-    names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__"}
+    names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__", "__refuse__"}
     if not names:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if len(names) != 1:
@@ -535,6 +587,21 @@ def _program(tests: tuple[str, ...], setup: str) -> _Program:
 # === the worker ===
 
 
+@functools.cache
+def _slowness() -> float:
+    """How many times longer than on a fast machine programs run here: at least 1, at most 3; measured once a process.
+
+    Limits are in seconds of a fast machine: what a right answer earns must not depend on where it is judged.
+    """
+    taken = []
+    for _ in range(5):
+        start, x = time.process_time(), 0
+        for i in range(50_000):
+            x = (31 * x + i) % 1_000_003
+        taken.append(time.process_time() - start)
+    return min(max(1.0, min(taken) / LOOP_S), MAX_SLOWNESS)
+
+
 @dataclass
 class _Spent:
     """What an evaluation has used so far, and may use, over all its processes."""
@@ -543,6 +610,8 @@ class _Spent:
     """CPU seconds of one test"""
     total_s: float
     """CPU seconds of all"""
+    sleep_s: float
+    """seconds asleep, in all"""
     cpu: float = 0.0
     delay: float = 0.0
     waited: float = 0.0
@@ -625,8 +694,8 @@ class _Watch:
             raise _Stop("overload", f"the test used {spent.timeout_s:g} s of CPU time on an answer", last=True)
         if spent.cpu >= spent.total_s:
             raise _Stop("timeout", f"used {spent.total_s:g} s of CPU time in all", last=True)
-        if spent.waited - spent.cpu - spent.delay >= WALL_FACTOR * spent.timeout_s:
-            raise _Stop("timeout", f"slept {WALL_FACTOR * spent.timeout_s:g} s in all", last=True)
+        if spent.waited - spent.cpu - spent.delay >= spent.sleep_s:
+            raise _Stop("timeout", f"slept {spent.sleep_s:g} s in all", last=True)
         if spent.waited >= WALL_S:
             if spent.delay > spent.waited / 2:
                 raise _Stop("sandbox_error", f"waited {spent.delay:.1f} of {spent.waited:.1f} s for a core", last=True)
@@ -742,9 +811,9 @@ def run_tests(
             `def check(candidate): ...`, a test may be `check(f)`.
         setup: code that the tests need: imports, constants; trusted. It runs in the test process, with the standard
             library: the candidate's code does not see its names. It may use the candidate's.
-        timeout_s: CPU seconds for loading the code, and for each test. What the processes sleep is counted over all
-            tests, up to 4 times this. After two timeouts no further test is run.
-        total_s: CPU seconds for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
+        timeout_s: CPU seconds for loading the code, and for each test, on a fast machine; see `_slowness`. What the
+            processes sleep is counted over all tests, up to 4 times this. After two timeouts no further test is run.
+        total_s: the same for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
         memory_mb: address space of the candidate's process in MiB; an interpreter alone takes about 40.
         own_eq: let == and hash() of the candidate's own classes decide. Then a class that is equal to everything passes
             `assert f(2) == Point(4, 6)`; use it only for tests that compare objects of a class with an own __eq__.
@@ -766,8 +835,10 @@ def run_tests(
     self_test()
     if len(code) > MAX_CODE:
         return Verdict("error", 0, len(tests), f"the code has {len(code)} characters")
-    job = {name: getattr(program, name) for name in _JOB} | {"code": code, "own_eq": own_eq, "in_place": in_place}
-    verdict = _judge(job, program.tests, memory_mb, _Spent(timeout_s, total_s))
+    job = {name: getattr(program, name) for name in _JOB} | {"own_eq": own_eq, "in_place": in_place}
+    job["code"] = code.removeprefix("\ufeff")
+    limits = [min(seconds * _slowness(), WALL_S) for seconds in (timeout_s, total_s)]
+    verdict = _judge(job, program.tests, memory_mb, _Spent(*limits, WALL_FACTOR * timeout_s))
     if verdict.status == "sandbox_error":
         print(f"sandbox: a program was not judged: {verdict.detail}", file=sys.stderr)
     return verdict
@@ -802,6 +873,7 @@ def probe():
         "write": blocked(os.open, "/dev/null", os.O_WRONLY),
         "proc": blocked(os.open, "/proc/self/status", os.O_RDONLY),
         "limits": {n: resource.getrlimit(n) for n in LIMITS},
+        "process": os.getpid(),
         "users": sorted(set(os.getresuid() + os.getresgid())),
         "variables": sorted(os.environ),
     }
@@ -842,11 +914,12 @@ def _probe() -> dict[str, bool]:
     """See `self_test`."""
     eperm, eacces = 1, 13
     layers = _layers()
-    limits = [_limits(11, size, layers.uid) for size in (512, EXAMINER_MB)]
+    first, count = layers.users or (0, 1)
+    limits = [_limits(11, size, layers.users) for size in (512, EXAMINER_MB)]
     probe = _PROBE.replace("LIMITS", str(list(limits[0])))
     program = _program(("assert False, repr((candidate(), probe()))",), probe)
     job = {name: getattr(program, name) for name in _JOB} | {"own_eq": False, "in_place": False}
-    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0))
+    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0, 10.0))
     try:
         seen = ast.literal_eval(verdict.detail.removeprefix("AssertionError: "))
     except (ValueError, SyntaxError) as error:
@@ -855,6 +928,6 @@ def _probe() -> dict[str, bool]:
         "seccomp": bool(layers.program) and all(x["socket"] == x["fork"] == x["kill"] == eperm for x in seen),
         "landlock": layers.ruleset >= 0 and all(x["list"] == x["write"] == x["proc"] == eacces for x in seen),
         "limits": [x["limits"] for x in seen] == [{n: (v, v) for n, v in own.items()} for own in limits],
-        "user": layers.uid is None or all(x["users"] == [layers.uid] for x in seen),
+        "user": not layers.users or all(x["users"] == [first + x["process"] % count] for x in seen),
         "environment": all(set(x["variables"]) <= _environment(0).keys() for x in seen),
     }

@@ -5,11 +5,12 @@ candidate's code may change every object in it. What keeps the others safe is th
 `sandbox_wire.decode` only builds plain data and stand-ins for what stays here.
 """
 
-import builtins
+import contextlib
 import copy
 import ctypes
 import dataclasses
 import io
+import math
 import operator
 import os
 import resource
@@ -20,8 +21,11 @@ from _collections_abc import Callable
 
 from rewards import sandbox_wire
 
+MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
-METHODS = "__call__ __iter__ __next__ __len__ __getitem__ __enter__ __contains__".split()
+METHODS = (
+    "__call__ __iter__ __next__ __len__ __getitem__ __enter__ __contains__ __reversed__ __bytes__ __await__".split()
+)
 METHOD_BITS = {name: 1 << i for i, name in enumerate(METHODS)}
 IS_DATA, HAS_FIELDS = 1 << len(METHODS), 2 << len(METHODS)  # of a subclass of a data type; a dataclass
 
@@ -30,8 +34,9 @@ def lock_up(plan: dict[str, object]) -> None:
     """Give up, for good, all that the candidate's code does not need.
 
     Args:
-        plan: parent: process id that must be this process's parent. limits: {resource: value}. uid: user and group to
-            become, or None. ruleset: Landlock file descriptor, or -1. program: seccomp filter, or no bytes.
+        plan: parent: process id that must be this process's parent. limits: {resource: value}. users: first and number
+            of ids of which to become one, as user and group, or None. ruleset: Landlock file descriptor, or -1.
+            program: seccomp filter, or no bytes.
 
     Raises:
         OSError: a step failed. Nothing of the candidate's may run then.
@@ -47,10 +52,11 @@ def lock_up(plan: dict[str, object]) -> None:
 
     for name, value in plan["limits"].items():
         resource.setrlimit(name, (value, value))
-    if plan["uid"] is not None:
+    if plan["users"]:
+        first, count = plan["users"]
         os.setgroups([])
-        os.setresgid(*[plan["uid"]] * 3)
-        os.setresuid(*[plan["uid"]] * 3)
+        os.setresgid(*[first + os.getpid() % count] * 3)
+        os.setresuid(*[first + os.getpid() % count] * 3)
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3
     must("capset", libc.capset(header, nothing))
     prctl("PR_SET_DUMPABLE", 4, 0, 0, 0, 0)  # /proc/<pid> of this process now belongs to root
@@ -67,65 +73,54 @@ def lock_up(plan: dict[str, object]) -> None:
         prctl("PR_SET_SECCOMP", 22, 2, ctypes.c_char_p(fprog), 0, 0)
 
 
-def _fields(x: object) -> dict[str, object]:
-    """The fields of a dataclass's object that its generated == compares."""
-    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.compare}
-
-
 def _leave(manager: object, error: BaseException | None) -> bool:
     """The end of a with statement."""
-    trace = None if error is None else error.__traceback__
-    return bool(type(manager).__exit__(manager, error and type(error), error, trace))
+    return bool(type(manager).__exit__(manager, error and type(error), error, error and error.__traceback__))
 
 
-def _run(coroutine: object) -> object:
+def _run(awaitable: object) -> object:
     import asyncio
 
-    return asyncio.run(coroutine)
+    async def main() -> object:
+        return await awaitable
+
+    if not _runner:  # one for all of them: what they leave running goes on with the next
+        _runner.append(asyncio.Runner())
+    return _runner[0].run(main())
 
 
+_runner: list = []
+_BUILTINS = (
+    getattr,
+    setattr,
+    delattr,
+    iter,
+    next,
+    len,
+    bool,
+    str,
+    repr,
+    format,
+    hash,
+    round,
+    divmod,
+    int,
+    float,
+    complex,
+)
+_BUILTINS += (isinstance, issubclass, reversed, bytes, math.floor, math.ceil, math.trunc, copy.copy, copy.deepcopy)
+UNARY = "neg pos abs invert index"
+BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "contains": operator.contains,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "format": format,
-    "hash": hash,
-    "round": round,
-    "divmod": divmod,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "isinstance": isinstance,
-    "issubclass": issubclass,
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": _leave,
-    "base": sandbox_wire.base,
-    "fields": _fields,
     "run": _run,
-    **{name: getattr(operator, name) for name in "eq lt le gt ge neg pos abs invert index".split()},
-    **{
-        prefix + name: getattr(operator, prefix + name + ("_" if prefix + name in ("and", "or") else ""))
-        for prefix in ("", "i")
-        for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
-    },
+    "same": lambda objects: objects,  # their snapshots come with them
+    **{function.__name__: function for function in _BUILTINS},
+    **{name: vars(operator)[name] for name in f"getitem setitem delitem contains eq lt le gt ge {UNARY}".split()},
+    **{name: vars(operator)[f"__{name}__"] for word in BINARY.split() for name in (word, f"i{word}")},
 }
-
-
-def _is_builtin(cls: type) -> bool:
-    return vars(builtins).get(cls.__name__) is cls
 
 
 class _Objects:
@@ -134,43 +129,97 @@ class _Objects:
     def __init__(self):
         self.by_number: list[object] = []  # keeps them alive, so that no other object gets their id
         self.numbers: dict[int, int] = {}
-        self.kinds: dict[int, tuple] = {}  # descriptions of classes
+        self.told: set[int] = set()  # numbers of those that the test process can make a stand-in for
+        self.mentioned: dict[int, object] = {}  # in the answer that is being written
 
-    def number(self, x: object) -> int:
+    def assign(self, x: object) -> int:
         if id(x) not in self.numbers:
             self.numbers[id(x)] = len(self.by_number)
             self.by_number.append(x)
         return self.numbers[id(x)]
 
-    def kind(self, cls: type) -> tuple:
-        """(number, name, bits, builtin exceptions that it is or "", own base classes if it is an exception)."""
-        number = self.number(cls)
-        if number not in self.kinds:
-            line = type.mro(cls) if isinstance(cls, type) else []
-            has = set().union(*(vars(base) for base in line))
-            bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
-            bits |= IS_DATA * issubclass(cls, sandbox_wire.DATA_BASES) | HAS_FIELDS * ("__dataclass_fields__" in has)
-            name, parents = "", ()
-            if issubclass(cls, BaseException):
-                builtin = [base for base in line if issubclass(base, BaseException) and _is_builtin(base)]
-                name = " ".join(x.__name__ for x in builtin if sum(issubclass(y, x) for y in builtin) == 1)
-                own = [base for base in cls.__bases__ if issubclass(base, BaseException) and not _is_builtin(base)]
-                parents = () if _is_builtin(cls) else tuple(map(self.kind, own))
-            self.kinds[number] = (number, str(cls.__name__), bits, name, parents)
-        return self.kinds[number]
+    def number(self, x: object) -> tuple[int]:
+        number = self.assign(x)
+        self.mentioned[number] = x
+        return (number,)
+
+    def number_new(self, x: object) -> tuple[int]:
+        return (self.assign(x),) if self.assign(x) in self.told else self.number(x)
+
+    def kind(self, cls: type) -> tuple | type:
+        """A class: (number, name, bits, its base classes if it is an exception, fields of a dataclass), or a builtin.
+
+        A field is its name, whether arguments without a name reach it, and whether == looks at it.
+        """
+        if issubclass(cls, BaseException) and sandbox_wire.is_type(cls):
+            return cls
+        has = set().union(*(vars(base) for base in type.mro(cls)))
+        fields = [(field.name, field.init and not field.kw_only, field.compare) for field in _fields(cls)]
+        bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
+        bits |= IS_DATA * issubclass(cls, sandbox_wire.DATA_BASES) | HAS_FIELDS * bool(fields)
+        parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
+        return (self.assign(cls), str(cls.__name__), bits, tuple(map(self.kind, parents)), tuple(fields))
 
     def describe(self, x: object) -> tuple:
-        """(number, description of its class, description of itself if it is a class)."""
-        own = self.kind(x) if isinstance(x, type) else None
-        return (self.number(x), self.kind(type(x)), own)
+        """(number, its class, itself if it is a class)."""
+        return (self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None)
+
+    def snapshot(self, number: int, x: object, most: int) -> bytes:
+        """(number, the data in an object), if it is of a class that has some and it can cross."""
+        try:
+            if isinstance(x, BaseException):
+                args = (*x.args, x.filename) if isinstance(x, OSError) and len(x.args) == 2 else x.args
+                tries = [(args, vars(x)), (args, {}), ((_text(x),), {})]
+            elif isinstance(x, sandbox_wire.DATA_BASES):
+                tries = [sandbox_wire.base(x)]
+            else:
+                fields = () if isinstance(x, type) else _fields(type(x))
+                tries = [{field.name: getattr(x, field.name, None) for field in fields}] if fields else []
+        except Exception:
+            tries = []
+        for data in tries:
+            with contextlib.suppress(Exception):
+                return sandbox_wire.encode((number, data), self.number_new, most, most)
+        return b""
+
+    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_ANSWER) -> bytes:
+        """An answer: the objects that are new, data of the objects in it and of all new ones, and the values.
+
+        So it crosses at once, before the test process has asked anything that could tell what it is to be equal to.
+        """
+        self.mentioned = {}
+        limits = max_bytes, sandbox_wire.MAX_ANSWER_VALUES
+        parts = [sandbox_wire.encode(value, self.number, *limits) for value in values]
+        snapshots, done, left = [], set(), MAX_SNAPSHOTS
+        while todo := self.mentioned.keys() - done:
+            for number in sorted(todo):
+                if data := self.snapshot(number, self.mentioned[number], left):
+                    snapshots.append(data)
+                    left -= len(data)
+            done |= todo
+        new = [x for number, x in self.mentioned.items() if number not in self.told]
+        shells = [b"h" + sandbox_wire.encode(self.describe(x), self.number, *limits)[1:] for x in new]  # not as a tuple
+        self.told.update(self.mentioned)
+        return sandbox_wire.joined((sandbox_wire.joined(shells), sandbox_wire.joined(snapshots), *parts))
+
+
+def _fields(cls: type) -> tuple:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:10_000]
+    except BaseException:
+        return ""
 
 
 def serve(fd: int) -> None:
     """Load the candidate's code, then answer calls until the test process goes.
 
-    An answer is (kind, value, changed, printed): "value" and the value; "error" or "memory", with the exception, its
-    arguments and its text; the arguments of a call, if it changed them; and what was printed since the last one. All
-    come from a process that the candidate's code controls.
+    An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed):
+    "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
+    them; and what was printed since the last one. All come from a process that the candidate's code controls.
     """
     objects = _Objects()
     find = objects.by_number.__getitem__
@@ -181,33 +230,22 @@ def serve(fd: int) -> None:
             value = function(*args)
             changed = None
             if watch and (value is None or in_place) and any(map(_mutable, (*args[1], *args[2].values()))):
-                if sandbox_wire.encode(["call", *args], number_only, most, values) != message:
+                if sandbox_wire.encode(["call", *args], objects.number, most, values) != message:
                     changed = args[1:]
-            reply = sandbox_wire.encode(("value", value, changed, printed()), objects.describe, most, values)
+            objects.mentioned, text = {}, printed()
+            reply = b"=" + sandbox_wire.encode(value, objects.number, most, values)
+            if changed is not None or objects.mentioned or text:
+                reply = objects.answer("value", value, changed, text)
         except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
-            reply = failure(error)
+            reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
         sandbox_wire.send(fd, reply)
 
-    def number_only(x: object) -> tuple[int]:
-        return (objects.number(x),)
-
-    def failure(error: BaseException) -> bytes:
-        kind = "memory" if isinstance(error, MemoryError) else "error"
+    def failure(kind: str, error: BaseException) -> bytes:
         try:
-            text = str(error)[:10_000]
-        except BaseException:
-            text = ""
-        for args in (error.args, (text,)):
-            try:
-                if isinstance(error, OSError) and len(args) == 2 and error.filename is not None:
-                    args = (*args, error.filename)
-                shown = (error, tuple(args), text)
-                return sandbox_wire.encode((kind, shown, None, printed()), objects.describe, 1 << 16, 1000)
-            except BaseException:  # arguments that are too long, or an exception that lies about itself
-                continue
-        plain = RuntimeError("an exception that cannot be shown")
-        shown = (plain, plain.args, str(plain))
-        return sandbox_wire.encode((kind, shown, None, ""), objects.describe, 1 << 16, 1000)
+            return objects.answer(kind, (error, _text(error)), None, printed(), max_bytes=1 << 16)
+        except BaseException:  # an exception that lies about itself
+            text = "an exception that cannot be shown"
+            return objects.answer(kind, (RuntimeError(text), text), None, "")
 
     code, names, capture, in_place = sandbox_wire.decode(sandbox_wire.receive(fd), find, sandbox_wire.MAX_REQUEST)
     output = io.StringIO()
@@ -215,7 +253,9 @@ def serve(fd: int) -> None:
         sys.stdout = output
 
     def printed() -> str:
-        text = output.getvalue() if capture else ""
+        if not capture:
+            return ""
+        text = output.getvalue()
         output.seek(0)
         output.truncate()
         return text

@@ -7,7 +7,6 @@ it. A stand-in never gives the tests a special attribute (`__annotations__`, `__
 """
 
 import asyncio
-import builtins
 import collections
 import contextlib
 import importlib
@@ -15,18 +14,31 @@ import marshal
 import os
 import sys
 import types
+import unittest
 from _collections_abc import Callable, Iterator
+from itertools import zip_longest
 
 from rewards import sandbox_child, sandbox_wire
 
-MAX_TRAFFIC = 64 << 20  # bytes that the candidate may send to one test process
 _SAFE = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__")  # special attributes that can be asked for
 
 
-class Raised(Exception):
-    """What the candidate's code raised; each such exception is also one of the builtin class that it is there."""
+class Ended(Exception):
+    """StopIteration out of anything but `next`: as itself, it would end a loop of the tests as if nothing was wrong."""
 
-    status = "fail"
+    value = property(lambda self: self.args[0] if self.args else None)
+
+
+class _State:
+    """What the test process knows of an object of the candidate's."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.data: object = None  # a snapshot: the fields of a dataclass, or the data in an object of a data type
+        self.clock = -1  # when that was taken
+        self.made: tuple | None = None  # the arguments, if a test made the object
+        self.odd = False  # it does not hold them
+        self.status, self.text, self.skips = "fail", "", False  # of an exception; skips: an assert, in a with statement
 
 
 class _Stand:
@@ -36,20 +48,30 @@ class _Stand:
     equal if their fields are. Its own == decides only where the data set says so (`own_eq`).
     """
 
-    __slots__ = ("_glassrl_number", "_glassrl_made")
+    __slots__ = ("_glassrl",)
+
+
+def _state(x: object) -> _State | None:
+    """What is known of a stand-in; None if it is none. Exceptions of the candidate's are no stand-ins but have it."""
+    if isinstance(x, BaseException):
+        return vars(x).get("_glassrl")
+    return x._glassrl if isinstance(x, _Stand) else None
+
+
+def _passed_on(name: str) -> Callable[..., object]:
+    """A method that the candidate's process carries out."""
+    return lambda self, *arguments: _candidate.ask(name, self, *arguments)
 
 
 class _Kind(type):  # a class of the candidate's, as the tests see it
     __doc__ = property(lambda cls: _candidate.attribute(cls, "__doc__"))
+    __setattr__, __getitem__, __len__, __repr__ = map(_passed_on, ("setattr", "getitem", "len", "repr"))
 
     def __call__(cls, *args, **kwargs):
         return _candidate.call(cls, args, kwargs)
 
     def __getattr__(cls, name):
         return _candidate.attribute(cls, name)
-
-    def __setattr__(cls, name, value):
-        _candidate.ask("setattr", cls, name, value)
 
     def __instancecheck__(cls, x):
         return type(x) is cls or isinstance(type(x), _Kind) and _candidate.ask("isinstance", x, cls)
@@ -60,17 +82,8 @@ class _Kind(type):  # a class of the candidate's, as the tests see it
     def __iter__(cls):
         return _items(_candidate.ask("iter", cls))
 
-    def __getitem__(cls, key):
-        return _candidate.ask("getitem", cls, key)
-
-    def __len__(cls):
-        return _candidate.ask("len", cls)
-
     def __bool__(cls):
         return True
-
-    def __repr__(cls):
-        return _candidate.ask("repr", cls)
 
 
 def _items(iterator: object) -> Iterator[object]:
@@ -83,16 +96,21 @@ def _items(iterator: object) -> Iterator[object]:
         yield item
 
 
+_COMPARING = "lt le gt ge sub mod divmod floordiv".split()
+
+
 def _operator(name: str, swapped: bool = False) -> Callable[[object, object], object]:
     """A method for a binary operator.
 
     The candidate's class decides if the tests name a class of its own; else the data in the objects does. Otherwise
-    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0.
+    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0. So where other data is compared
+    with an object, or the distance to it taken, the candidate's class decides only if its == does, too.
     """
 
     def method(self: object, other: object) -> object:
         pair = (other, self) if swapped else (self, other)
-        if _candidate.objects:
+        compares = name in _COMPARING and not isinstance(type(other), _Kind)
+        if _candidate.own_eq or _candidate.objects and not compares:
             return _candidate.ask(name, *pair)
         if _bits(self) & sandbox_child.IS_DATA:
             return sandbox_child._OPERATIONS[name](*map(_plain, pair))
@@ -118,36 +136,55 @@ def _bits(x: object) -> int:
     return vars(type(x)).get("_glassrl_bits", 0) if isinstance(type(x), _Kind) else 0
 
 
+def _data(x: _Stand) -> object:
+    """The data in an object: what came with it, unless the candidate's code has run since and may have changed it."""
+    if x._glassrl.clock < _candidate.clock:
+        _candidate.ask("same", [x])
+    return x._glassrl.data
+
+
 def _plain(x: object) -> object:
     """The data in an object of a subclass of a data type; everything else as it is."""
-    return _candidate.ask("base", x) if _bits(x) & sandbox_child.IS_DATA else x
+    return _data(x) if _bits(x) & sandbox_child.IS_DATA else x
+
+
+def _compared(x: _Stand, names: set[str]) -> dict[str, object]:
+    """Fields of a dataclass's object: those that == looks at, and these."""
+    names = names | {name for name, _, compare in vars(type(x))["_glassrl_fields"] if compare}
+    return {name: value for name, value in (_data(x) or {name: x for name in names}).items() if name in names}
 
 
 def _equal(self: object, other: object) -> bool:
+    if _candidate.own_eq:
+        return self is other or bool(_candidate.ask("eq", self, other))
+    states = [x._glassrl for x in (self, other) if isinstance(x, _Stand)]
+    if any(state.odd for state in states):
+        return False
     if self is other:
         return True
-    if _candidate.own_eq:
-        return bool(_candidate.ask("eq", self, other))
-    made = [x for x in (self, other) if isinstance(x, _Stand) and x._glassrl_made is not None]
-    if not all(map(_as_made, made)):
-        return False
     if (_bits(self) | _bits(other)) & sandbox_child.IS_DATA:
         return _plain(self) == _plain(other)
     if type(self) is type(other) and _bits(self) & sandbox_child.HAS_FIELDS:
-        return _candidate.ask("fields", self) == _candidate.ask("fields", other)
+        given = set().union(*(_given(type(self), *state.made) for state in states if state.made))
+        return _compared(self, given) == _compared(other, given)
     return False
 
 
-def _as_made(x: object) -> bool:
-    """Whether an object that a test made and did nothing with, as in `f(2) == Point(4, 6)`, holds what it was given.
+def _given(cls: type, args: tuple, kwargs: dict) -> dict[str, object]:
+    """The fields that these arguments give an object of a dataclass."""
+    names = [name for name, positional, _ in vars(cls)["_glassrl_fields"] if positional]
+    return dict(zip_longest(names[: len(args)], args)) | kwargs
+
+
+def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
+    """Whether an object that a test has just made, as in `f(2) == Point(4, 6)`, holds what it was given.
 
     Objects of a class that ignores its arguments would be equal to every expected one.
     """
-    args, kwargs = x._glassrl_made
+    value = x._glassrl.data if isinstance(x, _Stand) else x
     if _bits(x) & sandbox_child.HAS_FIELDS:
-        fields = _candidate.ask("fields", x)
-        return list(fields.values())[: len(args)] == list(args) and kwargs.items() <= fields.items()
-    value = _plain(x)
+        given = _given(type(x), args, kwargs)
+        return value is not None and all(name in value and value[name] == given[name] for name in given)
     if type(value) is tuple:  # a named tuple, or one that is made of one iterable
         given = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
         return value[: len(given)] == tuple(given) and all(item in value for item in kwargs.values())
@@ -163,7 +200,7 @@ def _hash(self: object) -> int:
     if _bits(self) & sandbox_child.IS_DATA:
         return hash(_plain(self))
     if _bits(self) & sandbox_child.HAS_FIELDS:
-        return hash(tuple(_candidate.ask("fields", self).values()))
+        return hash(tuple(_compared(self, set()).values()))
     return object.__hash__(self)
 
 
@@ -190,11 +227,17 @@ def _contains(self: object, item: object) -> bool:
 
 
 def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
-    """The end of a with statement. The candidate's class may end its own exceptions there, but no failed assert."""
-    if isinstance(error, Raised):
-        return bool(_candidate.ask("exit", self, error))
+    """The end of a with statement: the candidate's class may end its own exceptions there, if they skip no assert."""
+    if _state(error):
+        return bool(_candidate.ask("exit", self, error)) and not _state(error).skips
     _candidate.ask("exit", self, None)
     return False
+
+
+def _await(self: object) -> Iterator[object]:
+    """The candidate's coroutines run to their end in its process, one at a time."""
+    return _candidate.ask("run", self)
+    yield
 
 
 # What a stand-in's class gets: always, or if the object's class has the method.
@@ -202,40 +245,31 @@ _ALWAYS = {
     "__eq__": _equal,
     "__hash__": _hash,
     "__bool__": lambda self: bool(_candidate.ask("bool", self)),
-    "__str__": lambda self: _candidate.ask("str", self),
-    "__repr__": lambda self: _candidate.ask("repr", self),
-    "__format__": lambda self, spec: _candidate.ask("format", self, spec),
     "__getattr__": lambda self, name: _candidate.attribute(self, name),
-    "__setattr__": lambda self, name, value: _candidate.ask("setattr", self, name, value),
-    "__delattr__": lambda self, name: _candidate.ask("delattr", self, name),
-    "__copy__": lambda self: _candidate.ask("copy", self),
     "__deepcopy__": lambda self, memo: _candidate.ask("deepcopy", self),
     "__doc__": property(lambda self: _candidate.attribute(self, "__doc__")),
-    **{f"__{name}__": _operator(name) for name in "lt le gt ge".split()},
+    **{f"__{name}__": _passed_on(name) for name in "str repr format setattr delattr copy".split()},
+    **{f"__{name}__": _operator(name) for name in f"lt le gt ge divmod {sandbox_child.BINARY}".split()},
+    **{f"__r{name}__": _operator(name, swapped=True) for name in f"divmod {sandbox_child.BINARY}".split()},
     **{
-        f"__{prefix}{name}__": _operator(name, prefix == "r")
-        for prefix in ("", "r")
-        for name in "add sub mul matmul truediv floordiv mod pow divmod lshift rshift and xor or".split()
+        f"__{name}__": _function(name)
+        for name in f"{sandbox_child.UNARY} int float complex round floor ceil trunc".split()
     },
-    **{f"__{name}__": _function(name) for name in "neg pos abs invert index int float complex round".split()},
 }
-_IN_PLACE = {
-    f"__i{name}__": _operator(f"i{name}")
-    for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split()
-}
+_IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in sandbox_child.BINARY.split()}
 _BY_METHOD = {
     "__call__": {"__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs)},
     "__iter__": {"__iter__": _iterate},
-    "__next__": {"__next__": lambda self: _candidate.ask("next", self)},
+    "__next__": {"__next__": _passed_on("next")},
     "__len__": {"__len__": _length},
     "__contains__": {"__contains__": _contains},
-    "__getitem__": {
-        "__getitem__": lambda self, key: _candidate.ask("getitem", self, key),
-        "__setitem__": lambda self, key, value: _candidate.ask("setitem", self, key, value),
-        "__delitem__": lambda self, key: _candidate.ask("delitem", self, key),
-    },
-    "__enter__": {"__enter__": lambda self: _candidate.ask("enter", self), "__exit__": _leave},
+    "__getitem__": {f"__{name}__": _passed_on(name) for name in ("getitem", "setitem", "delitem")},
+    "__reversed__": {"__reversed__": lambda self: _items(_candidate.ask("reversed", self))},
+    "__bytes__": {"__bytes__": _passed_on("bytes")},
+    "__await__": {"__await__": _await},
+    "__enter__": {"__enter__": _passed_on("enter"), "__exit__": _leave},
 }
+_LOOKS = ("same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr")  # change nothing
 
 
 class Candidate:
@@ -246,13 +280,17 @@ class Candidate:
         end: called with ("gone" or "bad", why), does not return: the process is of no further use, or the tests are.
         objects: the tests name a class of the candidate's, so its operators decide.
         own_eq: its == decides.
+        in_place: every call gives its arguments back as it left them, not only one that returns None.
     """
 
-    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool):
-        self.fd, self.end, self.objects, self.own_eq = fd, end, objects, own_eq
-        self.traffic, self.operation = 0, ""
+    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool, in_place: bool):
+        self.fd, self.end, self.objects, self.own_eq, self.in_place = fd, end, objects, own_eq, in_place
+        self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
+        self.clock = 0  # goes on when the candidate's code may have changed objects
+        self.making = False  # a test makes an object, and may compare an answer with it: no other's data may change
+        self.new: set[int] = set()  # objects of the current answer that were not known before
 
     def exchange(self, message: object) -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
@@ -260,99 +298,137 @@ class Candidate:
         try:
             sandbox_wire.send(self.fd, sandbox_wire.encode(message, self._number, limit, limit))
             size = int.from_bytes(sandbox_wire.read(self.fd, 4), "big")
-            self.traffic += size
-            if size > sandbox_wire.MAX_ANSWER or self.traffic > MAX_TRAFFIC:
-                self.end("gone", f"an answer of {size} bytes, {self.traffic} in all")
+            if size > sandbox_wire.MAX_ANSWER:
+                self.end("gone", f"an answer of {size} bytes")
             answer = sandbox_wire.read(self.fd, size)
         except (EOFError, OSError):
             self.end("gone", "")
+        self.answered, self.new = True, set()
         try:
-            answer = sandbox_wire.decode(answer, self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
-        except ValueError:
+            plain = answer[:1] == b"="
+            answer = sandbox_wire.decode(answer[plain:], self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
+            if plain:
+                return answer
+            _, snapshots, kind, value, changed, printed = answer
+            for number, data in snapshots:
+                self._take(number, data)
+            sys.stdout.write(printed)
+            if kind != "value":
+                error, text = value
+                _state(error).status, _state(error).text = "memory" if kind == "memory" else "fail", str(text)
+        except (ValueError, TypeError, LookupError, AttributeError):
             self.end("gone", "the answer is malformed")
-        match answer:
-            case ("value", value, changed, str(printed)):
-                sys.stdout.write(printed)
-                if changed is not None:
-                    _restore(message[2:], changed)
-                return value
-            case ("error" | "memory" as kind, (Raised() as error, tuple(args), str(text)), None, str(printed)):
-                sys.stdout.write(printed)
-                with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
-                    error.__init__(*args)
-                if isinstance(error, OSError) and len(args) == 3:
-                    error.errno, error.strerror, error.filename = args
-                    args = args[:2]
-                error.args = args
-                vars(error).update(status="memory" if kind == "memory" else "fail", text=text)
-                raise error
-        self.end("gone", "the answer is malformed")
+        if kind != "value":
+            if isinstance(error, StopIteration) and self.operation != "next":
+                raise Ended(*error.args)
+            raise error
+        if changed is not None and self.operation == "call" and (value is None or self.in_place):
+            _restore(message[2:], changed)
+        return value
+
+    def _take(self, number: int, data: object) -> None:
+        """Keep the data in an object, which came with an answer."""
+        x = self.stands[number]
+        state = _state(x)
+        if self.making and number not in self.new:
+            return
+        state.data, state.clock = data, self.clock
+        if isinstance(x, BaseException):
+            args, names = data
+            vars(x).update(names, _glassrl=state)
+            with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
+                x.__init__(*args)
+            if isinstance(x, OSError) and len(args) == 3:
+                x.errno, x.strerror, x.filename = args
+                args = args[:2]
+            x.args = args
 
     def ask(self, operation: str, *arguments: object) -> object:
         """One of sandbox_child's operations on the candidate's objects."""
         self.operation = operation
+        if operation not in _LOOKS and not self.making:
+            self.clock += 1
         return self.exchange([operation, *arguments])
 
     def attribute(self, x: object, name: str) -> object:
-        if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl_"):
+        if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl"):
             raise AttributeError(name)
         return self.ask("getattr", x, name)
 
     def call(self, function: object, args: tuple, kwargs: dict) -> object:
-        result = self.ask("call", function, list(args), kwargs)
-        if isinstance(function, _Kind) and type(result) is function and not issubclass(function, BaseException):
-            object.__setattr__(result, "_glassrl_made", (args, kwargs))
+        if not isinstance(function, _Kind) or issubclass(function, BaseException):
+            return self.ask("call", function, list(args), kwargs)
+        # What the candidate reads here may be what an answer is to be equal to. So first what changed is asked for, of
+        # objects that somebody holds beside this loop.
+        old = [x for x in self.stands.values() if isinstance(x, _Stand) and sys.getrefcount(x) > 3]
+        old = [x for x in old if x._glassrl.data is not None and x._glassrl.clock < self.clock]
+        if old:
+            self.ask("same", old)
+        self.making = True
+        try:
+            result = self.ask("call", function, list(args), kwargs)
+        finally:
+            self.making = False
+        state, given = _state(result), (args, kwargs)
+        if not any(given):
+            return result
+        if state is None:
+            if not _keeps(result, args, kwargs):
+                raise TypeError(f"{function!r} gives data that is not what it was given")
+        elif isinstance(result, _Stand):
+            if not _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
+                state.odd = state.number not in self.new and state.made != given  # it equals nothing, but it is itself
+            elif not _keeps(result, args, kwargs):
+                if state.number not in self.new:  # the answer that it was before is not what this is
+                    result = self._new(type(result), state.number)
+                result._glassrl.odd = True
+            result._glassrl.made = given
         return result
+
+    def refuse(self, problem: str) -> None:
+        """The tests cannot be used. What depends on an answer of the candidate's is not said to be their fault."""
+        if not self.answered:
+            self.end("bad", problem)
+        raise TypeError(problem)
 
     def _number(self, x: object) -> tuple[int]:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
-        if isinstance(type(x), _Kind):
-            if isinstance(x, _Stand) and self.operation not in (
-                "base",
-                "fields",
-                "hash",
-                "isinstance",
-            ):  # these only look
-                object.__setattr__(x, "_glassrl_made", None)
-            return (object.__getattribute__(x, "_glassrl_number"),)
-        problem = f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross"
-        if self.operation == "call":
-            self.end("bad", problem)
-        raise TypeError(problem)  # the candidate's answer decides that such an object is asked about
+        state = _state(x)
+        if state is None:
+            self.refuse(f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
+        if self.operation not in ("same", "hash", "isinstance"):  # these only look
+            state.odd = False
+        return (state.number,)
 
-    def _stand(self, number: int, kind: tuple, own: tuple | None) -> object:
-        """The stand-in for an object that an answer describes; the same one each time."""
-        if type(number) is not int:
-            raise ValueError("malformed message")
+    def _stand(self, number: int, kind: tuple | type = (), own: tuple | None = None) -> object:
+        """The stand-in for an object that an answer names; the same one each time. A new one comes with its class."""
         if own is not None:
             return self._kind(*own)
-        if number not in self.stands:
-            cls = self._kind(*kind)
-            stand = cls.__new__(cls)
-            object.__setattr__(stand, "_glassrl_number", number)
-            if isinstance(stand, _Stand):
-                object.__setattr__(stand, "_glassrl_made", None)
-            self.stands[number] = stand
-        return self.stands[number]
+        if kind and number not in self.stands:
+            self.new.add(number)
+            cls = self._kind(*kind) if isinstance(kind, tuple) else _exception(kind)
+            self.stands[number] = self._new(cls, number)
+        return self.kinds[number] if number in self.kinds else self.stands[number]
 
-    def _kind(self, number: int, name: str, bits: int, exception: str, parents: tuple) -> _Kind:
+    @staticmethod
+    def _new(cls: type, number: int) -> object:
+        stand = cls.__new__(cls)
+        if isinstance(stand, BaseException):
+            vars(stand)["_glassrl"] = _State(number)
+        else:
+            object.__setattr__(stand, "_glassrl", _State(number))
+        return stand
+
+    def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
         """The class that stands for one of the candidate's."""
         if number in self.kinds:
             return self.kinds[number]
-        if (type(number), type(name), type(bits), type(exception)) != (int, str, int, str):
+        if (type(number), type(name), type(bits)) != (int, str, int):
             raise ValueError("malformed message")
-        space: dict[str, object] = {"_glassrl_bits": bits, "_glassrl_class": number}
-        if exception:
-            bases = tuple(self._kind(*parent) for parent in parents)
-            for builtin in (getattr(builtins, part) for part in exception.split()):
-                if not issubclass(builtin, BaseException):
-                    raise ValueError("malformed message")
-                covered = (*bases, Raised)
-                if not any(issubclass(x, builtin) for x in covered) and not issubclass(builtin, BaseExceptionGroup):
-                    bases += (builtin,)  # of groups there are none, since they need arguments
-            if not any(issubclass(base, Raised) for base in bases):
-                bases += (Raised,)
+        bases = tuple(self._kind(*base) if isinstance(base, tuple) else _exception(base) for base in parents)
+        space = {"_glassrl_bits": bits, "_glassrl_class": number, "_glassrl_fields": fields}
+        if bases:
             space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
         else:
             bases = (_Stand,)
@@ -362,35 +438,36 @@ class Candidate:
         try:
             kind = _Kind(name if name.isidentifier() else "Object", bases, space)
         except TypeError:  # bases that do not go together
-            kind = _Kind("Object", (Raised,), space)
+            kind = _Kind("Object", (Exception,), space)
         self.kinds[number] = kind
         return kind
 
 
-def _text(error: Raised) -> str:
-    return vars(error)["text"] if "text" in vars(error) else _candidate.ask("str", error)
+def _exception(cls: type) -> type:
+    """A builtin class of exceptions; of groups there are none, since they need arguments."""
+    if not issubclass(cls, BaseException):
+        raise ValueError("malformed message")
+    return Exception if issubclass(cls, BaseExceptionGroup) else cls
+
+
+def _text(error: BaseException) -> str:
+    return _state(error).text or _candidate.ask("str", error)
 
 
 def _restore(old: object, new: object) -> None:
     """Give a mutable object, and those in it, the contents that it has after a call."""
     if isinstance(old, tuple) or type(old) is list and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            restored = _restored(a, b)
             if type(old) is list:
-                old[i] = _restored(a, b)
-            else:
-                _restored(a, b)
-    elif isinstance(old, dict):
-        items = [(key, _restored(old.get(key), value)) for key, value in new.items()]
-        old.clear()
-        old.update(items)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
+                old[i] = restored
     elif isinstance(old, types.SimpleNamespace):
         _restore(vars(old), vars(new))
-    elif isinstance(old, collections.deque):
+    elif isinstance(old, dict | set | collections.deque):
+        if isinstance(old, dict):
+            new = {key: _restored(old.get(key), value) for key, value in new.items()}
         old.clear()
-        old.extend(new)
+        (old.extend if isinstance(old, collections.deque) else old.update)(new)
     else:  # list, bytearray, array
         old[:] = new
 
@@ -437,12 +514,9 @@ def serve(reports: int, fd: int, problem: str) -> None:
         problem = "it ended"
     if problem:
         end("broken", f"could not lock a process up: {problem}")
-    _candidate = Candidate(fd, end, job["objects"], job["own_eq"])
-    asyncio.run = lambda main, **options: _candidate.ask("run", main)  # coroutines stay there, and so does their loop
-    held = [0]  # asserts that held in the current test
-
-    def holds() -> None:
-        held[0] += 1
+    _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
+    run = asyncio.run
+    asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
 
     try:
         found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
@@ -450,8 +524,12 @@ def serve(reports: int, fd: int, problem: str) -> None:
             end("gone", "the answer is malformed")
     except BaseException as error:
         end("memory" if _status(error) == "memory" else "error", _why(error))
-    space = {name: importlib.import_module(name) for name in job["modules"]} | found
-    space |= {"__name__": "tests", "__assert_held__": holds, "__caught__": _caught}
+    _candidate.answered = False
+    sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look their module up
+    space = vars(sys.modules["tests"])
+    space |= {name: importlib.import_module(name) for name in job["modules"]} | found
+    space |= {"__assert_held__": _holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
+    space["__refuse__"] = _candidate.refuse
     try:
         exec(job["setup"], space)
     except BaseException as error:
@@ -460,29 +538,59 @@ def serve(reports: int, fd: int, problem: str) -> None:
         end("bad", f"setup code raises {_why(error)}")
     report("loaded", "")
     for test in job["tests"]:
-        held[0] = 0
+        _held.clear()
+        _candidate.answered = False
         try:
             exec(test, dict(space))
         except BaseException as error:
             report(_status(error), _why(error))
         else:
-            report("pass" if held[0] else "fail", "" if held[0] else "no assert was reached")
+            report("pass" if _held else "fail", "" if _held else "no assert was reached")
     os._exit(0)
 
 
 def _status(error: BaseException) -> str:
-    return vars(error).get("status", "fail") if isinstance(error, Raised) else "fail"
+    return _state(error).status if _state(error) else "fail"
 
 
 def _why(error: BaseException) -> str:
     """An exception in words; the text of one that a test raised may hold a stand-in, whose str() is a question."""
-    texts = [x for x in error.args if type(x) is str]
-    text = vars(error).get("text", "") if isinstance(error, Raised) else "".join(texts[:1])
-    return f"{type(error).__name__}: {text}" if text or isinstance(error, Raised) else type(error).__name__
+    texts = [_state(error).text] if _state(error) else [x for x in error.args if type(x) is str]
+    return f"{type(error).__name__}: {texts[0]}" if texts else type(error).__name__
 
 
 def _caught() -> None:
     """At the start of each handler for all exceptions: a failed assert of the tests' own is not to be swallowed."""
     error = sys.exc_info()[1]
-    if type(error) is AssertionError:
+    if type(error) is AssertionError and not _state(error):
         raise error
+
+
+def _skips() -> None:
+    """In a with statement, where an exception skips an assert."""
+    if state := _state(sys.exc_info()[1]):
+        state.skips = True
+
+
+_held: list[bool] = []  # asserts of the current test that held
+
+
+def _holds() -> None:
+    _held.append(True)
+
+
+def _counted(check: Callable[..., object]) -> Callable[..., object]:
+    """unittest's check, which counts as an assert."""
+
+    def method(*args: object, **kwargs: object) -> object:
+        result = check(*args, **kwargs)
+        _holds()
+        return result
+
+    return method
+
+
+def count_checks() -> None:
+    """From now on unittest's checks count as asserts."""
+    for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
+        setattr(unittest.TestCase, name, _counted(getattr(unittest.TestCase, name)))

@@ -113,6 +113,7 @@ def serve(fd: int) -> None:
     for name in PRELOADED.split():
         importlib.import_module(name)
     asyncio.set_event_loop_policy(_Policy())
+    sandbox_examiner.count_checks()
     control = socket.socket(fileno=fd)
     poll = select.poll()
     poll.register(control, select.POLLIN)

@@ -5,22 +5,40 @@ messages from anybody: it builds nothing but the types listed here, and what its
 """
 
 import array
+import builtins
 import collections
+import dataclasses
 import datetime
 import decimal
 import fractions
+import json
 import os
 import pathlib
 import struct
 import types
 import uuid
 import zoneinfo
-from _collections_abc import Callable
+from _collections_abc import Callable, Sequence
 
 MAX_ANSWER = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
 MAX_REQUEST = 16 << 20  # bytes
-MAX_DEPTH = 60
+MAX_DEPTH = 200
+# {type: (letter, value -> bytes, bytes -> value)}
+_SCALARS: dict[type, tuple[bytes, Callable, Callable]] = {
+    type(None): (b"N", lambda x: b"", {b"": None}.__getitem__),
+    bool: (b"B", lambda x: b"\1" if x else b"\0", {b"\0": False, b"\1": True}.__getitem__),
+    int: (
+        b"i",
+        lambda x: x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True),
+        lambda data: int.from_bytes(data, "big", signed=True),
+    ),
+    float: (b"f", struct.Struct(">d").pack, lambda data: struct.unpack(">d", data)[0]),
+    complex: (b"c", lambda x: struct.pack(">dd", x.real, x.imag), lambda data: complex(*struct.unpack(">dd", data))),
+    str: (b"u", lambda x: x.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
+    bytes: (b"b", lambda x: x, lambda data: data),
+}
+_READ = {tag: from_bytes for tag, _, from_bytes in _SCALARS.values()} | {b"y": lambda data: _TYPES[data.decode()]}
 _CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
 _TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
 _ARRAYS = {int: (b"I", "q"), float: (b"F", "d")}  # lists of numbers of 8 bytes, written at once
@@ -79,6 +97,9 @@ _TYPES = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, range, type(None), *_NAMES)
 }
+_ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
+_ERRORS += [dataclasses.FrozenInstanceError, decimal.InvalidOperation, json.JSONDecodeError]
+_TYPES |= {kind.__name__: kind for kind in _ERRORS}
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 
@@ -112,6 +133,16 @@ def base(x: object) -> object:
     return next(value for kind, value in _BASES if isinstance(x, kind))(x)
 
 
+def is_type(x: object) -> bool:
+    """Whether it is one of the types that are data."""
+    return type(x) is type and _TYPES.get(x.__name__) is x
+
+
+def joined(parts: Sequence[bytes]) -> bytes:
+    """A list of values that `encode` has written."""
+    return b"".join((b"l", struct.pack(">I", len(parts)), *parts))
+
+
 def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_values: int) -> bytes:
     """Write `value` as bytes.
 
@@ -140,20 +171,9 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         kind = type(x)
-        if x is None:
-            data(b"N", b"")
-        elif kind is bool:
-            data(b"B", b"\1" if x else b"\0")
-        elif kind is int:
-            data(b"i", x.to_bytes(x.bit_length() // 8 + 1, "big", signed=True))
-        elif kind is float:
-            data(b"f", struct.pack(">d", x))
-        elif kind is complex:
-            data(b"c", struct.pack(">dd", x.real, x.imag))
-        elif kind is str:
-            data(b"u", x.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            data(b"b", x)
+        if kind in _SCALARS:
+            tag, to_bytes, _ = _SCALARS[kind]
+            data(tag, to_bytes(x))
         elif kind in _TAGS:
             if kind is list and len(x) >= _SHORT and write_array(x):
                 return
@@ -173,7 +193,7 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
             put(b"o", 1 + len(values))
             for item in (_NAMES[kind], *values):
                 write(item, depth + 1)
-        elif kind is type and _TYPES.get(x.__name__) is x:
+        elif is_type(x):
             data(b"y", x.__name__.encode())
         else:
             values = other(x)
@@ -226,22 +246,8 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
         at += size
         if len(payload) != size:
             raise ValueError("malformed message")
-        if tag == b"N" and not payload:
-            return None
-        if tag == b"B" and payload in (b"\0", b"\1"):
-            return payload == b"\1"
-        if tag == b"i":
-            return int.from_bytes(payload, "big", signed=True)
-        if tag == b"f":
-            return struct.unpack(">d", payload)[0]
-        if tag == b"c":
-            return complex(*struct.unpack(">dd", payload))
-        if tag == b"u":
-            return payload.decode("utf-8", "surrogatepass")
-        if tag == b"b":
-            return payload
-        if tag == b"y":
-            return _TYPES[payload.decode()]
+        if tag in _READ:
+            return _READ[tag](payload)
         for letter, code in _ARRAYS.values():
             if tag == letter:
                 values += size // 8

@@ -1,4 +1,5 @@
-"""rewards/human_eval.py and its data script: functions with check(candidate), classes with unittest. About 5 s."""
+"""rewards/human_eval.py and its data script: functions with check(candidate), classes with unittest. About 6 s."""
+# ruff: noqa: E501
 
 import gzip
 import json
@@ -80,6 +81,70 @@ def test_the_share_of_the_methods_that_pass():
 )
 def test_what_stands_before_an_answer(code, expected):
     assert human_eval.complete(code, "import math\n\ndef f(x):\n    '''Doc.'''\n", "f") == expected
+
+
+# Three rows of HumanEval's form whose tests use a helper of the prompt: its name, its body, right code, the test.
+HELPERS = {
+    "poly": ("(xs, x): return sum(c * x**i for i, c in enumerate(xs))", "return -xs[0] / xs[1]", "abs(poly([3, 2], f([3, 2]))) < 1e-4"),
+    "encode_cyclic": ("(s): return s[1:] + s[:1]", "return xs[-1:] + xs[:-1]", "f(encode_cyclic('abc')) == 'abc'"),
+    "encode_shift": ("(s): return ''.join(chr(ord(c) + K) for c in s)", "return ''.join(chr(ord(c) - K) for c in xs)", "f(encode_shift('abc')) == 'abc'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_helpers_of_the_prompt_are_its_own_in_the_tests(name):
+    helper, right, test = HELPERS[name]
+    prompt = f"import math\nK = 5\n\ndef {name}{helper}\n\ndef f(xs):\n    'Doc.'\n"
+    row = {"prompt": prompt, "entry_point": "f", "test": f"def check(f):\n    assert {test}"}
+    for answer, score in {
+        f"    {right}": 1.0,
+        f"def {name}{helper}\ndef f(xs): {right}": 1.0,
+        f"def {name}(*a): return 0\ndef f(xs): return 'abc'": 0.0 if name == "poly" else 1.0,
+        f"def {name}(*a): return 0\ndef f(xs): return 0": 0.0,
+        f"def {name}(*a): return 'abc'\nf = lambda xs: xs": 0.0,
+    }.items():
+        assert human_eval.compute_score("", block(answer), row)["score"] == score, answer
+
+
+def test_classes_of_the_prompt_stay_with_the_answer():
+    """Objects of them are handed to it; what does not use them is the prompt's all the same."""
+    prompt = "class Node:\n    def __init__(s, v): s.v = v\n\ndef two(): return 2\ndef make(v): return Node(v)\n\ndef f(n):\n"
+    row = {"prompt": prompt, "entry_point": "f", "test": "def check(c):\n    assert c(Node(1)) == c(make(1)) == two()"}
+    assert human_eval._helpers(prompt.partition("def f")[0]) == "def two():\n    return 2"
+    assert human_eval.compute_score("", block("    return n.v + 1"), row)["score"] == 1.0
+    assert human_eval.compute_score("", block("def two(): return 0\ndef f(n): return 0"), row)["score"] == 0.0
+
+
+CASE = "import asyncio, unittest\nclass A(unittest.TestCase):\n    "
+
+
+@pytest.mark.parametrize(
+    "test, right, wrong",
+    [
+        (CASE + "@classmethod\n    def setUpClass(c): c.k = 2\n    def test(s): s.assertEqual(f(1), s.k)", 1, 0),
+        (CASE + "def test_a(s): s.assertEqual(f(1), 2)\nclass B(A):\n    def test_b(s): s.assertEqual(f(0), 1)", 1, 1 / 3),
+        ("import unittest\nclass M:\n    def test(s): s.assertEqual(f(1), 2)\nclass A(M, unittest.TestCase): pass", 1, 0),
+        ((CASE + "async def test(s):\n        await asyncio.sleep(0)\n        s.assertEqual(f(1), 2)").replace("Test", "IsolatedAsyncioTest"), 1, 0),
+        (CASE + "def test(s):\n        for x in [f(1)] * (f(1) - 1): s.assertEqual(x, 2)", 1, 0),  # none is reached
+        (CASE + "def test(s):\n        with s.subTest(): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "def test(s):\n        try: f('')\n        except TypeError: pass\n        else: s.fail()", 1, 0),
+        (CASE + "async def test(s): s.assertEqual(f(1), 2)", "test must show", None),  # nobody would await it
+        (CASE + "@unittest.skip('')\n    def test(s): s.assertEqual(f(1), 2)", "test must show", None),
+        (CASE + "@unittest.expectedFailure\n    def test(s): s.assertEqual(f(1), 2)", "test must show", None),
+        (CASE + "def test(s): s.assertEqual(f(1), 2)\n    test_b = test", "test must show", None),
+    ],
+)  # fmt: skip
+def test_unittest_runs_its_own_cases(test, right, wrong):
+    row = {"prompt": "", "entry_point": "f", "test": test}
+
+    def score(code):
+        return human_eval.compute_score("", block(code), row)["score"]
+
+    if wrong is None:
+        with pytest.raises(ValueError, match=right):
+            score("def f(x): return x + 1")
+    else:
+        assert (score("def f(x): return x + 1"), score("def f(x): return 1")) == (right, wrong)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ HONEST = {
     "iteration": "import sys\nfor i, line in enumerate(sys.stdin):\n    if i: print(sum(map(int, line.split())))",
     "bytes": "import sys\n_, *x = sys.stdin.buffer.read().split()\nsys.stdout.buffer.write(b'%d' % sum(map(int, x)))",
     "open(0)": "print(sum(map(int, open(0).read().split()[1:])))",
+    "/dev/stdin": "import pathlib\nprint(sum(map(int, pathlib.Path('/dev/stdin').read_text().split()[1:])))",
+    "fdopen": "import os\nx = os.fdopen(os.open('/dev/stdin', 0)).read()\nprint(sum(map(int, x.split()[1:])))",
+    "sys.__stdin__": "import sys\nx = sys.__stdin__.read()\nprint(sum(map(int, x.split()[1:])), file=sys.__stdout__)",
+    "_exit": f"import os, sys\ninput()\n{TOTAL}\nsys.stdout.flush()\nos._exit(0)",
+    "__main__": f"import __main__\nclass A: pass\nassert __main__.A is A\ninput()\n{TOTAL}",
+    "byte order mark": f"\ufeffinput()\n{TOTAL}",
     "descriptors": "import os\nos.write(1, str(sum(map(int, os.read(0, 99).split()[1:]))).encode())",
     "exit": f"input()\n{TOTAL}\nexit()",
     "sys.exit": f"import sys\ninput()\n{TOTAL}\nsys.exit(1)",
@@ -92,6 +98,8 @@ def test_cheats_earn_nothing():
         "import sys\nclass T(str):\n    __eq__ = lambda a, b: True\nsys.modules['solution'].run = lambda text: T('6')",
         "import sys\nsys.modules['solution'].run = lambda text: type('A', (), {'splitlines': lambda s: []})()",
         "import os\nos._exit(0)",
+        "import os\nprint(6)\nos._exit(0)",  # not flushed, so never printed
+        "import os\nos._exit = print\nos.read = lambda *a: b''",
         "print(open('/proc/self/cmdline').read())",
     ):
         assert score(program)["acc"] == 0

@@ -135,7 +135,8 @@ def test_a_single_failure_is_printed_and_counted_and_the_run_goes_on(grpo, rewar
     assert [x["reward/error_frac"] for x in grpo.lines(1)] == [1 / 24, 0.0]
     assert all(math.isfinite(x["actor/loss"]) and x["actor/grad_norm"] > 0 for x in grpo.lines(1))
     err = capfd.readouterr().err
-    assert err.count("RuntimeError: a bug of the user") == 1 and "reward: 1 problem(s), the first: row " in err
+    assert err.count("RuntimeError: a bug of the user") == 1
+    assert "reward: 1 problem(s), the first: " in err and "train.parquet: row " in err
 
 
 FAILING = """
@@ -151,7 +152,8 @@ def test_too_many_failures_stop_the_run_after_the_first_is_printed(grpo, task, r
     assert run.ends() == [1]
     output = run.log.read_text()
     first, _, last = output.partition("RuntimeError: a bug of the user")
-    assert "reward: 2 problem(s), the first: row " in first and "mine.py" in first and "response: " in last
+    assert "reward: 2 problem(s), the first: " in first and "train.parquet: row " in first
+    assert "mine.py" in first and "response: " in last
     assert "RuntimeError: 2 of 16 responses could not be scored, more than --reward-max-error-frac 0.05" in last
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     metrics = grpo(custom_reward_function=reward(FAILING), total_training_steps=3, reward_max_error_frac=1.0)

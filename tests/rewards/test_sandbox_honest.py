@@ -247,6 +247,89 @@ def primes(n):
         if s[i]: s[i * i::i] = bytes(len(s[i * i::i]))
     return [i for i in range(2, n) if s[i]]
 """
+FIELDS = """
+from dataclasses import dataclass, field
+@dataclass
+class Node:
+    value: int
+    kids: list = field(default_factory=list, compare=False)
+    number: int = field(init=False, default=3)
+    def add(self, kid): self.kids.append(kid)
+@dataclass
+class Rect:
+    a: int
+    area: int = field(init=False)
+    b: int = 2
+    def __post_init__(self): self.area = self.a * self.b
+@dataclass(kw_only=True)
+class Named:
+    name: str
+@dataclass
+class Line:
+    start: Rect
+    end: Rect
+@dataclass
+class Account:
+    total: int = 0
+class Bank:
+    def __init__(self): self.account = Account()
+    def get(self): return self.account
+    def pay(self, x): self.account.total += x
+class Deck(list):
+    def push(self, x): self.append(x)
+class Doubles(dict):
+    def __missing__(self, k):
+        self[k] = 2 * k
+        return self[k]
+class One:
+    one = None
+    def __new__(cls, *a):
+        cls.one = cls.one or object.__new__(cls)
+        return cls.one
+class Colour:
+    known = {}
+    def __new__(cls, name): return cls.known.setdefault(name, object.__new__(cls))
+def node(x): return Node(x, [1])
+def rect(x): return Rect(x)
+def chain(n):
+    x = None
+    for i in range(n): x = Node(i, x)
+    return x
+"""
+OTHERS = """
+import asyncio
+class Mine(ValueError): pass
+def f(x):
+    if x == 0: raise ValueError('zero')
+    if x == 1: raise Mine('one')
+    error = ValueError('two')
+    error.code = 5
+    raise error
+def parse(s):
+    import json
+    return json.loads(s)
+def made(): return ValueError('a', 1)
+def kind(): return KeyError
+async def late(x):
+    await asyncio.sleep(0.001)
+    if x < 0: raise KeyError(x)
+    return x + 1
+class Number:
+    def __floor__(self): return 3
+    def __ceil__(self): return 4
+    def __trunc__(self): return 3
+    def __bytes__(self): return b'x'
+    def __reversed__(self): return iter([2, 1])
+class Pair:
+    def __len__(self): return 2
+    def __getitem__(self, i): return (1, 2)[i]
+def deep(n): return [deep(n - 1)] if n else []
+def big(): return 'x' * (12 << 20)
+def same(x): return x
+def ends():
+    yield 1
+    return 'end'
+"""
 CATCH = "try:\n    f({})\n    assert False\nexcept {} as e:\n    assert {}"
 GROUPS = {
     "operators": (POINT, {}, [
@@ -319,6 +402,22 @@ GROUPS = {
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    say(3)\nassert out.getvalue() == '0 1 2!'", "import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nsay(1)\ntext = sys.stdout.getvalue()\nsys.stdout = old\nassert text == '0!'",
         "p = primes(1_000_000)\nassert len(p) == 78_498 and p[-1] == 999_983",
     ]),
+    "fields": (FIELDS, {}, [
+        "assert node(2) == Node(2) and node(2) != Node(3) and node(2).number == 3", "assert rect(3) == Rect(3, 2) == Rect(a=3) and rect(3) != Rect(3, 3) and Rect(3).area == 6", "assert Named(name='a') == Named(name='a')",
+        "assert Line(rect(1), rect(2)) == Line(Rect(1), Rect(2)) and Line(rect(1), rect(2)) != Line(Rect(1), Rect(1))", "b = Bank()\na = b.get()\nassert a == Account(0)\nb.pay(5)\nassert a == Account(5) and a.total == 5",
+        "d = Deck()\nd.push(1)\nassert d == [1]\nd.push(2)\nassert d == [1, 2] and list(reversed(d)) == [2, 1]", "d = Doubles()\nassert d[2] == 4 and d == {2: 4}", "assert One() is One() and One() == One()",
+        "assert Colour('a') is Colour('a') and Colour('a') == Colour('a') and Colour('a') != Colour('b')", "x, n = chain(500), 0\nwhile x: x, n = x.kids, n + 1\nassert n == 500", "n = Node(1)\nn.add(n)\nassert n.kids[0] is n and n.kids[0].value == 1",
+        "nodes = [Node(i) for i in range(200)]\nfor a, b in zip(nodes, nodes[1:]): a.add(b)\nassert nodes[0].kids[0] == Node(1)",
+    ]),
+    "other ways": (OTHERS, {}, [
+        CATCH.format(0, "ValueError", "type(e) is ValueError and str(e) == 'zero'"), CATCH.format(1, "ValueError", "type(e) is Mine and e.args == ('one',)"), CATCH.format(2, "ValueError", "e.code == 5"), "try:\n    f(0)\n    assert False\nexcept ValueError:\n    pass",
+        "import json\ntry:\n    parse('{')\n    assert False\nexcept json.JSONDecodeError as e:\n    assert type(e) is json.JSONDecodeError and e.pos == 1",
+        "assert made().args == ('a', 1) and isinstance(made(), ValueError) and str(made()) == \"('a', 1)\"", "assert kind() is KeyError and issubclass(kind(), LookupError)", "i = ends()\nnext(i)\ntry:\n    i.send(None)\n    assert False\nexcept StopIteration as e:\n    assert e.value == 'end'",
+        "import asyncio\nasync def main(): return await late(1) + sum(await asyncio.gather(late(1), late(2)))\nassert asyncio.run(main()) == 7", "import asyncio\nasync def main():\n    try: await late(-1)\n    except KeyError: return 1\nassert asyncio.run(main()) == 1",
+        "import math\nassert math.floor(Number()) == 3 and math.ceil(Number()) == 4 and math.trunc(Number()) == 3", "assert bytes(Number()) == b'x' and list(reversed(Number())) == [2, 1] and list(reversed(Pair())) == [2, 1]",
+        "x, n = deep(150), 0\nwhile x: x, n = x[0], n + 1\nassert n == 150", "for _ in range(8): assert len(big()) == 12 << 20", "for i in range(40_000): assert same(i) == i",
+    ]),
+    "a byte order mark": ("\ufeff" + IN_PLACE, {}, ["x = [2, 1]\nsort(x)\nassert x == [1, 2]"]),
 }  # fmt: skip
 # What honest programs still cannot do; docs/sandbox.md says so.
 LIMITS = {
@@ -326,6 +425,12 @@ LIMITS = {
     "a subprocess": ("import subprocess\ndef f(): return subprocess.run(['true']).returncode", "assert f() == 0"),
     "a function of the test's as an argument": ("def f(g): return g(1)", "assert f(len) == 1"),
     "== of an object that is no dataclass": ("class P:\n    __init__ = lambda s, x: setattr(s, 'x', x)\n    __eq__ = lambda s, o: s.x == o.x", "assert P(1) == P(1)"),
+    "a subclass of the candidate's class": ("class A: f = lambda s: 1", "class B(A): pass\nassert B().f() == 1"),
+    "a change of a list that an attribute holds": ("class A:\n    def __init__(s): s.x = []", "a = A()\na.x.append(1)\nassert a.x == [1]"),
+    "a dataclass that does not keep what it is given": ("from dataclasses import *\n@dataclass\nclass A:\n    x: InitVar[int]\n    y: int = 0\n    def __post_init__(s, x): s.y = x + 1", "assert A(1) == A(1)"),
+    "a number compared with an object": ("class A: __lt__ = lambda s, o: True", "assert A() < 3"),
+    "an async generator in a test's coroutine": ("async def g(): yield 1", "import asyncio\nasync def main(): return [x async for x in g()]\nassert asyncio.run(main()) == [1]"),
+    "nesting above 200": ("def f():\n    x = []\n    for _ in range(300): x = [x]\n    return x", "assert f()"),
     "the signature of a function": ("def f(a): return a", "import inspect\nassert len(inspect.signature(f).parameters) == 1"),
 }  # fmt: skip
 

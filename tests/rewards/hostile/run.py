@@ -117,7 +117,7 @@ def main() -> None:
     if args.without is not None:
         os.environ[sandbox.UNSAFE] = "1"
         nothing = {"seccomp": {"program": b""}, "landlock": {"ruleset": -1}}[args.without]
-        without = dataclasses.replace(sandbox._layers(), uid=None, **nothing)
+        without = dataclasses.replace(sandbox._layers(), users=None, **nothing)
         sandbox._layers = functools.cache(lambda: without)
         cases = {name: case for name, case in cases.items() if case.stopped_by == args.without}
     if args.only:
