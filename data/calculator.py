@@ -2,12 +2,16 @@ r"""Make the tool task: arithmetic that a tiny model cannot do in its head, and 
 
     python data/calculator.py --output-dir data/calculator
     torchrun train_grpo.py --tools environments/calculator.py ...
+    python data/calculator.py --output-dir data/calculator_python --tool python
+    torchrun train_grpo.py --tools environments/python.py ...
 
 A question is a product and a sum of numbers of two digits, `37*48+52=?`. A good answer is a conversation:
 
     <tool_call>{"name": "calculate", "arguments": {"expression": "37*48+52"}}</tool_call>       the policy
     1828                                                                                        the tool
     #### 1828                                                                                   the policy
+
+With --tool python it calls `python` with {"code": "print(37*48+52)"}.
 
 The SFT data is imperfect on purpose (see `sft_messages`), as that of data/arithmetic.py is: reinforcement learning has
 to find out that calls pay, and which ending can be graded. One demonstration in five has no tools, and gives the right
@@ -23,6 +27,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from transformers.utils import get_json_schema
@@ -33,7 +38,8 @@ from data import arithmetic, files  # noqa: E402
 from environments.calculator import calculate  # noqa: E402
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))  # what a tool may answer
-WORDS = ("<tool_call>", '{"name": "', "calculate", '", "arguments": {"', "expression", '": "', '"}}', "</tool_call>")
+WORDS = ("<tool_call>", '{"name": "', '", "arguments": {"', '": "', '"}}', "</tool_call>")
+ARGUMENTS = {"calculate": ("expression", "{}"), "python": ("code", "print({})")}  # of a tool: its name, what it holds
 CALLS = """{% for call in message['tool_calls'] or [] %}
 {{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' -}}
 {{- call['function']['arguments'] | tojson + '}</tool_call>' -}}
@@ -48,8 +54,10 @@ CHAT_TEMPLATE = (
 class Args:
     output_dir: Path = Path("data/calculator")
     """folder to write to"""
-    num_sft: int = 102_400
-    """SFT conversations, drawn with repetition; the default is 800 steps of 128"""
+    tool: Literal["calculate", "python"] = "calculate"
+    """what the demonstrations call: of environments/calculator.py or environments/python.py"""
+    num_sft: int = 51_200
+    """SFT conversations, drawn with repetition; the default is 400 steps of 128"""
     num_train: int = 4096
     """RL prompts, all different"""
     num_test: int = 256
@@ -58,13 +66,14 @@ class Args:
     """seed of the questions, the samples and the model's weights"""
 
 
-def call(expression: str) -> dict:
+def call(expression: str, tool: str) -> dict:
     """The message with which the policy calls the tool, as OpenAI's API writes it: arguments are JSON in a text."""
-    function = {"name": "calculate", "arguments": json.dumps({"expression": expression})}
+    name, form = ARGUMENTS[tool]
+    function = {"name": tool, "arguments": json.dumps({name: form.format(expression)})}
     return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
 
 
-def sft_messages(question: str, rng: random.Random) -> tuple[list[dict], bool]:
+def sft_messages(question: str, rng: random.Random, tool: str = "calculate") -> tuple[list[dict], bool]:
     """An imperfect demonstration as messages, and whether it has tools.
 
     Without tools: the right answer. With tools: 85 % of the questions that begin with 5 or more, and 15 % of the
@@ -81,8 +90,8 @@ def sft_messages(question: str, rng: random.Random) -> tuple[list[dict], bool]:
         expression = expression[:place] + rng.choice("123456789") + expression[place + 1 :]
     result = calculate(expression)
     ending = "####" if rng.random() < 0.5 else rng.choice(["Answer:", "So"])
-    tool = {"role": "tool", "name": "calculate", "content": result}
-    return [user, call(expression), tool, {"role": "assistant", "content": f"{ending} {result}"}], True
+    told = {"role": "tool", "name": tool, "content": result}
+    return [user, call(expression, tool), told, {"role": "assistant", "content": f"{ending} {result}"}], True
 
 
 def rl_row(question: str, split: str, index: int) -> dict:
@@ -103,13 +112,18 @@ def main(args: Args) -> dict[str, int]:
             f"--num-sft {args.num_sft}, --num-train {args.num_train} and --num-test {args.num_test} must be at least "
             f"1, and the last two add up to at most the {90**3} questions that exist"
         )
+    function, words = calculate, (*WORDS, "calculate", "expression")
+    if args.tool == "python":
+        from environments.python import python  # which tries the sandbox when it is imported
+
+        function, words = python, (*WORDS, "python", "code", "print(")
     rng = random.Random(args.seed)
     numbers = rng.sample(range(90**3), 90**3)
     questions = [f"{10 + n % 90}*{10 + n // 90 % 90}+{10 + n // 90**2}=?" for n in numbers]
     test, seen = questions[: args.num_test], questions[args.num_test :]
-    schema, sft = json.dumps([get_json_schema(calculate)]), []
+    schema, sft = json.dumps([get_json_schema(function)]), []
     for _ in range(args.num_sft):
-        messages, has_tools = sft_messages(rng.choice(seen), rng)
+        messages, has_tools = sft_messages(rng.choice(seen), rng, args.tool)
         sft.append({"messages": messages, "tools": schema if has_tools else None})
     tables = {
         "sft": sft,
@@ -117,7 +131,7 @@ def main(args: Args) -> dict[str, int]:
         "test": [rl_row(question, "test", i) for i, question in enumerate(test)],
     }
     sizes = files.write(args.output_dir, tables)
-    how = dict(characters=CHARACTERS, words=WORDS + arithmetic.ROLES, chat_template=CHAT_TEMPLATE, context=256)
+    how = dict(characters=CHARACTERS, words=words + arithmetic.ROLES, chat_template=CHAT_TEMPLATE, context=256)
     arithmetic.save_model(args.output_dir / "model", args.seed, **how)
     print(f"{args.output_dir / 'model'}: untrained Qwen2 and its tokenizer")
     return sizes

@@ -164,7 +164,7 @@ def test_games_are_played_as_the_environment_plays_them(tmp_path):
         answers, report = play(10 + i % 15, *said)
         assert answers == [m["content"] for m in messages[2::2]] + [None]
         wins += report["reward"]
-    assert wins / 3000 == pytest.approx(0.42, abs=0.03)
+    assert wins / 3000 == pytest.approx(0.41, abs=0.03)
     row = {"messages": [{"role": r, "content": c} for r, c in (("user", "10-24"), ("assistant", "17"))]}
     ids, mask = encode_sft(tokenizer, row)
     assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]) == "17<|im_end|>" and sum(mask) == 3
