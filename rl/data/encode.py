@@ -140,11 +140,15 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
     messages, tools = row["messages"], row.get("tools") or None
     ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
+
+    def text(count: int, more: Sequence[dict] = (), **kept: Any) -> str:
+        """Of the first so many messages, and of others behind them."""
+        return _chat_text(tokenizer, row, [*messages[:count], *more], **kept)
+
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        header = _chat_text(tokenizer, row, messages[:i], tools=tools)
-        turn = _chat_text(tokenizer, row, messages[: i + 1], add_generation_prompt=False, tools=tools)
+        header, turn = text(i, tools=tools), text(i + 1, add_generation_prompt=False, tools=tools)
         if not header.startswith(done) or not turn.startswith(header):
             raise ValueError(
                 f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
@@ -152,12 +156,13 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
             )
         header_ids = encode_behind(tokenizer, done, header[len(done) :])
         answer = turn[len(header) :]
-        called = [x["function"]["name"] for x in message.get("tool_calls", ())]
-        offered = [x["function"]["name"] for x in tools or ()]
-        if lost := [x for x in offered if x not in header] + [x for x in called if x not in answer]:
+        calls = message.get("tool_calls", ())
+        fewer = [{**message, "tool_calls": [*calls[:j], *calls[j + 1 :]]} for j in range(len(calls))]
+        lost = any(text(i, [x], add_generation_prompt=False, tools=tools) == turn for x in fewer)
+        if lost or tools and not done and text(i) == header:
             raise ValueError(
-                f"{named(row)}: the chat template leaves {lost[0]!r} out, a tool or a call of message {i}; use the "
-                "template of a model that was trained with tools, or write calls into the content"
+                f"{named(row)}: the chat template leaves out {f'a call of message {i}' if lost else 'the tools'}; "
+                "use the template of a model that was trained with tools, or write calls into the content"
             )
         turn_ids = encode_behind(tokenizer, header, answer)
         learned = len(encode_behind(tokenizer, header, answer.rstrip()))
@@ -169,7 +174,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         ids += header_ids + turn_ids
         mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
         done = turn
-    full = _chat_text(tokenizer, row, messages, add_generation_prompt=False, tools=tools)
+    full = text(len(messages), add_generation_prompt=False, tools=tools)
     if not full.startswith(done):
         raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = encode_behind(tokenizer, done, full[len(done) :])

@@ -160,6 +160,8 @@ def _check_sft_row(row: Row, where: str) -> Row:
         raise ValueError(
             f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
         )
+    if row.get("tools"):
+        raise ValueError(f"{where}: tools stand beside prompt and response; write messages, or remove the column")
     prompt = _check_prompt(row["prompt"], f"{where}: prompt")
     return {**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}
 
