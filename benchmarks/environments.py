@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,7 @@ class Task(NamedTuple):
 CALLS = "--max-prompt-length 40 --max-response-length 80"
 TASKS = {
     "calculator": Task(
-        "calculator.py", 400, 40, CALLS, {"with": "--tools environments/calculator.py --max-turns 4", "without": ""}
+        "calculator.py", 800, 60, CALLS, {"with": "--tools environments/calculator.py --max-turns 4", "without": ""}
     ),
     "guess": Task(
         "guess.py",
@@ -59,8 +58,8 @@ TASKS = {
     ),
     "python": Task(
         "calculator.py --tool python",
-        400,
-        20,
+        800,
+        40,
         CALLS,
         {"with": "--tools environments/python.py --max-turns 4", "without": ""},
     ),
@@ -82,17 +81,17 @@ class Args:
 
 
 def run(command: str, folder: Path) -> None:
-    """Run a script of this repository unless it is finished: then `folder`/done exists. Its output is in output.log."""
-    if (folder / "done").exists():
+    """Run a script of this repository unless it is finished: then `folder`/done has the command. See output.log."""
+    done = folder / "done"
+    if done.exists() and done.read_text() == command:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     print(f"python {command}", flush=True)
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
-    start = time.perf_counter()
     with open(folder / "output.log", "w") as log:
         subprocess.run([sys.executable, *shlex.split(command)], check=True, env=env, stdout=log, stderr=log)
-    (folder / "done").write_text(f"{time.perf_counter() - start:.0f} s\n")
+    done.write_text(command)
 
 
 def read_jsonl(path: Path) -> list[dict]:
