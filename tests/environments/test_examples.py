@@ -17,8 +17,6 @@ from rl.data.rows import read_rows, read_sft_rows
 from rl.sampling.environment_worker import Call, Reply, Tools
 from rl.sampling.environments import EnvironmentFlags, make_environments
 
-CALLED = '<tool_call>{"name": "calculate", "arguments": {"expression": "37*48+52"}}</tool_call>'
-
 
 @pytest.mark.parametrize(
     ("expression", "result"),
@@ -72,6 +70,9 @@ def test_the_game_answers_until_it_ends():
 def test_the_reward_is_what_the_environment_reports():
     assert compute_score("guess", "21", "21", {"environment": {"reward": 1.0}}) == 1.0
     assert compute_score("guess", "21", "21", {"environment": {}}) == compute_score("guess", "21", "21") == 0.0
+    assert compute_score("guess", "21", "21", {"environment": {"seconds": 0.1}}) == 0.0  # cut before it was asked
+    with pytest.raises(ValueError, match="the environment reports calls, seconds, and no reward; add it to `report`"):
+        compute_score("guess", "21", "21", {"environment": {"calls": 1, "seconds": 0.1}})
 
 
 @pytest.fixture(scope="module")
@@ -81,33 +82,49 @@ def calculator_task(tmp_path_factory):
     return folder
 
 
-def test_a_demonstration_has_the_ids_of_the_conversation(calculator_task):
-    """The tokens of SFT are those of the rollouts, and what is learned is what the policy samples there."""
-    model = str(calculator_task / "model")
+def test_a_demonstration_with_python_calls_it(tmp_path):
+    calculator.main(calculator.Args(output_dir=tmp_path, tool="python", num_sft=200, num_train=50, num_test=30))
+    check_demonstration(tmp_path, "environments/python.py", '"python", "arguments": {"code": "print(', ")", 11)
+
+
+def test_a_demonstration_with_the_calculator_calls_it(calculator_task):
+    form = '"calculate", "arguments": {"expression": "'
+    check_demonstration(calculator_task, "environments/calculator.py", form, "", 9)
+
+
+def check_demonstration(folder, tool, before, behind, num_words):
+    """The tokens of SFT are those of the rollouts, and what is learned is what the policy samples there.
+
+    Args: before and behind, what the call has around the expression; num_words, the turn's tokens that are not of it.
+    """
+    model = str(folder / "model")
     tokenizer = load_tokenizer(model)
-    rows = read_sft_rows(calculator_task / "sft.parquet")
+    rows = read_sft_rows(folder / "sft.parquet")
     row = next(x for x in rows if len(x["messages"]) == 4 and "####" in x["messages"][-1]["content"])
     user, called, told, answer = row["messages"]
-    flags = EnvironmentFlags(tools=("environments/calculator.py",))
-    environments = make_environments(flags, tokenizer, stop_token_ids(model, tokenizer))
+    environments = make_environments(EnvironmentFlags(tools=(tool,)), tokenizer, stop_token_ids(model, tokenizer))
     try:
         chat = environments.chat
         prompt = encode_prompts(tokenizer, [{"prompt": [user]}], tools=chat.tools)[0]["prompt_ids"]
-        expression = called["tool_calls"][0]["function"]["arguments"]["expression"]
-        turn = tokenizer(CALLED.replace("37*48+52", expression) + "<|im_end|>")["input_ids"]
-        assert len(turn) == len(expression) + 9
+        function = called["tool_calls"][0]["function"]
+        [written] = function["arguments"].values()
+        expression = written.removeprefix("print(").removesuffix(")")
+        text = f'<tool_call>{{"name": {before}{expression}{behind}"}}}}</tool_call>'
+        turn = tokenizer(text + "<|im_end|>")["input_ids"]
+        assert len(turn) == len(expression) + num_words
         last = tokenizer(answer["content"] + "<|im_end|>")["input_ids"]
         parts = [prompt, chat.ids_of([], []), turn, chat.ids_of([told], turn), last]
         ids, mask = encode_sft(tokenizer, row)
         assert ids[:-1] == sum(parts, [])  # and the line break behind the last turn
         learned = [x for x, part in zip((0, 0, 1, 0, 1), parts, strict=True) for _ in part]
         assert mask == [*learned, 0]
-        assert chat.read(turn)[1] == [("calculate", {"expression": expression})]
+        assert chat.read(turn)[1] == [(function["name"], function["arguments"])]
         environments.start("a", {"row_index": 0}, 0)
         assert environments.answers(0)[0].messages == []
         environments.ask("a", *chat.read(turn), 1)
         [found] = environments.answers(20)
         assert found.messages[0]["content"] == told["content"] == calculate(expression)
+        assert environments.end("a").keys() == {"calls", "errors", "seconds"}
     finally:
         environments.close()
 
