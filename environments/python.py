@@ -7,20 +7,22 @@ from rewards.sandbox import run_tests, self_test
 
 self_test()  # at import: a machine that cannot run code safely stops a run before it starts
 SECONDS = 5.0  # CPU time of a program
+MOST = 3800  # characters that are returned; the sandbox's verdict has room for 4,000
 
-_PRINTED = """
+_PRINTED = f"""
 import contextlib, io, traceback
 
 def printed():
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
-            exec(compile(PROGRAM, "program.py", "exec"), {"__name__": "__main__"})
+            exec(compile(PROGRAM, "program.py", "exec"), {{"__name__": "__main__"}})
         except SystemExit:
             pass
         except BaseException as error:
             print(traceback.format_exception_only(error)[-1].strip())
-    return out.getvalue()
+    text = out.getvalue()
+    return text if len(text) <= {MOST} else text[:{MOST}] + f" ... (cut: {{len(text)}} characters)"
 """
 
 

@@ -50,6 +50,7 @@ def test_python_returns_what_a_program_prints():
     assert python("f(:") == "SyntaxError: invalid syntax"
     assert python("x = 1") == "(nothing was printed)"
     assert "PermissionError" in python("open('/etc/passwd')")
+    assert python("print('é\\n' * 10**6)") == "é\n" * 1900 + " ... (cut: 2000001 characters)"
     with pytest.raises(RuntimeError, match="crash"):
         python("import os; os._exit(0)")
 
