@@ -98,32 +98,38 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def commands(name: str, way: str, seed: int, args: Args) -> dict[str, tuple[str, Path]]:
+    """Data, SFT, a run and its evaluation, in this order: each command, and the folder that it is finished in."""
+    task, folder = TASKS[name], args.work_dir / name
+    files, own = folder / "data/files", folder / f"{way}_{seed}"
+    flags = f"--val-files {files}/test.parquet --engine {args.engine} {task.both} {task.ways[way]}"
+    sft = f"sft.py --model {files}/model --train-files {files}/sft.parquet {SFT}"
+    train = f"train_grpo.py --model {folder}/sft/run/global_step_{task.sft_steps}/huggingface"
+    train = f"{train} --train-files {files}/train.parquet {flags} {TRAIN} {seed} --total-training-steps {task.steps}"
+    evaluate = f"eval.py --model {own}/run/global_step_{task.steps}/huggingface {flags} --seed {seed}"
+    return {
+        "data": (f"data/{task.data} --output-dir {files}", folder / "data"),
+        "sft": (f"{sft} --total-training-steps {task.sft_steps} --default-local-dir {folder}/sft/run", folder / "sft"),
+        "train": (f"{train} --default-local-dir {own}/run", own),
+        "evaluate": (f"{evaluate} --output {own}/eval/responses.jsonl", own / "eval"),
+    }
+
+
 def learn(name: str, way: str, seed: int, args: Args) -> dict:
     """A run and its evaluation; returns what is to be known of it. Raises RuntimeError if the two differ."""
-    task, folder = TASKS[name], args.work_dir / name
-    run(f"data/{task.data} --output-dir {folder}/data/files", folder / "data")
-    model = f"{folder}/data/files/model"
-    sft = f"sft.py --model {model} --train-files {folder}/data/files/sft.parquet {SFT}"
-    run(f"{sft} --total-training-steps {task.sft_steps} --default-local-dir {folder}/sft/run", folder / "sft")
-    model, own = f"{folder}/sft/run/global_step_{task.sft_steps}/huggingface", folder / f"{way}_{seed}"
-    flags = f"--val-files {folder}/data/files/test.parquet --engine {args.engine} {task.both} {task.ways[way]}"
-    train = f"train_grpo.py --model {model} --train-files {folder}/data/files/train.parquet {flags} {TRAIN} {seed}"
-    train = f"{train} --total-training-steps {task.steps}"
-    run(f"{train} --default-local-dir {own}/run", own)
-    model = f"{own}/run/global_step_{task.steps}/huggingface"
-    evaluate = f"eval.py --model {model} {flags} --seed {seed}"
-    run(f"{evaluate} --output {own}/eval/responses.jsonl", own / "eval")
-    lines = read_jsonl(own / "run" / "metrics.jsonl")
-    accuracy = {x["step"]: x["val/accuracy"] for x in lines if "val/accuracy" in x}
-    scores = [x["score"] or 0.0 for x in read_jsonl(own / "eval" / "responses.jsonl")]
-    found = {"task": name, "way": way, "seed": seed, "steps": task.steps, "accuracy": accuracy}
-    found |= {"before": accuracy[0], "after": accuracy[task.steps], "eval": sum(scores) / len(scores)}
-    found |= {"num_prompts": len(scores), "train": train, "evaluate": evaluate}
+    made = commands(name, way, seed, args)
+    for command, folder in made.values():
+        run(command, folder)
+    steps, own = TASKS[name].steps, made["train"][1]
+    accuracy = {x["step"]: x["val/accuracy"] for x in read_jsonl(own / "run/metrics.jsonl") if "val/accuracy" in x}
+    scores = [x["score"] or 0.0 for x in read_jsonl(own / "eval/responses.jsonl")]
+    found = {"run": f"{name}_{way}", "seed": seed, "accuracy": accuracy, "num_prompts": len(scores)}
+    found |= {"before": accuracy[0], "after": accuracy[steps], "eval": sum(scores) / len(scores)}
     if found["after"] != found["eval"]:
         raise RuntimeError(f"{own}: the run's last evaluation is {found['after']}, and eval.py says {found['eval']}")
     args.results.mkdir(parents=True, exist_ok=True)
-    shutil.copy(own / "run" / "metrics.jsonl", args.results / f"{name}_{way}_{seed}.metrics.jsonl")
-    return found
+    shutil.copy(own / "run/metrics.jsonl", args.results / f"{name}_{way}_{seed}.metrics.jsonl")
+    return found | {key: command for key, (command, _) in made.items()}
 
 
 def main(args: Args) -> list[dict]:
