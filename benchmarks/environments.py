@@ -4,7 +4,7 @@
 
 Each task: data, SFT on imperfect demonstrations, then train_grpo.py from that checkpoint for each way and seed, then
 eval.py with the same flags on its last checkpoint, which must give the run's own last evaluation to the last digit.
-Without: no --tools for calculator and python, and for the game --max-turns 1, a guess to which nothing is said.
+Without: for the calculator no --tools, and for the game --max-turns 1, a guess to which nothing is said.
 
 Steps that are finished are skipped, so the same command again goes on where it stopped. Leaves
 
@@ -50,18 +50,14 @@ TASKS = {
     ),
     "guess": Task(
         "guess.py",
-        400,
-        60,
+        300,
+        30,
         "--environment environments/guess.py:Guess --custom-reward-function rewards/environment.py "
         "--max-prompt-length 16 --max-response-length 64",
         {"with": "", "without": "--max-turns 1"},
     ),
     "python": Task(
-        "calculator.py --tool python",
-        800,
-        40,
-        CALLS,
-        {"with": "--tools environments/python.py --max-turns 4", "without": ""},
+        "calculator.py --tool python", 800, 30, CALLS, {"with": "--tools environments/python.py --max-turns 4"}
     ),
 }
 

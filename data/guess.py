@@ -5,8 +5,8 @@
         --custom-reward-function rewards/environment.py ...
 
 A prompt says where the number is, such as `10-24`: always among 15 numbers, so that four guesses are enough if each
-halves what is left, and the first is `17`. The demonstrations do not know that. They guess anywhere where the number
-may still be, or, one time in two, anywhere between the two ends, and find the number in 41 of 100 games.
+halves what is left, and the first is `17`. One demonstration in three does so. The others count up from the lowest
+number, and find 4 of 15: reinforcement learning has to find out what pays.
 
 Writes sft.parquet (messages), train.parquet and test.parquet (verl's RL schema), and model/: the model of
 data/arithmetic.py, whose tokenizer also has words for this. A game is a range and a number; no test game is in the
@@ -32,22 +32,22 @@ SIZE = 15  # numbers of a range
 class Args:
     output_dir: Path = Path("data/guess")
     """folder to write to"""
-    num_sft: int = 51_200
-    """SFT conversations, drawn with repetition; the default is 400 steps of 128"""
-    num_test: int = 128
+    num_sft: int = 25_600
+    """SFT conversations, drawn with repetition; the default is 200 steps of 128"""
+    num_test: int = 60
     """held-out games; the rest of them are the RL prompts"""
-    num_ranges: int = 60
+    num_ranges: int = 20
     """ranges, which begin with 10, 11, ...; at most 76, so that all numbers have two digits"""
     seed: int = 0
     """seed of the games, the samples and the model's weights"""
 
 
 def sft_messages(low: int, secret: int, rng: random.Random) -> list[dict]:
-    """A game by an imperfect player, see above."""
+    """A game by one of two players, see above."""
     messages = [{"role": "user", "content": f"{low}-{low + SIZE - 1}"}]
-    left = range(low, low + SIZE)
+    left, halves = range(low, low + SIZE), rng.random() < 1 / 3
     for turn in range(GUESSES):
-        guess = rng.choice(range(low, low + SIZE) if rng.random() < 0.5 else left)
+        guess = left[len(left) // 2] if halves else left[0]
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == secret or turn == GUESSES - 1:
             break

@@ -175,14 +175,15 @@ def test_games_are_played_as_the_environment_plays_them(tmp_path):
     train, test = (read_rows(tmp_path / f"{name}.parquet") for name in ("train", "test"))
     games = [{(r["prompt"][0]["content"], r["reward_model"]["ground_truth"]) for r in rows} for rows in (train, test)]
     assert [len(x) for x in games] == [110, 40] and not games[0] & games[1]
-    tokenizer, rng, wins = load_tokenizer(str(tmp_path / "model")), random.Random(0), 0
+    tokenizer, rng, wins = load_tokenizer(str(tmp_path / "model")), random.Random(0), {"17": [], "10": []}
     for i in range(3000):
         messages = guess.sft_messages(10, 10 + i % 15, rng)
         said = [m["content"] for m in messages if m["role"] == "assistant"]
         answers, report = play(10 + i % 15, *said)
         assert answers == [m["content"] for m in messages[2::2]] + [None]
-        wins += report["reward"]
-    assert wins / 3000 == pytest.approx(0.41, abs=0.03)
+        wins[said[0]].append(report["reward"])
+    assert len(wins["17"]) / 3000 == pytest.approx(1 / 3, abs=0.03)
+    assert min(wins["17"]) == 1 and sum(wins["10"]) / len(wins["10"]) == pytest.approx(4 / 15, abs=0.03)
     row = {"messages": [{"role": r, "content": c} for r, c in (("user", "10-24"), ("assistant", "17"))]}
     ids, mask = encode_sft(tokenizer, row)
     assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]) == "17<|im_end|>" and sum(mask) == 3
