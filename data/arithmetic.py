@@ -25,12 +25,13 @@ Writes sft.parquet (prompt, response), train.parquet and test.parquet (verl's RL
 import dataclasses
 import random
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import tyro
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.append(str(Path(__file__).parent.parent))  # run as a script, only this folder is on the path
@@ -40,6 +41,7 @@ from data import files  # noqa: E402
 NUM_CHAINS = 9**5
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-=#?.,:!'$*/"  # 77, so 80 tokens in all
+ROLES = ("system", "user", "assistant", "tool")  # words for the tokenizers of conversations
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -133,40 +135,54 @@ def rl_row(totals: list[int], split: str, index: int) -> dict:
     }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, plus ChatML's special tokens.
+def make_tokenizer(
+    characters: str = CHARACTERS, words: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE, context: int = 128
+) -> PreTrainedTokenizerFast:
+    """One token a character, and one for each of `words`, plus ChatML's special tokens.
 
     The characters are stored under their byte-level names ("\\n" as "Ċ", " " as "Ġ"): a folder of model type qwen2 is
     loaded with a byte-level pre-tokenizer, to which a plain "\\n" in the vocabulary would be unknown and dropped.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    names = [byte_level.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
+    names = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
     vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + names)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = byte_level
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL_TOKENS)
+    backend.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        model_max_length=128,
+        model_max_length=context,
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 
-def save_model(folder: Path, seed: int) -> None:
-    """Write the tokenizer and the randomly initialised model, and check that the tokenizer survives the round trip."""
-    make_tokenizer().save_pretrained(folder)
+def save_model(
+    folder: Path,
+    seed: int,
+    *,
+    characters: str = CHARACTERS,
+    words: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+    context: int = 128,
+) -> None:
+    """Write the tokenizer and the randomly initialised model, and check that the tokenizer survives the round trip.
+
+    Args: context, the most tokens of a sequence; the others are those of `make_tokenizer`.
+    """
+    make_tokenizer(characters, words, chat_template, context).save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        vocab_size=len(SPECIAL_TOKENS) + len(characters) + len(words),
         hidden_size=96,
         num_hidden_layers=2,
         intermediate_size=256,
         num_attention_heads=3,  # heads of 32: vLLM on CPU refuses a head size of 24
         num_key_value_heads=1,
-        max_position_embeddings=128,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
         pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
@@ -178,10 +194,10 @@ def save_model(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "<|im_start|>" + CHARACTERS + "<|im_end|>\n"
+    text = "<|im_start|>" + characters + "".join(words) + "<|im_end|>\n"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text, f"tokenizer round trip: {tokenizer.decode(ids)!r} != {text!r}"
-    assert len(ids) == len(CHARACTERS) + 3, f"expected one token a character, got {len(ids)}"
+    assert len(ids) == len(characters) + len(words) + 3, f"expected one token a character and word, got {len(ids)}"
     assert tokenizer.eos_token_id == config.eos_token_id, f"{tokenizer.eos_token_id} != {config.eos_token_id}"
 
 

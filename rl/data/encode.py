@@ -106,12 +106,12 @@ def encode_sft(
 
     A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
     learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
-    newline after. An answer is encoded behind the generation prompt and never merges with it, so its tokens are those
-    that the policy would sample there.
+    newline after; what it says includes its calls of tools, as the template writes them. An answer is encoded behind
+    the generation prompt and never merges with it, so its tokens are those that the policy would sample there.
 
     Raises ValueError for a row of more than `max_length` tokens (nothing is cut), without a chat template or an
     end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the next
-    message, or that ends an answer without a special token.
+    message, that ends an answer without a special token, or that leaves out tools or calls.
     """
     encode = _encode_messages if row.get("messages") is not None else _encode_response
     ids, mask = encode(tokenizer, row)
@@ -137,13 +137,18 @@ def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) ->
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
-    messages = row["messages"]
+    messages, tools = row["messages"], row.get("tools") or None
+    ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
+
+    def text(count: int, more: Sequence[dict] = (), **kept: Any) -> str:
+        """Of the first so many messages, and of others behind them."""
+        return _chat_text(tokenizer, row, [*messages[:count], *more], **kept)
+
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        header = _chat_text(tokenizer, row, messages[:i])
-        turn = _chat_text(tokenizer, row, messages[: i + 1], add_generation_prompt=False)
+        header, turn = text(i, tools=tools), text(i + 1, add_generation_prompt=False, tools=tools)
         if not header.startswith(done) or not turn.startswith(header):
             raise ValueError(
                 f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
@@ -151,9 +156,17 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
             )
         header_ids = encode_behind(tokenizer, done, header[len(done) :])
         answer = turn[len(header) :]
+        calls = message.get("tool_calls", ())
+        fewer = [{**message, "tool_calls": [*calls[:j], *calls[j + 1 :]]} for j in range(len(calls))]
+        lost = any(text(i, [x], add_generation_prompt=False, tools=tools) == turn for x in fewer)
+        if lost or tools and not done and text(i) == header:
+            raise ValueError(
+                f"{named(row)}: the chat template leaves out {f'a call of message {i}' if lost else 'the tools'}; "
+                "use the template of a model that was trained with tools, or write calls into the content"
+            )
         turn_ids = encode_behind(tokenizer, header, answer)
         learned = len(encode_behind(tokenizer, header, answer.rstrip()))
-        if learned == 0 or turn_ids[learned - 1] not in tokenizer.added_tokens_decoder:
+        if learned == 0 or turn_ids[learned - 1] not in ends:
             raise ValueError(
                 f"{named(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
                 "the model could not learn to stop; put the eos_token after the assistant's content in the template"
@@ -161,7 +174,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         ids += header_ids + turn_ids
         mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
         done = turn
-    full = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
+    full = text(len(messages), add_generation_prompt=False, tools=tools)
     if not full.startswith(done):
         raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = encode_behind(tokenizer, done, full[len(done) :])

@@ -32,8 +32,8 @@ def read_sft_rows(files: Paths) -> list[Row]:
     """Read and check demonstrations: `messages`, or `prompt` and `response`.
 
     Returns: one dict a row, all columns kept, with `row_index`, `row_place` and either `messages` (list of {"role",
-    "content"}, an answer of the assistant among them) or `prompt` (str or such a list) and `response` (str). Raises as
-    `read_rows`.
+    "content"}, an answer or a call of the assistant among them) or `prompt` (str or such a list) and `response` (str).
+    `tools`, if any, is a list of JSON schemas. Raises as `read_rows`.
     """
     return _read_files(files, _check_sft_row)
 
@@ -152,13 +152,16 @@ def _check_sft_row(row: Row, where: str) -> Row:
         messages = _check_messages(row["messages"], f"{where}: messages")
         if messages[0]["role"] == "assistant":
             raise ValueError(f"{where}: messages begin with the assistant; begin with a user or system message")
-        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+        if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
             raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
-        return {**row, "messages": messages}
+        tools = {"tools": _check_tools(row["tools"], f"{where}: tools")} if row.get("tools") else {}
+        return {**row, "messages": messages, **tools}
     if not {"prompt", "response"} <= row.keys():
         raise ValueError(
             f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
         )
+    if row.get("tools"):
+        raise ValueError(f"{where}: tools stand beside prompt and response; write messages, or remove the column")
     prompt = _check_prompt(row["prompt"], f"{where}: prompt")
     return {**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}
 
@@ -188,17 +191,67 @@ def _check_text(text: Any, where: str) -> str:
 
 
 def _check_messages(messages: Any, where: str) -> list[dict]:
-    """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out."""
+    """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out. The content of
+    a message with `tool_calls` may be null, which becomes "".
+    """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must be a string or a list of {{role, content}}")
+    messages = [_without_nulls(m) | {"content": m.get("content")} for m in messages]
     for i, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = _check_calls(calls, f"{where}[{i}].tool_calls")
+            message["content"] = message["content"] or ""
+            _check_encodable(json.dumps(calls, ensure_ascii=False, default=str), f"{where}[{i}]")
+        role, content = message.get("role"), message["content"]
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise ValueError(f"{where}[{i}] is {shown(message)}; it must hold a role and a content, both strings")
         _check_encodable(role + content, f"{where}[{i}]")
     if not any(m["content"].strip() for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must hold some text")
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return messages
+
+
+def _check_calls(calls: Any, where: str) -> list[dict]:
+    """Calls as OpenAI's API writes them, {"type": "function", "function": {"name", "arguments"}}, or the inner dicts.
+    Arguments are a dict, as templates want them, or its JSON text, as the API writes it, which becomes a dict.
+    """
+    checked = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        function = function if isinstance(function, dict) else {}
+        name, arguments = function.get("name"), _from_json(function.get("arguments", {}))
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raise ValueError(
+                f"{where} is {shown(calls)}; each must hold a function with its name and arguments, a dict or its JSON"
+            )
+        id_ = {"id": call["id"]} if "id" in call else {}
+        checked.append({**id_, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return checked
+
+
+def _check_tools(tools: Any, where: str) -> list[dict]:
+    """JSON schemas of functions, or a JSON text of such a list, which parquet cannot pad with nulls."""
+    found = _without_nulls(_from_json(tools))
+    functions = [x.get("function") if isinstance(x, dict) else None for x in found] if isinstance(found, list) else [0]
+    if not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in functions):
+        raise ValueError(f'{where} is {shown(tools)}; it must be a list of {{"type": "function", "function": ...}}')
+    _check_encodable(json.dumps(found, ensure_ascii=False, default=str), where)
+    return found
+
+
+def _from_json(value: Any) -> Any:
+    """What a JSON text holds; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys of dicts that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def _check_encodable(text: str, where: str) -> None:

@@ -617,6 +617,116 @@ def test_bad_demonstration_is_named(tmp_path, bad, message):
         read_sft_rows(path)
 
 
+# As Qwen2.5's: tools in the system message, results of one turn together in a message of the user.
+TOOL_TEMPLATE = """{%- if tools -%}{{- '<|im_start|>system\n' -}}
+{%- for t in tools -%}{{- t.function.name + '(' + t.function.parameters.properties | join(', ') + ')' -}}{%- endfor -%}
+{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- for m in messages -%}{%- if m.role == 'tool' -%}
+{%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\n<tool_response>' + m.content + '</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content -}}
+{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + c.function.name -}}
+{{- c.function.arguments | tojson + '</tool_call>' -}}{%- endfor -%}{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+ADD = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+TOOLS = [{"type": "function", "function": ADD}]
+
+
+def add(a, b, as_text=False):
+    """A call as templates want it, or as OpenAI's API writes it."""
+    arguments = {"a": a, "b": b}
+    return {
+        "type": "function",
+        "function": {"name": "add", "arguments": json.dumps(arguments) if as_text else arguments},
+    }
+
+
+def tool_conversation(as_text=False):
+    return [
+        {"role": "user", "content": "1+2, 3+4?"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [add(1, 2, as_text), add(3, 4, as_text)]},
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": None, "tool_calls": [add(3, 7, as_text)]},
+        {"role": "tool", "content": "10"},
+        {"role": "assistant", "content": "3, 7, 10"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_of_a_conversation_with_tools_calls_and_answers_are_learned_and_results_are_not(tmp_path, name, as_text):
+    tools = json.dumps(TOOLS) if as_text else TOOLS
+    rows = [{"messages": tool_conversation(as_text), "tools": tools}, {"messages": CONVERSATION, "tools": None}]
+    with_tools, without_tools = read_sft_rows(write(tmp_path / name, rows))
+    tokenizer = make_tokenizer(chat_template=TOOL_TEMPLATE)
+    assert with_tools["tools"][0]["function"]["name"] == "add"
+    assert learned(tokenizer, with_tools) == [
+        'I add.<tool_call>add{"a": 1, "b": 2}</tool_call><tool_call>add{"a": 3, "b": 4}</tool_call><|im_end|>',
+        '<tool_call>add{"a": 3, "b": 7}</tool_call><|im_end|>',
+        "3, 7, 10<|im_end|>",
+    ]
+    ids, mask = encode_sft(tokenizer, with_tools)
+    assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if not m]) == (
+        "<|im_start|>system\nadd(a, b)<|im_end|>\n<|im_start|>user\n1+2, 3+4?<|im_end|>\n<|im_start|>assistant\n\n"
+        "<|im_start|>user\n<tool_response>3</tool_response>\n<tool_response>7</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n\n<|im_start|>user\n<tool_response>10</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n\n"
+    )
+    assert learned(tokenizer, without_tools) == ["\nthe answer is 2\n<|im_end|>", "yes<|im_end|>"]
+
+
+def test_a_template_that_leaves_tools_or_calls_out_is_refused():
+    row = {"messages": tool_conversation()[:3], "tools": TOOLS, "row_index": 7}
+    row["messages"][2] = {"role": "user", "content": "3"}  # which every template takes
+    assert len(learned(make_tokenizer(chat_template=TOOL_TEMPLATE), row)) == 1
+    for template, lost in (
+        (TOOL_TEMPLATE.replace("if tools", "if false"), "the tools"),
+        (TOOL_TEMPLATE.replace("m.tool_calls or", "[] or"), "a call of message 1"),
+        (TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "a call of message 1"),
+        (CHATML, "a call of message 1"),
+    ):
+        with pytest.raises(ValueError, match=f"row 7: the chat template leaves out {lost}; use the template"):
+            encode_sft(make_tokenizer(chat_template=template), row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": "add"}, r"tools is 'add' \(str\); it must be a list of"),
+        ({"tools": [{"type": "function"}]}, r"tools is \[\{'type': 'function'\}\]"),
+        ({"tools": [ADD]}, r"tools is \["),
+        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, r"messages\[1\].tool_calls is \['add'\]"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [add([], {}) | {"function": {"name": "add", "arguments": "{"}}]}
+                ]
+            },
+            r"messages\[1\].tool_calls is .*its name and arguments, a dict or its JSON",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [], "content": None}]}, r"messages\[1\] is "),
+        ({"messages": [{"role": "assistant", "content": "\ud800", "tool_calls": [add(1, 2)]}]}, "lone surrogate"),
+        ({"messages": [{"role": "assistant", "tool_calls": [add("\ud800", 2)]}]}, "lone surrogate"),
+        ({"prompt": "a", "response": "b", "tools": TOOLS}, "tools stand beside prompt and response; write messages"),
+    ],
+    ids=range(9),
+)
+def test_a_bad_conversation_with_tools_is_named(tmp_path, changes, message):
+    if "messages" in changes:
+        changes["messages"] = [{"role": "user", "content": "a"}, *changes["messages"]]
+    elif "prompt" not in changes:
+        changes["messages"] = tool_conversation()
+    path = write(tmp_path / "x.jsonl", [{"messages": CONVERSATION}, changes])
+    with pytest.raises(ValueError, match=r"x\.jsonl: row 1: .*" + message):
+        read_sft_rows(path)
+
+
 # --- data/gsm8k.py ---------------------------------------------------------------------------------------------------
 
 PROBLEMS = [

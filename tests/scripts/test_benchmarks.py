@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,6 +24,7 @@ from helpers_scripts import read_jsonl
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
 
+import eval as evaluation
 import sft
 import train_dapo
 import train_distill
@@ -34,6 +36,7 @@ import train_prime
 import train_reinforce
 from benchmarks import (
     compare_trl,
+    environments,
     for_trl,
     fp8_gap,
     learning,
@@ -263,6 +266,46 @@ def test_every_run_of_the_learning_benchmark_parses_and_every_algorithm_is_among
     off = [name for name in parsed if name.startswith("dapo_no")]
     changed = [part for name in off for part in parts if getattr(parsed[name], part) != getattr(parsed["dapo"], part)]
     assert sorted(changed) == sorted(parts)
+
+
+# --- environments.py
+
+
+@pytest.mark.parametrize("name", environments.TASKS)
+def test_runs_with_environments_and_their_evaluations_have_the_same_flags(name, tmp_path, tiny_model):
+    args, found = environments.Args(work_dir=tmp_path), {}
+    for way in environments.TASKS[name].ways:
+        made = {key: command.split() for key, (command, _) in environments.commands(name, way, 7, args).items()}
+        data = tmp_path / name / "data" / "files"
+        assert made["data"][-2:] == ["--output-dir", str(data)] and (launch.ROOT / made["data"][0]).is_file()
+        first = flags_of(*made["sft"][:1], made["sft"][1:], tiny_model)
+        assert (first.model, first.train_files) == (f"{data}/model", (f"{data}/sft.parquet",))
+        run = found[way] = flags_of(*made["train"][:1], made["train"][1:], tiny_model)
+        steps = first.total_training_steps
+        assert run.model == f"{first.default_local_dir}/global_step_{steps}/huggingface" and run.seed == 7
+        other = tyro.cli(evaluation.Args, args=made["evaluate"][1:], config=(tyro.conf.OmitArgPrefixes,))
+        assert other.model == f"{run.default_local_dir}/global_step_{run.total_training_steps}/huggingface"
+        both = flat(other).keys() & vars(run).keys() - {"model", "rollout_n", "temperature", "gpu_memory_utilization"}
+        assert {"environment", "tools", "max_turns", "max_response_length", "val_files", "engine", "seed"} < both
+        vars(run)["custom_reward_function"] = run.custom_reward_function or ("rewards/by_data_source.py",)
+        assert {x: flat(other)[x] for x in both} == {x: vars(run)[x] for x in both}
+    answered = found["with"]
+    assert (answered.tools or answered.environment) and answered.max_turns >= 4
+    for run in (found[way] for way in found if way != "with"):
+        differ = {x for x in vars(run) if vars(run)[x] != vars(answered)[x]}
+        assert differ == {"max_turns", "default_local_dir"} | ({"tools"} if answered.tools else set())
+
+
+def test_a_command_is_run_again_when_it_has_changed(tmp_path):
+    for folder, number, expected in (("a", 1, "1"), ("a", 2, "2"), ("b", 1, "1")):
+        script = tmp_path / "script.py"
+        script.write_text(f"import sys\nopen({str(tmp_path / folder / 'ran')!r}, 'a').write(sys.argv[1])")
+        for _ in range(2):  # the second time it is finished
+            environments.run(f"{script} {number}", tmp_path / folder)
+        assert (tmp_path / folder / "ran").read_text() == expected
+    with pytest.raises(subprocess.CalledProcessError):
+        environments.run(f"{tmp_path}/none.py", tmp_path / "a")
+    assert not (tmp_path / "a" / "done").exists()
 
 
 def test_responses_are_counted_until_each_step():

@@ -73,8 +73,9 @@ def test_the_tool_is_described_and_called(tmp_path):
     path = tmp_path / "multiply.py"
     path.write_text(block("Tools"))
     for spec in (str(path), f"{path}:multiply"):
-        make, described, _ = load(None, (spec,), 100)
+        make, described, has_reset = load(None, (spec,), 100)
         [schema] = schemas_of(described)
+        assert not has_reset
         assert schema["function"]["name"] == "multiply" and list(schema["function"]["parameters"]["properties"]) == [
             "a",
             "b",
