@@ -8,6 +8,7 @@ import asyncio
 import gc
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -112,6 +113,8 @@ def serve(fd: int) -> None:
     """Answer ("start", plans of the candidate's and the test process) and ("end", [(process, grace)]) until the end."""
     for name in PRELOADED.split():
         importlib.import_module(name)
+    limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # the worker may have a lower one, for itself
     asyncio.set_event_loop_policy(_Policy())
     sandbox_examiner.count_checks()
     control = socket.socket(fileno=fd)
