@@ -68,10 +68,11 @@ def main(args: Args) -> dict[str, float]:
     check_engine_flags(args.rollout, args.model)
     check_context(args.model, longest)
     rewards = Rewards(custom_reward_function=args.custom_reward_function)
-    rows = read_prompts(args.val_files, needs_truth=rewards.need_truth)[: args.max_samples]
     stops = stop_token_ids(args.model, tokenizer)
     environments = make_environments(args.envs, tokenizer, stops)
     tools, limit = environments.chat.tools if environments else None, args.max_response_length
+    kept = dict(needs_truth=rewards.need_truth, in_turns=environments is not None)
+    rows = read_prompts(args.val_files, **kept)[: args.max_samples]
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=tools)
     scorer = make_scorer(
         rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=environments is not None

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import encode_behind, without_control_tokens
@@ -19,22 +20,22 @@ TURN, THOUGHT, TOLD = "\u2042turn", "\u2042thought", "\u2042told"  # found again
 Calls = list[tuple[str, Any]]  # name and arguments, a dict, or None if they could not be read
 
 
+def _loaded(text: str, otherwise: Any = None) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
+
+
 def _json_calls(texts: Sequence[str]) -> Calls:
     """{"name": ..., "arguments" or "parameters": {...}}, or a list of such, each text by itself."""
     found: Calls = []
-    for text in texts:
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            values = [{}]
+    for values in map(_loaded, texts):
         for x in values if isinstance(values, list) else [values]:
             x = x if isinstance(x, dict) else {}
             arguments = x.get("arguments", x.get("parameters", {} if "name" in x else None))
             if isinstance(arguments, str):  # some models write JSON in JSON
-                try:
-                    arguments = json.loads(arguments)
-                except ValueError:
-                    arguments = None
+                arguments = _loaded(arguments)
             found.append((str(x.get("name", "")), arguments if isinstance(arguments, dict) else None))
     return found
 
@@ -45,34 +46,36 @@ def _hermes(text: str) -> Calls:
 
 def _qwen_xml(text: str) -> Calls:
     found = []
-    for name, body in re.findall(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", text, re.DOTALL):
+    for name, body, end in re.findall(r"<function=([^>\n]+)>(.*?)(</function>|$)", text, re.DOTALL):
         values = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        found.append((name.strip(), {key.strip(): _plain(value) for key, value in values}))
+        is_whole = end and len(values) == body.count("<parameter=")
+        found.append((name.strip(), {key.strip(): _loaded(x, x) for key, x in values} if is_whole else None))
     return found or [("", None)] * text.count("<tool_call>")
-
-
-def _plain(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _mistral(text: str) -> Calls:
     found: Calls = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         name, bracket, arguments = part.partition("{")
-        if bracket and re.fullmatch(r"[\w.-]+(\[ARGS\])?", name.strip()):  # newer ones: name{...} or name[ARGS]{...}
-            read = _plain(bracket + arguments.strip())
-            found.append((name.strip().removesuffix("[ARGS]"), read if isinstance(read, dict) else None))
+        newer = re.fullmatch(r"\s*([\w.-]+)\s*(\[CALL_ID\]\w+)?(\[ARGS\])?\s*", name)  # name{...} or name[ARGS]{...}
+        if bracket and newer:
+            read = _loaded(bracket + arguments.strip())
+            found.append((newer[1], read if isinstance(read, dict) else None))
         else:
             found += _json_calls([part.strip()])
     return found
 
 
 def _llama(text: str) -> Calls:
-    body = text.removeprefix("<|python_tag|>").strip()
-    return _json_calls(body.split(";")) if body.startswith('{"name"') else []
+    body, parts = text.strip().removeprefix("<|python_tag|>").strip(), []
+    while re.match(r'\{\s*"(name|type)"', body):  # several stand behind each other, with ; between them
+        try:
+            end = json.JSONDecoder().raw_decode(body)[1]
+        except (ValueError, RecursionError):
+            end = len(body)
+        parts.append(body[:end])
+        body = body[end:].lstrip("; \n")
+    return _json_calls(parts)
 
 
 # What a template that renders tools has in it -> how its models write calls. The first that is found counts.
@@ -98,17 +101,22 @@ class Chat:
         if tokenizer.chat_template is None:
             raise ValueError(f"--environment and --tools need a chat template, and {tokenizer.name_or_path!r} has none")
         user, template = {"role": "user", "content": "x"}, str(tokenizer.chat_template)
+        thought = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
+        told = {"role": "user", "content": TOLD}
+        if self.tools:
+            told |= {"role": "tool", "name": self.tools[0]["function"]["name"], "tool_call_id": "call00000"}
+        try:
+            before, after = self._render([user, thought], False), self._render([user, thought, told], True)
+        except TemplateError as error:
+            raise ValueError(f"{where} refuses a conversation with {told['role']!r} messages: {error}") from error
         if self.tools and any(x["function"]["name"] not in self._render([user], False) for x in self.tools):
             raise ValueError(f"--tools: {where} does not render tools; use a model that was trained with tools")
         known = [read for mark, read in FORMATS.items() if mark in template]
         if self.tools and not known:
             raise ValueError(f"--tools: {where} writes calls in no form that is read here: {', '.join(FORMATS)}")
         self.read_calls = known[0] if self.tools else lambda text: []
-        thought = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
-        told = {"role": "tool" if self.tools else "user", "content": TOLD}
-        before, after = self._render([user, thought], False), self._render([user, thought, told], True)
         self.end = before.rpartition(TURN)[2]  # what the template writes behind a turn
-        if not after.startswith(before.removesuffix(self.end)) or TOLD not in after:
+        if not after.startswith(before.removesuffix(self.end)) or THOUGHT not in before or TOLD not in after:
             raise ValueError(
                 f"{where} rewrites what the policy has said, such as its thoughts, when the conversation goes on; what "
                 "is sampled would not be what is trained on: use a template that only appends"
@@ -139,7 +147,11 @@ class Chat:
         turn of the policy; [] if it has not said anything. Text that spells a control token stays text. Raises
         jinja2.TemplateError if the template refuses the messages.
         """
-        clean = [x | {"content": without_control_tokens(self.tokenizer, str(x.get("content") or ""))} for x in messages]
+
+        def clean_text(x: Any) -> Any:
+            return without_control_tokens(self.tokenizer, x) if isinstance(x, str) else x
+
+        clean = [{name: clean_text(x) for name, x in message.items()} for message in messages]
         if not ids:
             text = self._behind([{"role": "user", "content": "x"}], clean) if clean else self.opening
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -47,8 +47,9 @@ def load_prompts(
     mistake in the data.
     """
     train, val = data.train_files, data.val_files
-    train_rows = read_preference_rows(train) if pairs else read_prompts(train, needs_truth=needs_truth)
-    val_rows = read_prompts(val, needs_truth=needs_truth) if evaluates else []
+    kept = dict(needs_truth=needs_truth, in_turns=tools is not None)
+    train_rows = read_preference_rows(train) if pairs else read_prompts(train, **kept)
+    val_rows = read_prompts(val, **kept) if evaluates else []
     limits = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts)
     limits |= dict(tools=tools)
     return encode_prompts(tokenizer, train_rows, **limits), encode_prompts(tokenizer, val_rows, **limits)
@@ -100,11 +101,11 @@ def add_given(
     return kept
 
 
-def read_prompts(files: Paths, *, needs_truth: bool = True) -> list[Row]:
+def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> list[Row]:
     """`read_rows`. With `needs_truth`, rows with an empty ground truth are left out, and a line says so: verl's file of
     MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """
-    rows = read_rows(files)
+    rows = read_rows(files, in_turns=in_turns)
     empty = [named(row) for row in rows if needs_truth and no_ground_truth(row)]
     names = ", ".join(map(str, as_paths(files)))
     if len(empty) == len(rows):

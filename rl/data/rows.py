@@ -16,8 +16,8 @@ Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
 
-def read_rows(files: Paths) -> list[Row]:
-    """Read and check RL prompts in verl's schema.
+def read_rows(files: Paths, *, in_turns: bool = False) -> list[Row]:
+    """Read and check RL prompts in verl's schema. Args: in_turns, whether an environment or tools answer the policy.
 
     Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
     `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), and
@@ -25,7 +25,7 @@ def read_rows(files: Paths) -> list[Row]:
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
-    return _read_files(files, _check_rl_row)
+    return _read_files(files, _check_rl_row, in_turns=in_turns)
 
 
 def read_sft_rows(files: Paths) -> list[Row]:
@@ -58,7 +58,7 @@ def as_paths(files: Paths) -> list[Path]:
     return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
 
-def _read_files(files: Paths, check: Callable[[Row, str], Row]) -> list[Row]:
+def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> list[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
     checked: list[Row] = []
     for file in as_paths(files):
@@ -71,7 +71,7 @@ def _read_files(files: Paths, check: Callable[[Row, str], Row]) -> list[Row]:
             raise ValueError(f"{file}: has no rows")
         for i, row in enumerate(rows):
             place = f"{file}: row {i}"
-            _check_text_only(row, place)
+            _check_text_only(row, place, in_turns)
             checked.append({**check(row, place), "row_index": len(checked), "row_place": place})
     if not checked:
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
@@ -122,15 +122,15 @@ def _read_jsonl(file: Path) -> list[Row]:
     return rows
 
 
-def _check_text_only(row: Row, where: str) -> None:
-    """Refuse what only verl would add to the prompt: without it the model would learn to guess."""
+def _check_text_only(row: Row, where: str, in_turns: bool) -> None:
+    """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
     extra_info = row.get("extra_info")
     needed = row | (extra_info if isinstance(extra_info, dict) else {})
-    found = [name for name in ("images", "videos", "need_tools_kwargs") if needed.get(name)]
-    if found:
+    absent = ("images", "videos") if in_turns else ("images", "videos", "need_tools_kwargs")
+    if found := [name for name in absent if needed.get(name)]:
         raise ValueError(
-            f"{where}: has {', '.join(found)}, but prompts are text only and the policy calls no tools; leave such "
-            "rows out, or remove the column if the prompt does without"
+            f"{where}: has {', '.join(found)}, but prompts are text only, and the policy calls tools only with "
+            "--environment or --tools; leave such rows out, or remove the column if the prompt does without"
         )
 
 

@@ -7,7 +7,7 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,11 @@ class Sample:
         """Response tokens that the policy sampled."""
         return int(self.response_mask.sum())
 
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """What generations.jsonl says of a conversation with an environment; nothing of another response."""
+        return {} if self.report is None else {"turns": self.turns, "messages": list(self.messages)}
+
 
 class Score(NamedTuple):
     """What is known about one response. `value` is None unless `status` is "ok"."""
@@ -127,7 +132,8 @@ class Response:
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        numbers = {name: float(x) for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
+        report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
+        numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
         return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers)
 
     @property

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rl.data.batching import Update
 from rl.data.types import Batch
-from rl.model.load import check_second_model
+from rl.model.load import check_second_model, check_weights
 from rl.model.logprobs import over_micro_batches, run_on_responses
 from rl.model.lora import LoRA
 from rl.model.reward_model import check_reward_model, load_trained, score_head
@@ -26,6 +26,7 @@ def check_critic(path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, p
     kept = dict(longest=longest, flag="--critic-model", model=policy)
     check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
     check_reward_model(path, flag="--critic-model", new_head=True)
+    check_weights(path, AutoModelForSequenceClassification, flag="--critic-model", new_head=True)
 
 
 def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest: int, seed: int) -> nn.Module:

@@ -16,14 +16,16 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.scoring.worker import PR_SET_PDEATHSIG, fork_worker
+from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, fork_worker
 
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
@@ -74,7 +76,7 @@ class Tools:
                 raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
             result = _awaited(self.functions[call.name](**call.arguments))
             return _cut(result if isinstance(result, str) else json.dumps(result, default=str), self.most), False
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # argparse exits
             return _cut(f"Error: {type(error).__name__}: {error}", self.most), True
 
     def report(self) -> dict[str, float]:
@@ -87,32 +89,45 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ... (cut: {len(text)} characters)"
 
 
-def _awaited(result: Any) -> Any:
+def _awaited(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
     async def wait() -> Any:
         return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return run(wait()) if inspect.isawaitable(result) else result
 
 
 def load_file(spec: str) -> tuple[Any, str]:
-    """The module of `path/to/file.py[:name]`, and the name or ""."""
+    """The module of `path/to/file.py[:name]`, and the name or "". Raises ValueError if there is no such file or name,
+    and whatever importing the file raises.
+    """
     path, _, name = spec.partition(":")
-    sys.path.append(str(Path(path).resolve().parent))
-    found = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path!r}; give path/to/file.py:name")
+    sys.path.append(str(Path(path).resolve().parent))  # its neighbours, behind everything else
+    own = f"environment_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
+    found = importlib.util.spec_from_file_location(own, path)
+    module = sys.modules[own] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
+    if name and not hasattr(module, name):
+        raise ValueError(f"{path} has no {name!r}")
     return module, name
 
 
-def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Callable[[], Any], list[Any]]:
-    """What makes an environment, and its tools: functions, or schemas of them. Raises whatever the files raise."""
+def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Callable[[], Any], list[Any], bool]:
+    """What makes an environment; its tools: functions, or schemas of them; and whether it has a `reset`. Raises
+    ValueError for a class that cannot answer, and whatever the files raise.
+    """
     if environment is not None:
         module, name = load_file(environment)
-        cls = getattr(module, name or "Environment")
-        functions = {x.__name__: x for x in getattr(cls, "tools", ()) if callable(x)}
-        if hasattr(cls, "step"):
-            return cls, list(getattr(cls, "tools", ()))
-        return partial(Tools, functions, most), list(functions.values())
+        cls = vars(module).get(name or "Environment")
+        if not isinstance(cls, type):
+            raise ValueError(f"{environment.partition(':')[0]} has no class {name or 'Environment'!r}")
+        listed = list(getattr(cls, "tools", ()))
+        if not hasattr(cls, "step") and not (listed and all(map(callable, listed))):
+            raise ValueError(f"{cls.__name__} has no `step`, and no `tools` that are functions to be called without")
+        functions = {x.__name__: x for x in listed if callable(x)}
+        make = cls if hasattr(cls, "step") else partial(_with_tools, cls, functions, most)
+        return make, listed, hasattr(cls, "reset")
     functions, described = {}, []
     for spec in tools:
         if spec.startswith(("http://", "https://")):
@@ -125,7 +140,18 @@ def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Call
         picked = [getattr(module, name)] if name else [x for x in own if not x.__name__.startswith("_")]
         functions |= {x.__name__: x for x in picked}
         described += picked
-    return partial(Tools, functions, most), described
+    if not described:
+        raise ValueError(f"{' '.join(tools)}: there is no function in it whose name does not begin with _")
+    return partial(Tools, functions, most), described, False
+
+
+def _with_tools(cls: type, functions: dict[str, Callable], most: int) -> Any:
+    """An environment without `step`, which gets that of `Tools`."""
+    environment, tools = cls(), Tools(functions, most)
+    environment.step = tools.step
+    if not hasattr(cls, "report"):
+        environment.report = tools.report
+    return environment
 
 
 def _mcp_tools(url: str) -> list[dict]:
@@ -141,7 +167,7 @@ def _mcp_tools(url: str) -> list[dict]:
     return [{"type": "function", "function": x} for x in found]
 
 
-def _mcp_call(url: str, name: str, **arguments: Any) -> str:
+def _mcp_call(url: str, name: str, /, **arguments: Any) -> str:
     """The text that a tool of a server returns. Raises RuntimeError with it if that is an error."""
     from mcp import Client
 
@@ -158,8 +184,12 @@ def _mcp_call(url: str, name: str, **arguments: Any) -> str:
 
 def schemas_of(tools: list[Any]) -> list[dict]:
     """JSON schemas of tools, as transformers makes them of a function's types and docstring. In a child of its own:
-    transformers takes memory and time that no conversation needs.
+    transformers takes memory and time that no conversation needs. Raises ValueError for what is no tool.
     """
+    tools = [{"type": "function", "function": x} if isinstance(x, dict) and "name" in x else x for x in tools]
+    for x in tools:
+        if not callable(x) and not (isinstance(x, dict) and "name" in x.get("function", ())):
+            raise ValueError(f"{x!r:.300} is no tool: give a function, or its JSON schema")
     if all(isinstance(x, dict) for x in tools):
         return tools
     reading, writing = os.pipe()
@@ -184,79 +214,97 @@ def schemas_of(tools: list[Any]) -> list[dict]:
 
 def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
     """Let one environment answer, until the trainer closes the connection; does not return."""
-    requests, answers = connection.makefile("rb"), connection.makefile("w")
-    loop = environment = None
-    while True:
-        try:
+    requests, answers = connection.makefile("rb"), connection.makefile("w", encoding="utf-8", errors="replace")
+    runner, environment = asyncio.Runner(), None
+    with contextlib.suppress(EOFError, OSError):  # the trainer has closed the connection
+        while True:
             method, arguments = pickle.load(requests)
-        except EOFError:
-            signal.alarm(CLOSE_SECONDS)  # which ends this process
-            with contextlib.suppress(BaseException):
-                environment.close()
-            os._exit(0)
-        try:
-            environment = environment or make()
-            result = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
-            if inspect.isawaitable(result):
-                loop = loop or asyncio.new_event_loop()
-                result = loop.run_until_complete(result)
-            messages = None if result is None else [dict(x) for x in result]
-            if any(not isinstance(x.get("role"), str) or not isinstance(x.get("content"), str) for x in messages or ()):
-                raise ValueError(f"{method} returned {messages!r:.300}: a message has a role and a content, both texts")
-            report = dict(environment.report()) if hasattr(environment, "report") else {}
-            answer = json.dumps({"messages": messages, "report": report}, default=str)
-        except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
-            answer = json.dumps({"problem": traceback.format_exc(limit=-4)[-4000:]})
-        print(answer, file=answers, flush=True)
+            try:
+                environment = environment or make()
+                found = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
+                found = _awaited(found, runner.run)
+                messages = None if found is None else [dict(x) for x in found]
+                texts = [x.get(name) for x in messages or () for name in ("role", "content")]
+                if not all(isinstance(x, str) for x in texts):
+                    raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
+                report = environment.report() if hasattr(environment, "report") else {}
+                answer = {"messages": messages, "report": dict(_awaited(report, runner.run))}
+                line = json.dumps(answer, default=_plain, ensure_ascii=False)  # a lone surrogate becomes a "?"
+            except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
+                line = json.dumps({"problem": traceback.format_exc(limit=-4)[-4000:]})
+            print(line, file=answers, flush=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(CLOSE_SECONDS)  # which ends this process
+    with contextlib.suppress(BaseException):
+        _awaited(environment.close(), runner.run)
+    os._exit(0)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has of a value: the number, if it is one of numpy or torch, or else its text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def main() -> None:
     """argv: the descriptor of a socket. The first message names the user's files; the others start or end processes."""
     fork_worker()
-    control = socket.socket(fileno=int(sys.argv[1]))
+    libc, control = ctypes.CDLL(None), socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+    sys.stdout.reconfigure(line_buffering=True)  # processes of environments may be killed at any moment
     try:
-        make, tools = load(*pickle.loads(control.recv(1 << 20)))
-        cls = make if isinstance(make, type) else Tools
-        hello = {"tools": schemas_of(tools), "has_reset": hasattr(cls, "reset")}
+        make, tools, has_reset = load(*pickle.loads(control.recv(1 << 20)))
+        hello = {"tools": schemas_of(tools), "has_reset": has_reset}
     except BaseException:
         hello = {"problem": traceback.format_exc(limit=-4)[-20_000:]}
     control.send(json.dumps(hello).encode())
-    children: dict[int, int] = {}  # process by the conversation's number
-    signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
+    if "problem" in hello:
+        os._exit(1)
+    kept, processes = _children(), {}  # started by the user's file; of conversations, by their number
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(processes, kept))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 10, 1)
         if not message:
-            return  # the guard kills the rest
+            break
         command, number = json.loads(message)
         if command == "end":
-            _kill(children.get(number))
+            _kill(processes.get(number))
             continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        if (pid := os.fork()) == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            os.setsid()
-            control.close()
-            converse(socket.socket(fileno=descriptors[0]), make)
-        children[number] = pid
+        with contextlib.suppress(OSError):  # raised where no process can be started: this conversation ends
+            if (pid := os.fork()) == 0:
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts becomes ours when it has ended, not before
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                os.setsid()
+                control.close()
+                converse(socket.socket(fileno=descriptors[0]), make)
+            processes[number] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.close(descriptors[0])
+    deadline = time.monotonic() + CLOSE_SECONDS
+    while processes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os._exit(0)  # the guard kills the rest
 
 
-def _reap(children: dict[int, int]) -> None:
-    """Forget processes that have ended, and kill what they have left behind."""
+def _children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def _reap(processes: dict[int, int], kept: set[int]) -> None:
+    """Forget processes that have ended, and kill what they have left behind: it is a child of this one then."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-            for number, pid in list(children.items()):  # another signal may come meanwhile
-                if pid == ended and children.pop(number, None):
-                    _kill(ended)
+            for number, pid in list(processes.items()):  # another signal may come meanwhile
+                if pid == ended:
+                    processes.pop(number, None)
+    for pid in _children() - kept - set(processes.values()):
+        _kill(pid)
 
 
 def _kill(pid: int | None) -> None:
-    """End a conversation's process, and all that it has started."""
     if pid is not None:
-        for end in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                end(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -17,12 +17,15 @@ policy sampled stays as it is, and messages are appended by the chat template (r
 the death of its process ends a conversation, which then has no score, is counted, and is not learned from.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import json
 import os
 import pickle
 import resource
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
@@ -43,6 +47,7 @@ from rl.sampling.environment_worker import Call, Reply
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_ANSWER = 64 << 20  # bytes of one answer
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
+END_SECONDS = 15  # for the `close` of environments, when all end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +97,9 @@ class Environments:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a socket for each conversation
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         hello = self._launch()
+        atexit.register(self.close)
         if "problem" in hello:
+            self._stop()
             named = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
             raise ValueError(f"{named} cannot be loaded: {hello['problem']}")
         self.has_reset = hello["has_reset"]
@@ -111,9 +118,16 @@ class Environments:
         self.control.send(pickle.dumps((flags.environment, flags.tools, flags.max_tool_response_length)))
         self.control.settimeout(START_SECONDS)
         try:
-            return json.loads(self.control.recv(1 << 20))
+            return json.loads(self.control.recv(1 << 20) or '{"problem": "its process ended"}')
         except (OSError, ValueError) as error:
             return {"problem": f"its process gave no answer: {error!r}"}
+
+    def _stop(self) -> None:
+        """End the process that `_launch` has started, and all below it."""
+        self.control.close()
+        self.process.terminate()  # its guard kills the rest
+        self.process.send_signal(signal.SIGCONT)
+        self.process.wait()
 
     def start(self, key: Hashable, row: Row, seed: int) -> None:
         """Begin a conversation; its first answer is what `reset` says."""
@@ -141,6 +155,14 @@ class Environments:
                 found.append(self._fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
         return found
 
+    def ids_of(self, answer: Answer, ids: Sequence[int]) -> list[int] | None:
+        """See `Chat.ids_of`. None if the chat template refuses the messages: then the conversation has failed."""
+        try:
+            return self.chat.ids_of(answer.messages, ids)
+        except (TemplateError, TypeError, ValueError) as error:
+            self._fail(answer.key, f"the chat template refuses {answer.messages!r:.300}: {error!r}")
+            return None
+
     def end(self, key: Hashable) -> dict[str, Any]:
         """Forget a conversation; returns its report, with the seconds it has waited for answers."""
         x = self.open.pop(key)
@@ -153,33 +175,42 @@ class Environments:
             self.end(key)
         self.starter.shutdown()
         self.control.close()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self._stop()
+        atexit.unregister(self.close)
 
     def _send(self, key: Hashable, method: str, *arguments: Any) -> None:
         x = self.open[key]
         try:
             if x.socket is None:
                 x.socket, theirs = socket.socketpair()
-                self.starter.submit(self._command, "start", x.number, theirs)
-                self.selector.register(x.socket, selectors.EVENT_READ, key)
+                self._later("start", x.number, theirs)
                 if method == "step" and self.has_reset:
                     raise ConnectionError("its process is gone")
             x.socket.settimeout(self.flags.environment_timeout)
             x.socket.sendall(pickle.dumps((method, arguments)))
             x.asked_at = time.monotonic()
-        except OSError as error:
+            self.selector.register(x.socket, selectors.EVENT_READ, key)  # what it says unasked can wait
+        except (OSError, RecursionError) as error:  # RecursionError: the arguments of a call, from pickle
             self.at_once.append(self._fail(key, repr(error)))
 
+    def _later(self, *command: Any) -> None:
+        """`_command` in a thread: a fork takes a millisecond, and decoding goes on meanwhile."""
+        try:
+            self.starter.submit(self._command, *command)
+        except RuntimeError:  # this process is about to end
+            self._command(*command)
+
     def _command(self, name: str, number: int, theirs: socket.socket | None = None) -> None:
-        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over. In a
-        thread: a fork takes a millisecond, and decoding goes on meanwhile. Without a process `theirs` is closed, which
-        the conversation takes for the death of its own.
+        """Tell the first process to start or end that of a conversation. If it was killed, another one takes over.
+        Without one, `theirs` is closed: the conversation takes that for the death of its process.
         """
         message, descriptors = json.dumps([name, number]).encode(), [theirs.fileno()] if theirs else []
         try:
             socket.send_fds(self.control, [message], descriptors)
         except OSError:
-            self.control.close()
+            self._stop()
             if theirs is not None and "problem" not in self._launch():
                 socket.send_fds(self.control, [message], descriptors)
         finally:
@@ -198,14 +229,17 @@ class Environments:
             return [self._fail(key, "its process ended" if not data else f"it answered {len(x.received)} bytes")]
         if not x.received.endswith(b"\n"):
             return []
-        x.waited_s, x.asked_at = x.waited_s + time.monotonic() - x.asked_at, 0.0
         try:
             answer = json.loads(x.received)
-            x.received.clear()
             if "problem" in answer:
                 return [self._fail(key, answer["problem"])]
-            x.report = answer["report"]
-            return [Answer(key, answer["messages"])]
+            x.report, messages = dict(answer["report"]), answer["messages"]
+            if messages is not None:
+                messages = [x | {"role": str(x["role"]), "content": str(x["content"])} for x in messages]
+            self.selector.unregister(x.socket)
+            x.waited_s, x.asked_at = x.waited_s + time.monotonic() - x.asked_at, 0.0
+            x.received.clear()
+            return [Answer(key, messages)]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             return [self._fail(key, f"it sent something else: {error!r}")]
 
@@ -215,16 +249,16 @@ class Environments:
             say(f"environment: the conversation of {x.row.get('row_place', 'a row')} ended: {problem}", sys.stderr)
         self.problems += 1
         self._close(x, kill=True)
-        x.asked_at = 0.0
         return Answer(key, None, has_failed=True)
 
     def _close(self, x: _Conversation, *, kill: bool) -> None:
         if x.socket is not None:
-            self.selector.unregister(x.socket)
+            if x.asked_at:
+                self.selector.unregister(x.socket)
             x.socket.close()  # its process ends with it, if it listens
-            x.socket = None
+            x.socket, x.asked_at = None, 0.0
             if kill:
-                self.starter.submit(self._command, "end", x.number)
+                self._later("end", x.number)
 
 
 def make_environments(

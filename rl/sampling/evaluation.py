@@ -77,7 +77,9 @@ def evaluate(
         own_found.append(of_prompt(row["data_source"], scores, [s.num_sampled for s in samples]))
         if row["row_index"] in first:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
-            own_shown += [dict(prompt=prompt, response=x.text, score=x.value, components=x.components) for x in scores]
+            for sample, x in zip(samples, scores, strict=True):
+                own_shown.append(dict(prompt=prompt, response=x.text, score=x.value, components=x.components))
+                own_shown[-1] |= sample.conversation
     return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(own_shown))
 
 

@@ -36,6 +36,7 @@ class Trajectory:
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.messages: list[dict] = []  # of a conversation, behind the prompt
+        self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
         self.versions: tuple[int, int] | None = None  # pushes of weights before the first and the last sampled token
 
@@ -54,14 +55,16 @@ class Trajectory:
                 f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
             )
         self._append(ids, 1, completion.logprobs)
-        first, last = completion.policy_versions
-        self.versions = (self.versions[0] if self.versions else first, last)
+        if ids:  # an interruption may come before the first token
+            first, last = completion.policy_versions
+            self.versions = (self.versions[0] if self.versions else first, last)
         self.finish_reason = completion.finish_reason
 
     def tell(self, ids: list[int]) -> bool:
         """Append what the policy did not sample. False if that leaves no room for another token: then nothing is."""
         if has_room := len(self.ids) + len(ids) < self.sampling.max_tokens:
             self._append(ids, 0, [0.0] * len(ids))
+            self.turn_at = len(self.ids)
         else:
             self.finish_reason = "length"
         return has_room
@@ -127,7 +130,7 @@ class Rollouts:
             if self.environments is None:
                 done += self._finish(key)
                 continue
-            text, calls = self.environments.chat.read(completion.token_ids)
+            text, calls = self.environments.chat.read(x.ids[x.turn_at :])
             x.messages.append({"role": "assistant", "content": text})
             if completion.finish_reason == "stop":
                 self.environments.ask(key, text, calls, x.turns)
@@ -142,7 +145,10 @@ class Rollouts:
                 done += self._finish(answer.key)
                 continue
             x.messages += answer.messages
-            if x.tell(self.environments.chat.ids_of(answer.messages, x.ids)):
+            if (told := self.environments.ids_of(answer, x.ids)) is None:
+                x.finish_reason = "error"
+                done += self._finish(answer.key)
+            elif x.tell(told):
                 self.pending.append(answer.key)
             else:
                 done += self._finish(answer.key)

@@ -271,7 +271,7 @@ class Scorer:
     def _score(self, worker: "_Worker", row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
         """Let a worker score responses to a row."""
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
-        texts = [_last_turn(s.messages) if s.messages else text for s, text in zip(samples, texts, strict=True)]
+        texts = [text if s.report is None else _last_turn(s.messages) for s, text in zip(samples, texts, strict=True)]
         has_failed = [s.finish_reason == "error" for s in samples]  # its environment: no reward function is asked
         truth = row["reward_model"]["ground_truth"]
         facts = [row["extra_info"] | self.extra_info | _facts(s) for s in samples]
@@ -298,7 +298,8 @@ class Scorer:
 
 def _facts(sample: Sample) -> dict[str, Any]:
     """What extra_info says of a response: how many tokens the policy sampled, and the conversation, if it is one."""
-    conversation = {"messages": list(sample.messages), "environment": sample.report} if sample.messages else {}
+    conversation = {"messages": list(sample.messages), "environment": sample.report}
+    conversation = {} if sample.report is None else conversation
     return {"response_length": sample.num_sampled} | conversation
 
 

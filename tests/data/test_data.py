@@ -11,7 +11,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from data import files, gsm8k
 from rl.data.encode import encode_conversation, encode_prompts, encode_sft
 from rl.data.order import permutation, prompts_for_step
-from rl.data.prompts import Files, count_steps, read_prompts
+from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.model.checks import check_context
 from rl.scoring.pool import Rewards
@@ -244,7 +244,11 @@ def test_jsonl_lines(tmp_path):
         (rl_row(content=" "), r"prompt is .* it must hold some text"),
         (rl_row(images=[{"bytes": "x"}]), r"has images, but prompts are text only"),
         (rl_row(videos=["a.mp4"], images=None), r"has videos, but"),
-        (rl_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": {"search": {}}}), r"has need_tools_kwargs, but"),
+        (
+            rl_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": {"search": {}}}),
+            r"has need_tools_kwargs, but prompts are text only, and the policy calls tools only with --environment or "
+            "--tools; leave such rows out",
+        ),
         (rl_row(content="\ud800"), r"prompt\[0\] holds a lone surrogate"),
         (rl_row(prompt="\ud800"), r"prompt holds a lone surrogate"),
     ],
@@ -263,6 +267,17 @@ def test_columns_of_images_and_tools_may_be_empty(tmp_path):
         path = write(tmp_path / "x.jsonl", [{"prompt": "a", "images": ["i.png"], **bad}])
         with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has images, but prompts are text only"):
             read(path)
+
+
+def test_rows_of_verl_with_tools_are_taken_if_something_answers_the_policy(tmp_path):
+    wanted = {"need_tools_kwargs": True, "tools_kwargs": {"search": {"create_kwargs": {"ground_truth": "7"}}}}
+    path = write(tmp_path / "x.parquet", [rl_row(extra_info=wanted)])
+    assert [read(path, in_turns=True)[0]["extra_info"] for read in (read_rows, read_prompts)] == [wanted] * 2
+    data = Data(train_files=(str(path),), val_files=(str(path),))
+    of_run = load_prompts(data, make_tokenizer(), 100, tools=[])
+    assert [row["extra_info"] for rows in of_run for row in rows] == [wanted] * 2
+    with pytest.raises(ValueError, match="has images, but"):
+        read_rows(write(tmp_path / "y.jsonl", [rl_row(images=["i.png"])]), in_turns=True)
 
 
 def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(tmp_path, capsys):

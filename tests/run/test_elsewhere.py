@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("runs_here")
 def test_a_copy_of_a_script_with_a_flag_of_its_own_runs_in_a_folder_of_its_own(tmp_path):
     task, text = h.make_task(tmp_path / "task"), (launch.ROOT / "train_grpo.py").read_text()
     for old, new in (
-        ("    seed: int = 0", "    advantage_scale: Positive = 1.0  # of every advantage\n    seed: int = 0"),
+        ("    seed: Count = 0", "    advantage_scale: Positive = 1.0  # of every advantage\n    seed: Count = 0"),
         ("advantages_PG = ((", "advantages_PG = args.advantage_scale * (("),
     ):
         assert text.count(old) == 1

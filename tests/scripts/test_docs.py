@@ -37,6 +37,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(right), "acc": float(right), "style": 0.5}
 """
 
+# What every conversation with an environment logs, and a number of its own.
+GAME = """
+class Environment:
+    def step(self, reply):
+        return None
+
+    def report(self):
+        return {"tries": 1}
+"""
+
 
 def module_of(script: str) -> ModuleType:
     """The module of a path such as data/gsm8k.py."""
@@ -257,6 +267,8 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     common = dict(total_training_steps=1, val_before_train=True, custom_reward_function=(str(folder / "parts.py"),))
     common |= dict(val_n=2, val_temperature=1.0)
     changes = {"train_grpo": dict(use_kl_loss=True), "train_grpo_variants": both_kl, "train_ppo": both_kl}
+    (folder / "game.py").write_text(GAME)
+    changes["train_grpo_variants"] |= dict(environment=str(folder / "game.py"), max_response_length=24)
     changes |= {"train_dapo": {}, "train_dpo": {}}
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}

@@ -38,6 +38,7 @@ from rl.data.order import derive_seed
 from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
+from rl.model.critic import check_critic
 from rl.model.lora import LoRA
 from rl.ranks import Ranks
 from rl.run import arguments
@@ -1116,7 +1117,7 @@ def test_eval_refuses(case, task, weightless, tmp_path):
         ("train_grpo_variants", ["--loss-mode", "ppo"]),
         ("train_grpo", ["--rollout-n", "many"]),
         ("train_grpo", ["--logger", "mlflow"]),
-        ("sft", ["--lr-scheduler-type", "linear"]),
+        ("sft", ["--lr-scheduler-type", "exponential"]),
         ("eval", ["--engine", "tgi"]),
     ],
 )
@@ -1153,8 +1154,7 @@ def test_impossible_values_are_refused(task, module, settings, words):
 
 def test_every_number_of_a_script_has_a_limit_or_may_be_any():
     free = """
-        clip_cov_lb clip_cov_ub correct_at entropy_coeff fsdp_size kl_coef kl_loss_coef reward_model_coef save_freq seed
-        test_freq
+        clip_cov_lb clip_cov_ub correct_at entropy_coeff fsdp_size reward_model_coef save_freq test_freq
     """.split()  # any number has a meaning, or the script compares it with another flag
     bounded, unbounded = set(), set()
     for script in SCRIPTS.values():
@@ -1175,11 +1175,11 @@ def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):
         models.load_causal_lm(str(model), ranks)
     with pytest.raises(ValueError, match="--model .* lack 1 of its weights, model.norm.weight among them"):
         hf.Engine(str(model), ranks, longest=64)
-    for flag in ("--prm-model", "--critic-model"):  # nothing is loaded for this
-        kind = models.AutoModelForCausalLM if "prm" in flag else models.AutoModelForSequenceClassification
-        with pytest.raises(ValueError, match=f"{flag} .* lack 1 of its weights, model.norm.weight among them"):
-            common = dict(longest=64, flag=flag, model=task.model)
-            models.check_second_model(str(model), load_tokenizer(task.model), LoRA(), kind, **common)
+    tokenizer = load_tokenizer(task.model)
+    with pytest.raises(ValueError, match="--prm-model .* lack 1 of its weights, model.norm.weight among them"):
+        models.check_second_model(str(model), tokenizer, LoRA(), longest=64, flag="--prm-model", model=task.model)
+    with pytest.raises(ValueError, match="--critic-model .* lack 1 of its weights, model.norm.weight among them"):
+        check_critic(str(model), tokenizer, LoRA(), policy=task.model, longest=64)
 
 
 def test_eval_sees_before_it_samples_that_its_output_cannot_be_written(task, tmp_path):
