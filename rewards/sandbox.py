@@ -9,6 +9,7 @@ knows the expected values; the candidate's process runs the code. Uses nothing o
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import functools
 import marshal
@@ -276,7 +277,7 @@ class _Server:
     def __init__(self):
         layers = _layers()
         self.lock = threading.Lock()
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             fd, root = theirs.fileno(), str(Path(__file__).resolve().parent.parent)
             try:
@@ -341,7 +342,6 @@ def _environment(home: int) -> dict[str, str]:
 
 
 # === the tests ===
-
 
 _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
@@ -531,7 +531,7 @@ class _Pair:
         limits = [_limits(spent.total_s + 1, size, layers.users) for size in (memory_mb, EXAMINER_MB)]
         with _STARTING:
             self.server = _server(os.getpid())
-        self.reports, theirs = socket.socketpair()
+        self.reports, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no half of a message can arrive
         asks, answers = socket.socketpair()
         try:
             with theirs, asks, answers:
@@ -543,7 +543,6 @@ class _Pair:
             raise
         self.spent, self.before = spent, (spent.cpu, spent.delay)
         self.started = (0.0, 0.0)  # CPU seconds of both when the current test began
-        self.buffer = bytearray()
         self.poll = select.poll()
         self.poll.register(self.reports, select.POLLIN)
         self.closed = False
@@ -553,25 +552,15 @@ class _Pair:
         return _cpu(self.candidate), _cpu(self.examiner)
 
     def send(self, job: bytes) -> None:
+        """Hand the job to the test process, in packets, the last of them empty."""
         self.reports.settimeout(WALL_S)
-        try:
-            self.reports.sendall(struct.pack(">I", len(job)) + job)
-        except OSError:
-            pass  # it ended; `report` finds out
+        with contextlib.suppress(OSError):  # it ended; `report` finds out
+            for start in range(0, len(job) + sandbox_wire.MAX_PACKET, sandbox_wire.MAX_PACKET):
+                self.reports.send(job[start : start + sandbox_wire.MAX_PACKET])
 
     def report(self) -> tuple[str, str]:
         """The next report of the test process. Raises _Stop, and _Unavailable if the processes ended by no fault."""
         while True:
-            size = int.from_bytes(self.buffer[:4], "big")
-            if len(self.buffer) >= 4 and len(self.buffer) >= 4 + size:
-                message = bytes(self.buffer[4 : 4 + size])
-                del self.buffer[: 4 + size]
-                self.started = self.cpu()
-                try:
-                    kind, why = sandbox_wire.decode(message, str, 3)
-                except (ValueError, TypeError) as error:
-                    raise _Stop("overload", "the test process sent nonsense", last=True) from error
-                return str(kind), str(why)
             start = time.monotonic()
             ready = self.poll.poll(POLL_S * 1000)
             self.spent.waited += min(time.monotonic() - start, POLL_S)
@@ -579,12 +568,17 @@ class _Pair:
                 self._check()
                 continue
             try:
-                data = self.reports.recv(1 << 16)
+                message = self.reports.recv(sandbox_wire.MAX_PACKET)
             except OSError:
-                data = b""
-            self.buffer += data
-            if not data or size > 1 << 16:
+                message = b""
+            if not message:
                 raise self.gone()
+            self.started = self.cpu()
+            try:
+                kind, why = sandbox_wire.decode(message, str, 3)
+            except (ValueError, TypeError) as error:
+                raise _Stop("overload", "the test process sent nonsense", last=True) from error
+            return str(kind), str(why)
 
     def _check(self) -> None:
         """Raise _Stop if the processes have used what they may."""

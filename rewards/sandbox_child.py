@@ -1,8 +1,8 @@
 """The candidate's process in the sandbox: lock it up, load the candidate's code, answer the test process's calls.
 
-rewards/sandbox.py sends this file into the sandbox. After `lock_up` nothing in this process is trusted any more: the
-candidate's code may change every object in it. What keeps the others safe is the kernel, and that
-`sandbox_wire.decode` only builds plain data and stand-ins for what stays here.
+After `lock_up` nothing in this process is trusted any more: the candidate's code may change every object in it. What
+keeps the others safe is the kernel, and that `sandbox_wire.decode` only builds plain data and stand-ins for what stays
+here.
 """
 
 import contextlib
@@ -18,15 +18,14 @@ import struct
 import sys
 import types
 from _collections_abc import Callable
+from multiprocessing.connection import Connection
 
 from rewards import sandbox_wire
 
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
-METHODS = (
-    "__call__ __iter__ __next__ __len__ __getitem__ __enter__ __contains__ __reversed__ __bytes__ __await__".split()
-)
-METHOD_BITS = {name: 1 << i for i, name in enumerate(METHODS)}
+METHODS = "call iter next len contains getitem setitem delitem reversed bytes await enter exit".split()
+METHOD_BITS = {f"__{name}__": 1 << i for i, name in enumerate(METHODS)}
 IS_DATA, HAS_FIELDS = 1 << len(METHODS), 2 << len(METHODS)  # of a subclass of a data type; a dataclass
 
 
@@ -90,25 +89,9 @@ def _run(awaitable: object) -> object:
 
 
 _runner: list = []
-_BUILTINS = (
-    getattr,
-    setattr,
-    delattr,
-    iter,
-    next,
-    len,
-    bool,
-    str,
-    repr,
-    format,
-    hash,
-    round,
-    divmod,
-    int,
-    float,
-    complex,
-)
-_BUILTINS += (isinstance, issubclass, reversed, bytes, math.floor, math.ceil, math.trunc, copy.copy, copy.deepcopy)
+_BUILTINS = (getattr, setattr, delattr, iter, next, len, bool, str, repr, format, hash, round, divmod, int, float)
+_BUILTINS += (complex, bytes, isinstance, issubclass, reversed, math.floor, math.ceil, math.trunc)
+_BUILTINS += (copy.copy, copy.deepcopy)
 UNARY = "neg pos abs invert index"
 BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
@@ -214,13 +197,21 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, problem: str) -> None:
     """Load the candidate's code, then answer calls until the test process goes.
+
+    Args:
+        fd: the socket to the test process, which is told first whether this process could be locked up.
+        problem: why not, if so.
 
     An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed):
     "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
     them; and what was printed since the last one. All come from a process that the candidate's code controls.
     """
+    test_process = Connection(fd)
+    test_process.send_bytes(problem.encode())
+    if problem:
+        return
     objects = _Objects()
     find = objects.by_number.__getitem__
     most, values = sandbox_wire.MAX_ANSWER, sandbox_wire.MAX_ANSWER_VALUES
@@ -238,7 +229,7 @@ def serve(fd: int) -> None:
                 reply = objects.answer("value", value, changed, text)
         except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
             reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
-        sandbox_wire.send(fd, reply)
+        test_process.send_bytes(reply)
 
     def failure(kind: str, error: BaseException) -> bytes:
         try:
@@ -247,7 +238,7 @@ def serve(fd: int) -> None:
             text = "an exception that cannot be shown"
             return objects.answer(kind, (RuntimeError(text), text), None, "")
 
-    code, names, capture, in_place = sandbox_wire.decode(sandbox_wire.receive(fd), find, sandbox_wire.MAX_REQUEST)
+    code, names, capture, in_place = sandbox_wire.decode(test_process.recv_bytes(), find, sandbox_wire.MAX_REQUEST)
     output = io.StringIO()
     if capture:
         sys.stdout = output
@@ -274,8 +265,8 @@ def serve(fd: int) -> None:
     answer(b"", False, load)
     while True:
         try:
-            message = sandbox_wire.receive(fd)
-        except EOFError:
+            message = test_process.recv_bytes()
+        except (EOFError, OSError):
             os._exit(0)
         operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_REQUEST)
         answer(message, operation == "call", _OPERATIONS[operation], *arguments)

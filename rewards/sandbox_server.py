@@ -1,7 +1,7 @@
 """The process that the sandbox's processes are forked from: a fresh interpreter with the standard library loaded.
 
-rewards/sandbox.py starts one for each process that judges, and sends it this file. It holds nothing secret, never sees
-a program or a test, and ends with the process that started it.
+rewards/sandbox.py starts one for each process that judges. It holds nothing secret, never sees a program or a test, and
+ends with the process that started it.
 """
 
 import asyncio
@@ -17,50 +17,42 @@ import time
 from _collections_abc import Callable
 from marshal import dumps, loads
 
-from rewards import sandbox_child, sandbox_examiner, sandbox_wire
+from rewards import sandbox_child, sandbox_examiner
 
 PRELOADED = """bisect calendar contextlib copy dataclasses enum functools heapq itertools json math numbers operator
 random re statistics string textwrap typing unittest"""  # what programs often import, loaded once for all of them
 
 
-class _Waker:
-    """A selector for event loops without a socket to wake them: sleeps until `wake`, or until the time is over."""
-
-    def __init__(self):
-        self.event = threading.Event()
-
-    def select(self, timeout: float | None = None) -> list:
-        self.event.wait(timeout)
-        self.event.clear()
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-class _Loop(asyncio.SelectorEventLoop):
+class _Loop(asyncio.BaseEventLoop):
     """An event loop with timers, tasks and threads, and without sockets, which the sandbox does not have."""
 
     def __init__(self):
-        self.waker = _Waker()
-        super().__init__(self.waker)
+        super().__init__()
+        self._selector, self._awake = self, threading.Event()
 
-    def _make_self_pipe(self) -> None:
-        self._ssock = self._csock = None
+    def select(self, timeout: float | None = None) -> list:
+        self._awake.wait(timeout)
+        self._awake.clear()
+        return []
 
-    def _close_self_pipe(self) -> None:
+    def _process_events(self, events: list) -> None:
         pass
 
     def _write_to_self(self) -> None:
-        self.waker.event.set()
+        self._awake.set()
 
 
 class _Policy(asyncio.DefaultEventLoopPolicy):
     _loop_factory = _Loop
 
 
-def _fork(keep: tuple[int, ...], close: list[int], plan: dict[str, object], then: Callable[[str], None]) -> int:
-    """Start a process that closes what is not its own, locks itself up and goes on with `then`; its number."""
+def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: dict[str, object]) -> int:
+    """Start a process that closes what is not its own, locks itself up and runs `main`; its number.
+
+    Args:
+        main: called with the file descriptors that the process keeps, and what went wrong in locking it up, if so.
+        plan: of sandbox_child's `lock_up`, without `parent`.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -75,22 +67,9 @@ def _fork(keep: tuple[int, ...], close: list[int], plan: dict[str, object], then
             sandbox_child.lock_up(plan | {"parent": parent})
         except OSError as error:
             problem = str(error)
-        then(problem)
+        main(*keep, problem)
     finally:
         os._exit(1)
-
-
-def _candidate(fd: int) -> Callable[[str], None]:
-    def main(problem: str) -> None:
-        sandbox_wire.send(fd, problem.encode())
-        if not problem:
-            sandbox_child.serve(fd)
-
-    return main
-
-
-def _examiner(reports: int, fd: int) -> Callable[[str], None]:
-    return lambda problem: sandbox_examiner.serve(reports, fd, problem)
 
 
 def _end(pid: int, grace_s: float) -> tuple[int, float, bool]:
@@ -136,9 +115,9 @@ def serve(fd: int) -> None:
             if command == "start":
                 reports, asks, answers = fds
                 rest = [fd, *fds]
-                first = _fork((answers,), rest, arguments[0], _candidate(answers))
+                first = _fork(sandbox_child.serve, [answers], rest, arguments[0])
                 try:
-                    reply = (first, _fork((reports, asks), rest, arguments[1], _examiner(reports, asks)))
+                    reply = (first, _fork(sandbox_examiner.serve, [reports, asks], rest, arguments[1]))
                 except OSError:
                     _end(first, 0)
                     raise
