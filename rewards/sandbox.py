@@ -18,7 +18,6 @@ import os
 import platform
 import re
 import resource
-import select
 import signal
 import socket
 import struct
@@ -165,23 +164,13 @@ def _landlock_abi() -> int:
     return max(0, _libc().syscall(444, None, ctypes.c_size_t(0), 1))  # LANDLOCK_CREATE_RULESET_VERSION
 
 
-def _readable_folders() -> list[str]:
-    """What the interpreter in the sandbox needs to read: its standard library, shared libraries, time zones."""
-    library = os.path.dirname(os.__file__)
-    prefix = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
-    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
-    return [path for path in (library, *prefix, *system) if os.path.isdir(path)]
-
-
 def _landlock_ruleset(abi: int) -> int:
-    """File descriptor of a ruleset that allows reading the folders above and nothing else.
-
-    Args:
-        abi: the kernel's Landlock version, at least 1.
-    """
+    """File descriptor of a ruleset that allows reading what an interpreter needs, and nothing else. `abi`: Landlock's."""
     libc = _libc()
     read_file, read_dir = 1 << 2, 1 << 3
-    rights = dict.fromkeys(_readable_folders(), read_file | read_dir)
+    library = [os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
+    rights = {path: read_file | read_dir for path in (*library, *system) if os.path.isdir(path)}
     if os.path.exists("/etc/ld.so.cache"):
         rights["/etc/ld.so.cache"] = read_file
     files = (1 << 13) - 1 | (abi >= 2) << 13 | (abi >= 3) << 14 | (abi >= 5) << 15
@@ -221,13 +210,10 @@ def _users() -> tuple[int, int] | None:
 class _Layers:
     """What every child of this process is started with."""
 
-    program: bytes
-    """seccomp filter; empty: none"""
-    ruleset: int
-    """Landlock file descriptor; -1: none"""
+    program: bytes  # seccomp filter; empty: none
+    ruleset: int  # Landlock file descriptor; -1: none
     users: tuple[int, int] | None
-    home: int
-    """file descriptor of the interpreter's prefix"""
+    home: int  # file descriptor of the interpreter's prefix
 
 
 @functools.cache
@@ -261,6 +247,10 @@ def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict
 
 # === the processes ===
 
+# All that the candidate's code finds in os.environ. PYTHONHOME names the interpreter's prefix by an open file
+# descriptor: so the standard library can be read after the change of user even if the path cannot, as under /root.
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT |= {"PYTHONHOME": "/proc/self/fd/{home}"}
 # What a fresh interpreter does; it forgets the path before anybody else's code runs.
 _BOOT = """
 import sys
@@ -288,7 +278,7 @@ class _Server:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",
-                    env=_environment(layers.home),
+                    env={name: value.format(home=layers.home) for name, value in _ENVIRONMENT.items()},
                     pass_fds=[x for x in (fd, layers.home, layers.ruleset) if x >= 0],
                     start_new_session=True,
                 )
@@ -323,22 +313,6 @@ def _server(process: int) -> _Server:
 
 
 _STARTING = threading.RLock()  # of the server and the self-test, which threads may ask for at the same time
-
-
-def _environment(home: int) -> dict[str, str]:
-    """All that the candidate's code finds in os.environ.
-
-    PYTHONHOME names the interpreter's prefix by an open file descriptor: so the standard library can be read after the
-    change of user even if the path to it cannot, as under /root.
-    """
-    return {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "HOME": "/",
-        "PYTHONHOME": f"/proc/self/fd/{home}",
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 # === the tests ===
@@ -391,7 +365,7 @@ class _Marks(ast.NodeTransformer):
     """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        return [node, self._call("__assert_held__", node)]
+        return [node, self._call("__assert_held__")]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
         """A handler for everything, or for what may be a class of the candidate's, must not swallow a failed assert.
@@ -403,9 +377,8 @@ class _Marks(ast.NodeTransformer):
         names = {ast.unparse(kind) for kind in kinds}
         if "StopIteration" in names:
             node.type = ast.Tuple([*kinds, ast.Name("__ended__", ast.Load())], ast.Load())
-            ast.fix_missing_locations(ast.copy_location(node.type, node))
         if "AssertionError" not in names and not (names and names <= _NARROW):
-            node.body.insert(0, self._call("__caught__", node))
+            node.body.insert(0, self._call("__caught__"))
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
@@ -415,7 +388,7 @@ class _Marks(ast.NodeTransformer):
         if asserts and all(map(_must_fail, asserts)):
             for handler in node.handlers:
                 if handler.type is None or "AssertionError" not in ast.unparse(handler.type):
-                    handler.body.insert(0, self._call("__assert_held__", handler))
+                    handler.body.insert(0, self._call("__assert_held__"))
         return node
 
     def visit_With(self, node: ast.With) -> ast.With:
@@ -424,19 +397,18 @@ class _Marks(ast.NodeTransformer):
         skippable = [i for i, part in enumerate(node.body) if any(map(_is_assert, ast.walk(part)))]
         if skippable:
             body, rest = node.body[: skippable[-1] + 1], node.body[skippable[-1] + 1 :]
-            handler = ast.ExceptHandler(None, None, [self._call("__skips__", node), ast.Raise()])
+            handler = ast.ExceptHandler(None, None, [self._call("__skips__"), ast.Raise()])
             node.body = [ast.Try(body, [handler], [], []), *rest]
-            ast.fix_missing_locations(ast.copy_location(node.body[0], node))
         return node
 
     @staticmethod
-    def _call(name: str, at: ast.AST) -> ast.stmt:
-        call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
-        return ast.fix_missing_locations(ast.copy_location(call, at))
+    def _call(name: str) -> ast.stmt:
+        return ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
 
 
 def _compile(tree: ast.Module, name: str) -> CodeType:
-    return compile(_Marks().visit(tree), name, "exec", optimize=0)  # asserts stay under python -O, too
+    tree = ast.fix_missing_locations(_Marks().visit(tree))
+    return compile(tree, name, "exec", optimize=0)  # asserts stay under python -O, too
 
 
 @functools.lru_cache(maxsize=8)  # the responses to one prompt have the same tests
@@ -499,16 +471,12 @@ def _slowness() -> float:
 class _Spent:
     """What an evaluation has used so far, and may use, over all its processes."""
 
-    timeout_s: float
-    """CPU seconds of one test"""
-    total_s: float
-    """CPU seconds of all"""
-    sleep_s: float
-    """seconds asleep, in all"""
+    timeout_s: float  # CPU seconds of one test
+    total_s: float  # CPU seconds of all
+    sleep_s: float  # seconds asleep, in all
     cpu: float = 0.0
     delay: float = 0.0
-    waited: float = 0.0
-    """wall time; what the worker itself lost, stopped or waiting for a core, is not in it"""
+    waited: float = 0.0  # wall time; what the worker itself lost, stopped or waiting for a core, is not in it
 
 
 class _Stop(Exception):
@@ -520,15 +488,13 @@ class _Stop(Exception):
 
 
 class _Pair:
-    """The test process and the candidate's process of one evaluation, or of the rest of it after a crash.
-
-    Hands out the test process's reports, and stops both when they have used what they may.
-    """
+    """The candidate's process and the test process of an evaluation, or of the rest of it after a crash; stops both."""
 
     def __init__(self, memory_mb: int, spent: _Spent):
         """Start both and lock them up. Raises _Unavailable."""
         layers = _layers()
         limits = [_limits(spent.total_s + 1, size, layers.users) for size in (memory_mb, EXAMINER_MB)]
+        plans = [vars(layers) | {"limits": each} for each in limits]
         with _STARTING:
             self.server = _server(os.getpid())
         self.reports, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no half of a message can arrive
@@ -536,20 +502,21 @@ class _Pair:
         try:
             with theirs, asks, answers:
                 fds = [theirs.fileno(), asks.fileno(), answers.fileno()]
-                plans = [vars(layers) | {"limits": each} for each in limits]
-                self.candidate, self.examiner = self.server.request("start", *plans, fds=fds)
+                self.pids = self.server.request("start", *plans, fds=fds)  # of the candidate's and the test process
         except _Unavailable:
             self.reports.close()
             raise
         self.spent, self.before = spent, (spent.cpu, spent.delay)
-        self.started = (0.0, 0.0)  # CPU seconds of both when the current test began
-        self.poll = select.poll()
-        self.poll.register(self.reports, select.POLLIN)
-        self.closed = False
+        self.started = [0.0, 0.0]  # CPU seconds of both when the current test began
+        self.ends: list[tuple[int, float, bool]] = []
 
-    def cpu(self) -> tuple[float, float]:
-        """CPU seconds that the candidate's and the test process have used."""
-        return _cpu(self.candidate), _cpu(self.examiner)
+    def cpu(self) -> list[float]:
+        """CPU seconds that the threads of each have used: the clocks that clock_getcpuclockid(3) names."""
+        used = [0.0, 0.0]
+        for i, pid in enumerate(self.pids):
+            with contextlib.suppress(OSError):  # it is gone
+                used[i] = time.clock_gettime((~pid << 3) | 2)
+        return used
 
     def send(self, job: bytes) -> None:
         """Hand the job to the test process, in packets, the last of them empty."""
@@ -557,20 +524,20 @@ class _Pair:
         with contextlib.suppress(OSError):  # it ended; `report` finds out
             for start in range(0, len(job) + sandbox_wire.MAX_PACKET, sandbox_wire.MAX_PACKET):
                 self.reports.send(job[start : start + sandbox_wire.MAX_PACKET])
+        self.reports.settimeout(POLL_S)
 
     def report(self) -> tuple[str, str]:
         """The next report of the test process. Raises _Stop, and _Unavailable if the processes ended by no fault."""
         while True:
             start = time.monotonic()
-            ready = self.poll.poll(POLL_S * 1000)
-            self.spent.waited += min(time.monotonic() - start, POLL_S)
-            if not ready:
-                self._check()
-                continue
             try:
                 message = self.reports.recv(sandbox_wire.MAX_PACKET)
-            except OSError:
-                message = b""
+            except OSError as error:
+                message = None if isinstance(error, TimeoutError) else b""
+            self.spent.waited += min(time.monotonic() - start, POLL_S)
+            if message is None:
+                self._check()
+                continue
             if not message:
                 raise self.gone()
             self.started = self.cpu()
@@ -586,10 +553,10 @@ class _Pair:
         candidate, examiner = self.cpu()
         # Seconds that the main threads were ready to run and had no core. Other threads do not count: a hundred that
         # wait for each other's core are no sign of a busy machine.
-        waits = [_proc(pid, "schedstat") for pid in (self.candidate, self.examiner)]
+        waits = [_proc(pid, "schedstat") for pid in self.pids]
         spent.cpu = self.before[0] + candidate + examiner
         spent.delay = self.before[1] + sum(int(each[1]) / 1e9 for each in waits if each)
-        state = _proc(self.candidate, "stat")
+        state = _proc(self.pids[0], "stat")
         if state and int(state[17]) > MAX_THREADS:
             raise _Stop("crash", f"more than {MAX_THREADS} threads", last=True)
         if candidate - self.started[0] >= spent.timeout_s:
@@ -613,13 +580,14 @@ class _Pair:
 
         Raises _Unavailable if a process was killed from outside.
         """
-        (code, cpu, killed), (examiner_code, _, _) = self.end(POLL_S)
+        code, cpu, killed = self.end(POLL_S)[0]
+        how = [f"{'signal ' if end < 0 else 'exit code '}{abs(end)}" for end, _, _ in self.ends]
         if why is None:
-            return _Stop("overload", f"an answer ended the test process ({_how(examiner_code)})", last=True)
+            return _Stop("overload", f"an answer ended the test process ({how[1]})", last=True)
         if why:
             return _Stop("crash", why)
         if code != -signal.SIGKILL:
-            return _Stop("crash", f"the process ended with {_how(code)}")
+            return _Stop("crash", f"the process ended with {how[0]}")
         if killed:
             return _Stop("crash", "the process closed its connection")
         if cpu >= self.spent.total_s:
@@ -627,24 +595,12 @@ class _Pair:
         raise _Unavailable("the candidate's process was killed from outside")  # it cannot send itself that signal
 
     def end(self, grace_s: float = 0.0) -> list[tuple[int, float, bool]]:
-        """Kill both, unless they end within `grace_s`. Returns what sandbox_server's `_end` says of each. Once."""
-        self.closed = True
-        self.reports.close()
-        ends = self.server.request("end", [(self.candidate, grace_s), (self.examiner, grace_s)])
-        self.spent.cpu = self.before[0] + sum(cpu for _, cpu, _ in ends)
-        return ends
-
-
-def _cpu(pid: int) -> float:
-    """CPU seconds used by a process's threads: the clock that clock_getcpuclockid(3) names."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2)
-    except OSError:
-        return 0.0  # it is gone
-
-
-def _how(code: int) -> str:
-    return f"{'signal ' if code < 0 else 'exit code '}{abs(code)}"
+        """Kill both, unless they end within `grace_s`. Returns what sandbox_server's `_end` says of each."""
+        if self.reports.fileno() >= 0:  # once
+            self.reports.close()
+            self.ends = self.server.request("end", [(pid, grace_s) for pid in self.pids])
+            self.spent.cpu = self.before[0] + sum(cpu for _, cpu, _ in self.ends)
+        return self.ends
 
 
 def _proc(pid: int, name: str) -> list[str]:
@@ -681,8 +637,7 @@ def _attend(job: dict[str, Any], memory_mb: int, spent: _Spent, outcomes: list[t
         stop.last = stop.last or not loaded
         raise
     finally:
-        if not pair.closed:
-            pair.end()
+        pair.end()
 
 
 def _judge(job: dict[str, Any], memory_mb: int, spent: _Spent) -> Verdict:
@@ -846,5 +801,5 @@ def _probe() -> dict[str, bool]:
         "landlock": layers.ruleset >= 0 and all(x["list"] == x["write"] == x["proc"] == eacces for x in seen),
         "limits": [x["limits"] for x in seen] == [{n: (v, v) for n, v in own.items()} for own in limits],
         "user": not layers.users or all(x["users"] == [first + x["process"] % count] for x in seen),
-        "environment": all(set(x["variables"]) <= _environment(0).keys() for x in seen),
+        "environment": all(set(x["variables"]) <= _ENVIRONMENT.keys() for x in seen),
     }

@@ -5,6 +5,7 @@ keeps the others safe is the kernel, and that `sandbox_wire.decode` only builds 
 here.
 """
 
+import asyncio
 import contextlib
 import copy
 import ctypes
@@ -72,14 +73,7 @@ def lock_up(plan: dict[str, object]) -> None:
         prctl("PR_SET_SECCOMP", 22, 2, ctypes.c_char_p(fprog), 0, 0)
 
 
-def _leave(manager: object, error: BaseException | None) -> bool:
-    """The end of a with statement."""
-    return bool(type(manager).__exit__(manager, error and type(error), error, error and error.__traceback__))
-
-
 def _run(awaitable: object) -> object:
-    import asyncio
-
     async def main() -> object:
         return await awaitable
 
@@ -97,7 +91,9 @@ BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda manager: type(manager).__enter__(manager),
-    "exit": _leave,
+    "exit": lambda manager, error: bool(
+        type(manager).__exit__(manager, error and type(error), error, error and error.__traceback__)
+    ),
     "run": _run,
     "same": lambda objects: objects,  # their snapshots come with them
     **{function.__name__: function for function in _BUILTINS},
@@ -244,8 +240,6 @@ def serve(fd: int, problem: str) -> None:
         sys.stdout = output
 
     def printed() -> str:
-        if not capture:
-            return ""
         text = output.getvalue()
         output.seek(0)
         output.truncate()

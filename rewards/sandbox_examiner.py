@@ -410,10 +410,7 @@ class Candidate:
     @staticmethod
     def _new(cls: type, number: int) -> object:
         stand = cls.__new__(cls)
-        if isinstance(stand, BaseException):
-            vars(stand)["_glassrl"] = _State(number)
-        else:
-            object.__setattr__(stand, "_glassrl", _State(number))
+        object.__setattr__(stand, "_glassrl", _State(number))
         return stand
 
     def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
@@ -567,18 +564,16 @@ def _holds() -> None:
     _held.append(True)
 
 
-def _counted(check: Callable[..., object]) -> Callable[..., object]:
-    """unittest's check, which counts as an assert."""
-
-    def method(*args: object, **kwargs: object) -> object:
-        result = check(*args, **kwargs)
-        _holds()
-        return result
-
-    return method
-
-
 def count_checks() -> None:
     """From now on unittest's checks count as asserts."""
+
+    def counted(check: Callable[..., object]) -> Callable[..., object]:
+        def method(*args: object, **kwargs: object) -> object:
+            result = check(*args, **kwargs)
+            _holds()
+            return result
+
+        return method
+
     for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
-        setattr(unittest.TestCase, name, _counted(getattr(unittest.TestCase, name)))
+        setattr(unittest.TestCase, name, counted(getattr(unittest.TestCase, name)))

@@ -42,10 +42,6 @@ class _Loop(asyncio.BaseEventLoop):
         self._awake.set()
 
 
-class _Policy(asyncio.DefaultEventLoopPolicy):
-    _loop_factory = _Loop
-
-
 def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: dict[str, object]) -> int:
     """Start a process that closes what is not its own, locks itself up and runs `main`; its number.
 
@@ -78,10 +74,9 @@ def _end(pid: int, grace_s: float) -> tuple[int, float, bool]:
     Returns its exit code or minus its signal, its CPU seconds, and whether it was killed here.
     """
     last = time.monotonic() + grace_s
-    found, status, usage = os.wait4(pid, os.WNOHANG)
-    while not found and time.monotonic() < last:
+    while not (end := os.wait4(pid, os.WNOHANG))[0] and time.monotonic() < last:
         time.sleep(0.001)
-        found, status, usage = os.wait4(pid, os.WNOHANG)
+    found, status, usage = end
     if not found:
         os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
@@ -94,7 +89,7 @@ def serve(fd: int) -> None:
         importlib.import_module(name)
     limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # the worker may have a lower one, for itself
-    asyncio.set_event_loop_policy(_Policy())
+    asyncio.DefaultEventLoopPolicy._loop_factory = _Loop
     sandbox_examiner.count_checks()
     control = socket.socket(fileno=fd)
     poll = select.poll()

@@ -18,6 +18,7 @@ import types
 import uuid
 import zoneinfo
 from _collections_abc import Callable, Sequence
+from itertools import chain
 
 MAX_ANSWER = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
@@ -53,8 +54,8 @@ def _zone(zone: datetime.tzinfo | None) -> bool:
     return zone is None or type(zone) in (datetime.timezone, zoneinfo.ZoneInfo) and getattr(zone, "key", "") is not None
 
 
-def _clock(x: datetime.time) -> tuple:
-    return (x.hour, x.minute, x.second, x.microsecond, x.tzinfo)
+def _clock(x: datetime.time | datetime.datetime, *day: int) -> tuple | None:
+    return (*day, x.hour, x.minute, x.second, x.microsecond, x.tzinfo, x.fold) if _zone(x.tzinfo) else None
 
 
 # Standard-library values: {name: (type, value -> its parts, parts -> value)}. No parts: it crosses as an object.
@@ -76,14 +77,10 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "Fraction": (fractions.Fraction, lambda x: (x.numerator, x.denominator), fractions.Fraction),
     "Decimal": (decimal.Decimal, lambda x: (str(x),), decimal.Decimal),
     "date": (datetime.date, lambda x: (x.year, x.month, x.day), datetime.date),
-    "time": (
-        datetime.time,
-        lambda x: (*_clock(x), x.fold) if _zone(x.tzinfo) else None,
-        lambda *parts: datetime.time(*parts[:-1], fold=parts[-1]),
-    ),
+    "time": (datetime.time, _clock, lambda *parts: datetime.time(*parts[:-1], fold=parts[-1])),
     "datetime": (
         datetime.datetime,
-        lambda x: (x.year, x.month, x.day, *_clock(x), x.fold) if _zone(x.tzinfo) else None,
+        lambda x: _clock(x, x.year, x.month, x.day),
         lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]),
     ),
     "timedelta": (datetime.timedelta, lambda x: (x.days, x.seconds, x.microseconds), datetime.timedelta),
@@ -98,13 +95,9 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     },
 }
 _NAMES = {kind: name for name, (kind, _, _) in _STANDARD.items()}
-_TYPES = {
-    kind.__name__: kind
-    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, type(None), *_NAMES)
-}
 _ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
 _ERRORS += [dataclasses.FrozenInstanceError, decimal.InvalidOperation, json.JSONDecodeError]
-_TYPES |= {kind.__name__: kind for kind in _ERRORS}
+_TYPES = {kind.__name__: kind for kind in (*_SCALARS, *_TAGS, dict, *_NAMES, *_ERRORS)}
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 
@@ -165,38 +158,30 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
             raise ValueError(f"too long to cross: more than {max_bytes} bytes or {max_values} values")
         parts.append(tag + struct.pack(">I", size) + payload)
 
-    def data(tag: bytes, payload: bytes) -> None:
-        put(tag, len(payload), payload)
-
     def write(x: object, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        kind = type(x)
+        kind, items = type(x), ()
         if kind in _SCALARS:
             tag, to_bytes, _ = _SCALARS[kind]
-            data(tag, to_bytes(x))
-        elif kind in _TAGS:
-            if kind is list and len(x) >= _SHORT and write_array(x):
-                return
-            put(_TAGS[kind], len(x))
-            for item in x:
-                write(item, depth + 1)
+            payload = to_bytes(x)
+            put(tag, len(payload), payload)
+        elif is_type(x):
+            payload = x.__name__.encode()
+            put(b"y", len(payload), payload)
         elif kind is dict:
             put(b"d", len(x))
-            for key, item in x.items():
-                write(key, depth + 1)
-                write(item, depth + 1)
-        elif kind in _NAMES and (values := _STANDARD[_NAMES[kind]][1](x)) is not None:
-            put(b"o", 1 + len(values))
-            for item in (_NAMES[kind], *values):
-                write(item, depth + 1)
-        elif is_type(x):
-            data(b"y", x.__name__.encode())
-        else:
-            values = other(x)
-            put(b"h", len(values))
-            for item in values:
-                write(item, depth + 1)
+            items = chain.from_iterable(x.items())
+        elif kind is not list or len(x) < _SHORT or not write_array(x):
+            if kind in _TAGS:
+                tag, items = _TAGS[kind], x
+            elif kind in _NAMES and (values := _STANDARD[_NAMES[kind]][1](x)) is not None:
+                tag, items = b"o", (_NAMES[kind], *values)
+            else:
+                tag, items = b"h", other(x)
+            put(tag, len(items))
+        for item in items:
+            write(item, depth + 1)
 
     def write_array(x: list) -> bool:
         """Whether the list holds small integers only, or floats only, and was written."""
