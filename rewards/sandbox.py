@@ -165,7 +165,7 @@ def _landlock_abi() -> int:
 
 
 def _landlock_ruleset(abi: int) -> int:
-    """File descriptor of a ruleset that allows reading what an interpreter needs, and nothing else. `abi`: Landlock's."""
+    """File descriptor of a ruleset, for that Landlock version, which allows reading what an interpreter needs."""
     libc = _libc()
     read_file, read_dir = 1 << 2, 1 << 3
     library = [os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
@@ -251,12 +251,13 @@ def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict
 # descriptor: so the standard library can be read after the change of user even if the path cannot, as under /root.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 _ENVIRONMENT |= {"PYTHONHOME": "/proc/self/fd/{home}"}
-# What a fresh interpreter does; it forgets the path before anybody else's code runs.
+# What a fresh interpreter does; it forgets what lies beside its files before anybody else's code runs.
 _BOOT = """
 import sys
 sys.path.append({root!r})
 from rewards import sandbox_server
 sys.path.remove({root!r})
+sys.path_importer_cache.clear()
 sandbox_server.serve({fd})
 """
 

@@ -196,10 +196,7 @@ def _text(error: BaseException) -> str:
 def serve(fd: int, problem: str) -> None:
     """Load the candidate's code, then answer calls until the test process goes.
 
-    Args:
-        fd: the socket to the test process, which is told first whether this process could be locked up.
-        problem: why not, if so.
-
+    `fd` is the socket to it. First it is told why this process could not be locked up, if there is such a problem.
     An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed):
     "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
     them; and what was printed since the last one. All come from a process that the candidate's code controls.

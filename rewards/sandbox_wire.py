@@ -1,7 +1,7 @@
 """What crosses between the processes of the sandbox, as bytes: plain data, standard-library values, numbers of objects.
 
-rewards/sandbox.py sends this file into the sandbox, so it imports little, and nothing from the project. `decode` reads
-messages from anybody: it builds nothing but the types listed here, and what its caller makes of an object's number.
+`decode` reads messages from anybody: it builds nothing but the types listed here, and what its caller makes of an
+object's number.
 """
 
 import array
@@ -141,9 +141,8 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
     """Write `value` as bytes.
 
     Data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, the types in _STANDARD,
-    and all these types themselves. Types are exact: an object of a subclass of int is not an int. Every
-    other object is written as the values that `other` gives for it. A value is one letter, a 4-byte size, and that
-    many bytes or values.
+    and all these types themselves. Types are exact: an object of a subclass of int is not an int. Every other object is
+    written as the values that `other` gives for it. A value is a letter, a 4-byte size, and that many bytes or values.
 
     Raises:
         ValueError: nested deeper than MAX_DEPTH, or more bytes or values than allowed.
