@@ -158,10 +158,8 @@ def _seccomp_available() -> bool:
 
 
 def _landlock_abi() -> int:
-    """The kernel's Landlock version; 0: none."""
-    if platform.machine() != "x86_64":
-        return 0
-    return max(0, _libc().syscall(444, None, ctypes.c_size_t(0), 1))  # LANDLOCK_CREATE_RULESET_VERSION
+    """The kernel's Landlock version, which LANDLOCK_CREATE_RULESET_VERSION asks for; 0: none."""
+    return max(0, _libc().syscall(444, None, ctypes.c_size_t(0), 1)) if platform.machine() == "x86_64" else 0
 
 
 def _landlock_ruleset(abi: int) -> int:
@@ -257,7 +255,8 @@ import sys
 sys.path.append({root!r})
 from rewards import sandbox_server
 sys.path.remove({root!r})
-sys.path_importer_cache.clear()
+for path in [path for path in sys.path_importer_cache if path.startswith({root!r})]:
+    del sys.path_importer_cache[path]
 sandbox_server.serve({fd})
 """
 

@@ -19,7 +19,6 @@ import struct
 import sys
 import types
 from _collections_abc import Callable
-from multiprocessing.connection import Connection
 
 from rewards import sandbox_wire
 
@@ -139,10 +138,6 @@ class _Objects:
         parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
         return (self.assign(cls), str(cls.__name__), bits, tuple(map(self.kind, parents)), tuple(fields))
 
-    def describe(self, x: object) -> tuple:
-        """(number, its class, itself if it is a class)."""
-        return (self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None)
-
     def snapshot(self, number: int, x: object, most: int) -> bytes:
         """(number, the data in an object), if it is of a class that has some and it can cross."""
         try:
@@ -161,10 +156,11 @@ class _Objects:
                 return sandbox_wire.encode((number, data), self.number_new, most, most)
         return b""
 
-    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_ANSWER) -> bytes:
+    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_MESSAGE) -> bytes:
         """An answer: the objects that are new, data of the objects in it and of all new ones, and the values.
 
-        So it crosses at once, before the test process has asked anything that could tell what it is to be equal to.
+        So it crosses at once, before the test process has asked anything that could tell what it is to be equal to. Of
+        a new object it says the number, its class, and the object itself if that is a class.
         """
         self.mentioned = {}
         limits = max_bytes, sandbox_wire.MAX_ANSWER_VALUES
@@ -177,7 +173,8 @@ class _Objects:
                     left -= len(data)
             done |= todo
         new = [x for number, x in self.mentioned.items() if number not in self.told]
-        shells = [b"h" + sandbox_wire.encode(self.describe(x), self.number, *limits)[1:] for x in new]  # not as a tuple
+        shells = [(self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None) for x in new]
+        shells = [b"h" + sandbox_wire.encode(shell, self.number, *limits)[1:] for shell in shells]  # not as tuples
         self.told.update(self.mentioned)
         return sandbox_wire.joined((sandbox_wire.joined(shells), sandbox_wire.joined(snapshots), *parts))
 
@@ -201,13 +198,13 @@ def serve(fd: int, problem: str) -> None:
     "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
     them; and what was printed since the last one. All come from a process that the candidate's code controls.
     """
-    test_process = Connection(fd)
-    test_process.send_bytes(problem.encode())
+    test_process = open(fd, "rb")
+    sandbox_wire.send(test_process, problem.encode())
     if problem:
         return
     objects = _Objects()
     find = objects.by_number.__getitem__
-    most, values = sandbox_wire.MAX_ANSWER, sandbox_wire.MAX_ANSWER_VALUES
+    most, values = sandbox_wire.MAX_MESSAGE, sandbox_wire.MAX_ANSWER_VALUES
 
     def answer(message: bytes, watch: bool, function: Callable[..., object], *args: object) -> None:
         try:
@@ -222,7 +219,7 @@ def serve(fd: int, problem: str) -> None:
                 reply = objects.answer("value", value, changed, text)
         except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
             reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
-        test_process.send_bytes(reply)
+        sandbox_wire.send(test_process, reply)
 
     def failure(kind: str, error: BaseException) -> bytes:
         try:
@@ -231,7 +228,8 @@ def serve(fd: int, problem: str) -> None:
             text = "an exception that cannot be shown"
             return objects.answer(kind, (RuntimeError(text), text), None, "")
 
-    code, names, capture, in_place = sandbox_wire.decode(test_process.recv_bytes(), find, sandbox_wire.MAX_REQUEST)
+    job = sandbox_wire.receive(test_process)
+    code, names, capture, in_place = sandbox_wire.decode(job, find, sandbox_wire.MAX_MESSAGE)
     output = io.StringIO()
     if capture:
         sys.stdout = output
@@ -255,11 +253,8 @@ def serve(fd: int, problem: str) -> None:
 
     answer(b"", False, load)
     while True:
-        try:
-            message = test_process.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(0)
-        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_REQUEST)
+        message = sandbox_wire.receive(test_process)  # raises if that has ended, so this process ends, too
+        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_MESSAGE)
         answer(message, operation == "call", _OPERATIONS[operation], *arguments)
 
 

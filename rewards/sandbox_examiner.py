@@ -17,7 +17,7 @@ import types
 import unittest
 from _collections_abc import Callable, Iterator
 from itertools import zip_longest
-from multiprocessing.connection import Connection
+from typing import BinaryIO
 
 from rewards import sandbox_child, sandbox_wire
 
@@ -282,7 +282,7 @@ class Candidate:
         in_place: every call gives its arguments back as it left them, not only one that returns None.
     """
 
-    def __init__(self, process: Connection, end: Callable, objects: bool, own_eq: bool, in_place: bool):
+    def __init__(self, process: BinaryIO, end: Callable, objects: bool, own_eq: bool, in_place: bool):
         self.process, self.end, self.objects, self.own_eq, self.in_place = process, end, objects, own_eq, in_place
         self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
         self.kinds: dict[int, _Kind] = {}
@@ -293,10 +293,10 @@ class Candidate:
 
     def exchange(self, message: object) -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
-        limit = sandbox_wire.MAX_REQUEST
+        limit = sandbox_wire.MAX_MESSAGE
         try:
-            self.process.send_bytes(sandbox_wire.encode(message, self._number, limit, limit))
-            answer = self.process.recv_bytes(sandbox_wire.MAX_ANSWER)
+            sandbox_wire.send(self.process, sandbox_wire.encode(message, self._number, limit, limit))
+            answer = sandbox_wire.receive(self.process)
         except (EOFError, OSError):
             self.end("gone", "")
         self.answered, self.new = True, set()
@@ -492,9 +492,9 @@ def serve(reports: int, fd: int, problem: str) -> None:
         os._exit(0)
 
     job = marshal.loads(b"".join(iter(lambda: os.read(reports, sandbox_wire.MAX_PACKET), b"")))
-    process = Connection(fd)
+    process = open(fd, "rb")
     try:
-        problem = problem or process.recv_bytes().decode()
+        problem = problem or sandbox_wire.receive(process).decode()
     except (EOFError, OSError):
         problem = "it ended"
     if problem:

@@ -43,11 +43,9 @@ class _Loop(asyncio.BaseEventLoop):
 
 
 def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: dict[str, object]) -> int:
-    """Start a process that closes what is not its own, locks itself up and runs `main`; its number.
+    """Start a process that closes what it is not to keep, locks itself up by the plan and runs `main`; its number.
 
-    Args:
-        main: called with the file descriptors that the process keeps, and what went wrong in locking it up, if so.
-        plan: of sandbox_child's `lock_up`, without `parent`.
+    `main` gets the file descriptors that the process keeps, and what went wrong in locking it up, if so.
     """
     parent = os.getpid()
     pid = os.fork()

@@ -12,6 +12,7 @@ import datetime
 import decimal
 import fractions
 import json
+import os
 import pathlib
 import struct
 import types
@@ -19,10 +20,10 @@ import uuid
 import zoneinfo
 from _collections_abc import Callable, Sequence
 from itertools import chain
+from typing import BinaryIO
 
-MAX_ANSWER = 16 << 20  # bytes
+MAX_MESSAGE = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
-MAX_REQUEST = 16 << 20  # bytes
 MAX_PACKET = 1 << 16  # bytes; what the worker and the test process tell each other is cut into packets
 MAX_DEPTH = 200
 # {type: (letter, value -> bytes, bytes -> value)}
@@ -237,3 +238,20 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
     if at != len(message):
         raise ValueError("malformed message")
     return value
+
+
+def send(peer: BinaryIO, message: bytes) -> None:
+    """Write one message; raises OSError when the other end is closed."""
+    data = memoryview(struct.pack(">I", len(message)) + message)
+    while data:
+        data = data[os.write(peer.fileno(), data) :]
+
+
+def receive(peer: BinaryIO) -> bytes:
+    """One message; raises OSError or EOFError if the other end is closed, or announces a longer one than is allowed."""
+    header = peer.read(4)
+    size = int.from_bytes(header, "big")
+    message = peer.read(size) if size <= MAX_MESSAGE else b""
+    if len(header) < 4 or len(message) < size:
+        raise EOFError
+    return message
