@@ -1,18 +1,15 @@
 """Run model-written Python against assert statements, so that only right answers pass; docs/sandbox.md has the design.
 
-Three processes. The worker is the process that calls `run_tests`; it only reads verdicts, clocks and exit codes. The
-test process runs the asserts, and knows the expected values. The candidate's process runs the code; it gets arguments
-and sends back data. The last two are forked from a clean interpreter and locked up before they see any of it.
-
     >>> run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
     Verdict(status='pass', passed=1, total=1, detail='')
 
-The tests and their setup code come from the data set, and are trusted as it is. Needs Linux 5.13 or later with
-Landlock, on x86-64; no privileges, no namespaces, and nothing outside the standard library.
+The worker, which calls `run_tests`, only reads verdicts, clocks and exit codes. The test process runs the asserts and
+knows the expected values; the candidate's process runs the code. Uses nothing outside the standard library.
 """
 
 import ast
 import builtins
+import contextlib
 import ctypes
 import functools
 import marshal
@@ -21,7 +18,6 @@ import os
 import platform
 import re
 import resource
-import select
 import signal
 import socket
 import struct
@@ -34,7 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rewards import sandbox_wire
 
@@ -162,29 +158,17 @@ def _seccomp_available() -> bool:
 
 
 def _landlock_abi() -> int:
-    """The kernel's Landlock version; 0: none."""
-    if platform.machine() != "x86_64":
-        return 0
-    return max(0, _libc().syscall(444, None, ctypes.c_size_t(0), 1))  # LANDLOCK_CREATE_RULESET_VERSION
-
-
-def _readable_folders() -> list[str]:
-    """What the interpreter in the sandbox needs to read: its standard library, shared libraries, time zones."""
-    library = os.path.dirname(os.__file__)
-    prefix = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
-    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
-    return [path for path in (library, *prefix, *system) if os.path.isdir(path)]
+    """The kernel's Landlock version, which LANDLOCK_CREATE_RULESET_VERSION asks for; 0: none."""
+    return max(0, _libc().syscall(444, None, ctypes.c_size_t(0), 1)) if platform.machine() == "x86_64" else 0
 
 
 def _landlock_ruleset(abi: int) -> int:
-    """File descriptor of a ruleset that allows reading the folders above and nothing else.
-
-    Args:
-        abi: the kernel's Landlock version, at least 1.
-    """
+    """File descriptor of a ruleset, for that Landlock version, which allows reading what an interpreter needs."""
     libc = _libc()
     read_file, read_dir = 1 << 2, 1 << 3
-    rights = dict.fromkeys(_readable_folders(), read_file | read_dir)
+    library = [os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
+    rights = {path: read_file | read_dir for path in (*library, *system) if os.path.isdir(path)}
     if os.path.exists("/etc/ld.so.cache"):
         rights["/etc/ld.so.cache"] = read_file
     files = (1 << 13) - 1 | (abi >= 2) << 13 | (abi >= 3) << 14 | (abi >= 5) << 15
@@ -224,13 +208,10 @@ def _users() -> tuple[int, int] | None:
 class _Layers:
     """What every child of this process is started with."""
 
-    program: bytes
-    """seccomp filter; empty: none"""
-    ruleset: int
-    """Landlock file descriptor; -1: none"""
+    program: bytes  # seccomp filter; empty: none
+    ruleset: int  # Landlock file descriptor; -1: none
     users: tuple[int, int] | None
-    home: int
-    """file descriptor of the interpreter's prefix"""
+    home: int  # file descriptor of the interpreter's prefix
 
 
 @functools.cache
@@ -264,24 +245,20 @@ def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict
 
 # === the processes ===
 
-# What a fresh interpreter does: make modules of the sandbox's files, which come over the socket, then serve.
+# All that the candidate's code finds in os.environ. PYTHONHOME names the interpreter's prefix by an open file
+# descriptor: so the standard library can be read after the change of user even if the path cannot, as under /root.
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT |= {"PYTHONHOME": "/proc/self/fd/{home}"}
+# What a fresh interpreter does; it forgets what lies beside its files before anybody else's code runs.
 _BOOT = """
-import marshal, os, resource, sys, types
-limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
-resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-def read(n):
-    data = b""
-    while len(data) < n: data += os.read({fd}, n - len(data)) or os._exit(0)
-    return data
-package = sys.modules["rewards"] = types.ModuleType("rewards")
-for name, code in marshal.loads(read(int.from_bytes(read(4), "big"))):
-    module = types.ModuleType("rewards." + name)
-    setattr(package, name, module)
-    sys.modules["rewards." + name] = module
-    exec(code, vars(module))
-package.sandbox_server.serve({fd})
+import sys
+sys.path.append({root!r})
+from rewards import sandbox_server
+sys.path.remove({root!r})
+for path in [path for path in sys.path_importer_cache if path.startswith({root!r})]:
+    del sys.path_importer_cache[path]
+sandbox_server.serve({fd})
 """
-_FILES = ("sandbox_wire", "sandbox_child", "sandbox_examiner", "sandbox_server")
 
 
 class _Server:
@@ -289,26 +266,22 @@ class _Server:
 
     def __init__(self):
         layers = _layers()
-        folder = Path(__file__).parent
-        code = [(name, compile((folder / f"{name}.py").read_text(), f"{name}.py", "exec")) for name in _FILES]
         self.lock = threading.Lock()
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            fd = theirs.fileno()
+            fd, root = theirs.fileno(), str(Path(__file__).resolve().parent.parent)
             try:
                 self.process = subprocess.Popen(
                     # No site-packages, no user site, no file of the current folder, nothing written.
-                    [sys._base_executable, "-P", "-s", "-S", "-B", "-c", _BOOT.format(fd=fd)],
+                    [sys._base_executable, "-P", "-s", "-S", "-B", "-c", _BOOT.format(root=root, fd=fd)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",
-                    env=_environment(layers.home),
+                    env={name: value.format(home=layers.home) for name, value in _ENVIRONMENT.items()},
                     pass_fds=[x for x in (fd, layers.home, layers.ruleset) if x >= 0],
                     start_new_session=True,
                 )
-                message = marshal.dumps(code)
-                self.socket.sendall(struct.pack(">I", len(message)) + message)
             except OSError as error:
                 self.socket.close()
                 raise _Unavailable(f"could not start {sys._base_executable}: {error}") from error
@@ -342,114 +315,7 @@ def _server(process: int) -> _Server:
 _STARTING = threading.RLock()  # of the server and the self-test, which threads may ask for at the same time
 
 
-class _Pair:
-    """The test process and the candidate's process of one evaluation, or of the rest of it after a crash."""
-
-    def __init__(self, *, total_s: float, memory_mb: int):
-        """Start both and lock them up. `total_s`: CPU seconds after which the kernel ends them, whatever happens here.
-
-        Raises _Unavailable.
-        """
-        layers = _layers()
-        common = {"users": layers.users, "ruleset": layers.ruleset, "program": layers.program}
-        plans = [common | {"limits": _limits(total_s + 1, size, layers.users)} for size in (memory_mb, EXAMINER_MB)]
-        with _STARTING:
-            self.server = _server(os.getpid())
-        self.reports, theirs = socket.socketpair()
-        asks, answers = socket.socketpair()
-        try:
-            with theirs, asks, answers:
-                fds = [theirs.fileno(), asks.fileno(), answers.fileno()]
-                self.candidate, self.examiner = self.server.request("start", *plans, fds=fds)
-        except _Unavailable:
-            self.reports.close()
-            raise
-        self.last_cpu = {self.candidate: 0.0, self.examiner: 0.0}
-        self.closed = False
-
-    def cpu(self, pid: int) -> float:
-        """CPU seconds used by a process's threads: the clock that clock_getcpuclockid(3) names."""
-        try:
-            self.last_cpu[pid] = time.clock_gettime((~pid << 3) | 2)
-        except OSError:
-            pass  # it has ended
-        return self.last_cpu[pid]
-
-    def delay(self) -> float:
-        """Seconds that the two processes' main threads were ready to run and had no core.
-
-        Other threads do not count: a hundred that wait for each other's core are no sign of a busy machine.
-        """
-        fields = [_proc(pid, "schedstat") for pid in (self.candidate, self.examiner)]
-        return sum(int(each[1]) / 1e9 for each in fields if each)
-
-    def threads(self) -> int:
-        """Threads of the candidate's process."""
-        fields = _proc(self.candidate, "stat")
-        return int(fields[17]) if fields else 0
-
-    def end(self, grace_s: float = 0.0) -> tuple["_End", "_End"]:
-        """Kill both, unless they end within `grace_s`; what became of the candidate's and the test process. Once."""
-        self.closed = True
-        self.reports.close()
-        candidate, examiner = self.server.request("end", [(self.candidate, grace_s), (self.examiner, grace_s)])
-        return _End(*candidate), _End(*examiner)
-
-
-class _End(NamedTuple):
-    """What became of a process: its exit code or minus its signal, its CPU seconds, whether the sandbox killed it."""
-
-    code: int
-    cpu: float
-    killed: bool
-
-    def how(self) -> str:
-        return f"{'signal ' if self.code < 0 else 'exit code '}{abs(self.code)}"
-
-
-def _environment(home: int) -> dict[str, str]:
-    """All that the candidate's code finds in os.environ.
-
-    PYTHONHOME names the interpreter's prefix by an open file descriptor: so the standard library can be read after the
-    change of user even if the path to it cannot, as under /root.
-    """
-    return {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "HOME": "/",
-        "PYTHONHOME": f"/proc/self/fd/{home}",
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def _proc(pid: int, name: str) -> list[str]:
-    """The numbers in a file of a process's; none if it has ended, or the kernel has no such file."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 # === the tests ===
-
-
-@dataclass(frozen=True)
-class _Program:
-    """The tests and their setup, compiled, with the names that they take from elsewhere."""
-
-    setup: CodeType
-    tests: list[CodeType]
-    names: list[str]
-    """what the candidate is asked for"""
-    modules: list[str]
-    """standard modules that a test uses without importing them"""
-    setup_uses_candidate: bool
-    objects: bool
-    """the tests name a class of the candidate's, as Vector or LRUCache: its operators are part of the task"""
-    capture: bool
-    """the tests look at what is printed"""
-
 
 _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
@@ -499,7 +365,7 @@ class _Marks(ast.NodeTransformer):
     """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
-        return [node, self._call("__assert_held__", node)]
+        return [node, self._call("__assert_held__")]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
         """A handler for everything, or for what may be a class of the candidate's, must not swallow a failed assert.
@@ -511,9 +377,8 @@ class _Marks(ast.NodeTransformer):
         names = {ast.unparse(kind) for kind in kinds}
         if "StopIteration" in names:
             node.type = ast.Tuple([*kinds, ast.Name("__ended__", ast.Load())], ast.Load())
-            ast.fix_missing_locations(ast.copy_location(node.type, node))
         if "AssertionError" not in names and not (names and names <= _NARROW):
-            node.body.insert(0, self._call("__caught__", node))
+            node.body.insert(0, self._call("__caught__"))
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
@@ -523,7 +388,7 @@ class _Marks(ast.NodeTransformer):
         if asserts and all(map(_must_fail, asserts)):
             for handler in node.handlers:
                 if handler.type is None or "AssertionError" not in ast.unparse(handler.type):
-                    handler.body.insert(0, self._call("__assert_held__", handler))
+                    handler.body.insert(0, self._call("__assert_held__"))
         return node
 
     def visit_With(self, node: ast.With) -> ast.With:
@@ -532,24 +397,23 @@ class _Marks(ast.NodeTransformer):
         skippable = [i for i, part in enumerate(node.body) if any(map(_is_assert, ast.walk(part)))]
         if skippable:
             body, rest = node.body[: skippable[-1] + 1], node.body[skippable[-1] + 1 :]
-            handler = ast.ExceptHandler(None, None, [self._call("__skips__", node), ast.Raise()])
+            handler = ast.ExceptHandler(None, None, [self._call("__skips__"), ast.Raise()])
             node.body = [ast.Try(body, [handler], [], []), *rest]
-            ast.fix_missing_locations(ast.copy_location(node.body[0], node))
         return node
 
     @staticmethod
-    def _call(name: str, at: ast.AST) -> ast.stmt:
-        call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
-        return ast.fix_missing_locations(ast.copy_location(call, at))
+    def _call(name: str) -> ast.stmt:
+        return ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
 
 
 def _compile(tree: ast.Module, name: str) -> CodeType:
-    return compile(_Marks().visit(tree), name, "exec", optimize=0)  # asserts stay under python -O, too
+    tree = ast.fix_missing_locations(_Marks().visit(tree))
+    return compile(tree, name, "exec", optimize=0)  # asserts stay under python -O, too
 
 
 @functools.lru_cache(maxsize=8)  # the responses to one prompt have the same tests
-def _program(tests: tuple[str, ...], setup: str) -> _Program:
-    """Compile the tests, and decide whose each of their names is.
+def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
+    """Compile the tests and their setup, and decide whose each of their names is.
 
     A name is the setup's if that binds it; else Python's if it is a builtin; else a standard module's if it is one and
     only its attributes are used; else the candidate's. So a candidate cannot replace `set` or `math` in
@@ -573,15 +437,16 @@ def _program(tests: tuple[str, ...], setup: str) -> _Program:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         if len(names) != 1:
             raise ValueError(f"the tests name no function of the candidate's: {tests[0][:200]!r}; mend the data")
-    return _Program(
-        setup=_compile(setup_tree, "setup"),
-        tests=[_compile(tree, f"test {i}") for i, tree in enumerate(trees)],
-        names=sorted(names),
-        modules=sorted(modules),
-        setup_uses_candidate=bool(setup_read & names),
-        objects=any(map(_CLASS_NAME.fullmatch, names)),
-        capture=any("stdout" in text for text in (setup, *tests)),
-    )
+    return {
+        "setup": _compile(setup_tree, "setup"),
+        "tests": [_compile(tree, f"test {i}") for i, tree in enumerate(trees)],
+        "names": sorted(names),  # what the candidate is asked for
+        "modules": sorted(modules),
+        "setup_uses_candidate": bool(setup_read & names),
+        # Whether a class of the candidate's is named, as Vector or LRUCache: its operators are part of the task.
+        "objects": any(map(_CLASS_NAME.fullmatch, names)),
+        "capture": any("stdout" in text for text in (setup, *tests)),  # the tests look at what is printed
+    }
 
 
 # === the worker ===
@@ -606,87 +471,93 @@ def _slowness() -> float:
 class _Spent:
     """What an evaluation has used so far, and may use, over all its processes."""
 
-    timeout_s: float
-    """CPU seconds of one test"""
-    total_s: float
-    """CPU seconds of all"""
-    sleep_s: float
-    """seconds asleep, in all"""
+    timeout_s: float  # CPU seconds of one test
+    total_s: float  # CPU seconds of all
+    sleep_s: float  # seconds asleep, in all
     cpu: float = 0.0
     delay: float = 0.0
-    waited: float = 0.0
-    """wall time; what the worker itself lost, stopped or waiting for a core, is not in it"""
+    waited: float = 0.0  # wall time; what the worker itself lost, stopped or waiting for a core, is not in it
 
 
 class _Stop(Exception):
     """An evaluation's processes are of no further use: the status of the test that they are at, and why."""
 
-    def __init__(self, status: str, detail: str, last: bool = False):
+    def __init__(self, status: Status, detail: str, last: bool = False):
         super().__init__(status, detail)
         self.status, self.detail, self.last = status, detail, last  # last: no other test is run
 
 
-class _Watch:
-    """Follows a pair of processes: hands out their reports, and stops them when they have used what they may."""
+class _Pair:
+    """The candidate's process and the test process of an evaluation, or of the rest of it after a crash; stops both."""
 
-    def __init__(self, pair: _Pair, spent: _Spent):
-        self.pair, self.spent = pair, spent
-        self.before = (spent.cpu, spent.delay)
-        self.buffer = bytearray()
-        self.started = (0.0, 0.0)  # CPU seconds of both when the current test began
-        self.poll = select.poll()
-        self.poll.register(pair.reports, select.POLLIN)
-        self.pause = 0.01
+    def __init__(self, memory_mb: int, spent: _Spent):
+        """Start both and lock them up. Raises _Unavailable."""
+        layers = _layers()
+        limits = [_limits(spent.total_s + 1, size, layers.users) for size in (memory_mb, EXAMINER_MB)]
+        plans = [vars(layers) | {"limits": each} for each in limits]
+        with _STARTING:
+            self.server = _server(os.getpid())
+        self.reports, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # no half of a message can arrive
+        asks, answers = socket.socketpair()
+        try:
+            with theirs, asks, answers:
+                fds = [theirs.fileno(), asks.fileno(), answers.fileno()]
+                self.pids = self.server.request("start", *plans, fds=fds)  # of the candidate's and the test process
+        except _Unavailable:
+            self.reports.close()
+            raise
+        self.spent, self.before = spent, (spent.cpu, spent.delay)
+        self.started = [0.0, 0.0]  # CPU seconds of both when the current test began
+        self.ends: list[tuple[int, float, bool]] = []
+
+    def cpu(self) -> list[float]:
+        """CPU seconds that the threads of each have used: the clocks that clock_getcpuclockid(3) names."""
+        used = [0.0, 0.0]
+        for i, pid in enumerate(self.pids):
+            with contextlib.suppress(OSError):  # it is gone
+                used[i] = time.clock_gettime((~pid << 3) | 2)
+        return used
 
     def send(self, job: bytes) -> None:
-        data = memoryview(struct.pack(">I", len(job)) + job)
-        self.pair.reports.setblocking(False)
-        while data:
-            try:
-                data = data[self.pair.reports.send(data, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                self._look(0.001)
-                time.sleep(0.001)
-            except OSError:
-                return  # it ended; `report` finds out
+        """Hand the job to the test process, in packets, the last of them empty."""
+        self.reports.settimeout(WALL_S)
+        with contextlib.suppress(OSError):  # it ended; `report` finds out
+            for start in range(0, len(job) + sandbox_wire.MAX_PACKET, sandbox_wire.MAX_PACKET):
+                self.reports.send(job[start : start + sandbox_wire.MAX_PACKET])
+        self.reports.settimeout(POLL_S)
 
     def report(self) -> tuple[str, str]:
         """The next report of the test process. Raises _Stop, and _Unavailable if the processes ended by no fault."""
         while True:
-            size = int.from_bytes(self.buffer[:4], "big")
-            if len(self.buffer) >= 4 and len(self.buffer) >= 4 + size:
-                message = bytes(self.buffer[4 : 4 + size])
-                del self.buffer[: 4 + size]
-                self.started = (self.pair.cpu(self.pair.candidate), self.pair.cpu(self.pair.examiner))
-                try:
-                    kind, why = sandbox_wire.decode(message, str, 3)
-                except (ValueError, TypeError) as error:
-                    raise _Stop("overload", "the test process sent nonsense", last=True) from error
-                return str(kind), str(why)
             start = time.monotonic()
-            ready = self.poll.poll(self.pause * 1000)
-            self.spent.waited += min(time.monotonic() - start, self.pause)
-            self.pause = min(2 * self.pause, POLL_S)
-            if not ready:
-                self._look()
-                continue
             try:
-                data = self.pair.reports.recv(1 << 16)
-            except BlockingIOError:
+                message = self.reports.recv(sandbox_wire.MAX_PACKET)
+            except OSError as error:
+                message = None if isinstance(error, TimeoutError) else b""
+            self.spent.waited += min(time.monotonic() - start, POLL_S)
+            if message is None:
+                self._check()
                 continue
-            except OSError:
-                data = b""
-            self.buffer += data
-            if not data or size > 1 << 16:
-                raise self.end()
+            if not message:
+                raise self.gone()
+            self.started = self.cpu()
+            try:
+                kind, why = sandbox_wire.decode(message, str, 3)
+            except (ValueError, TypeError) as error:
+                raise _Stop("overload", "the test process sent nonsense", last=True) from error
+            return str(kind), str(why)
 
-    def _look(self, waited: float = 0.0) -> None:
+    def _check(self) -> None:
         """Raise _Stop if the processes have used what they may."""
-        pair, spent = self.pair, self.spent
-        spent.waited += waited
-        candidate, examiner = pair.cpu(pair.candidate), pair.cpu(pair.examiner)
-        spent.cpu, spent.delay = self.before[0] + candidate + examiner, self.before[1] + pair.delay()
-        if pair.threads() > MAX_THREADS:
+        spent = self.spent
+        candidate, examiner = self.cpu()
+        # Seconds that the main threads were ready to run and had no core. Other threads do not count: a hundred that
+        # wait for each other's core are no sign of a busy machine.
+        waits = [_proc(pid, "schedstat") for pid in self.pids]
+        spent.cpu = self.before[0] + candidate + examiner
+        spent.delay = self.before[1] + sum(int(each[1]) / 1e9 for each in waits if each)
+        state = _proc(self.pids[0], "stat")
+        if state and int(state[17]) > MAX_THREADS:
             raise _Stop("crash", f"more than {MAX_THREADS} threads", last=True)
         if candidate - self.started[0] >= spent.timeout_s:
             raise _Stop("timeout", f"used {spent.timeout_s:g} s of CPU time")
@@ -701,91 +572,96 @@ class _Watch:
                 raise _Stop("sandbox_error", f"waited {spent.delay:.1f} of {spent.waited:.1f} s for a core", last=True)
             raise _Stop("timeout", f"did not answer in {spent.waited:.1f} s", last=True)
 
-    def end(self, gone: str | None = None) -> _Stop:
+    def gone(self, why: str | None = None) -> _Stop:
         """End both processes; what to say if one of them ended before, or the test process gave the other up.
 
         Args:
-            gone: the candidate's process is of no further use, says the test process, and why if that is not its end.
+            why: the candidate's process is of no further use, says the test process, and why if that is not its end.
 
         Raises _Unavailable if a process was killed from outside.
         """
-        candidate, examiner = self.pair.end(POLL_S)
-        self.spent.cpu = self.before[0] + candidate.cpu + examiner.cpu
-        if gone is None:
-            return _Stop("overload", f"an answer ended the test process ({examiner.how()})", last=True)
-        if gone:
-            return _Stop("crash", gone)
-        if candidate.code != -signal.SIGKILL:
-            return _Stop("crash", f"the process ended with {candidate.how()}")
-        if candidate.killed:
+        code, cpu, killed = self.end(POLL_S)[0]
+        how = [f"{'signal ' if end < 0 else 'exit code '}{abs(end)}" for end, _, _ in self.ends]
+        if why is None:
+            return _Stop("overload", f"an answer ended the test process ({how[1]})", last=True)
+        if why:
+            return _Stop("crash", why)
+        if code != -signal.SIGKILL:
+            return _Stop("crash", f"the process ended with {how[0]}")
+        if killed:
             return _Stop("crash", "the process closed its connection")
-        if candidate.cpu >= self.spent.total_s:
+        if cpu >= self.spent.total_s:
             return _Stop("timeout", f"used {self.spent.total_s:g} s of CPU time in all", last=True)
         raise _Unavailable("the candidate's process was killed from outside")  # it cannot send itself that signal
 
-    def close(self) -> None:
-        """End both processes, at once."""
-        if not self.pair.closed:
-            candidate, examiner = self.pair.end()
-            self.spent.cpu = self.before[0] + candidate.cpu + examiner.cpu
+    def end(self, grace_s: float = 0.0) -> list[tuple[int, float, bool]]:
+        """Kill both, unless they end within `grace_s`. Returns what sandbox_server's `_end` says of each."""
+        if self.reports.fileno() >= 0:  # once
+            self.reports.close()
+            self.ends = self.server.request("end", [(pid, grace_s) for pid in self.pids])
+            self.spent.cpu = self.before[0] + sum(cpu for _, cpu, _ in self.ends)
+        return self.ends
 
 
-def _attend(job: dict[str, Any], tests: list[CodeType], memory_mb: int, spent: _Spent, outcomes: list) -> _Stop | None:
+def _proc(pid: int, name: str) -> list[str]:
+    """The numbers in a file of a process's; none if it has ended, or the kernel has no such file."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _attend(job: dict[str, Any], memory_mb: int, spent: _Spent, outcomes: list[tuple[Status, str]]) -> None:
     """Run the tests that have no outcome yet in a new pair of processes, and add the outcomes.
 
-    Returns why it ended before the last test, or None. Raises _Unavailable, and ValueError if the tests are unusable.
+    Raises _Stop if it ends before the last test, _Unavailable, and ValueError if the tests are unusable.
     """
-    watch = _Watch(_Pair(total_s=spent.total_s, memory_mb=memory_mb), spent)
+    pair = _Pair(memory_mb, spent)
     loaded = False
     try:
-        watch.send(marshal.dumps(job | {"tests": tests[len(outcomes) :]}))
-        while len(outcomes) < len(tests):
-            kind, why = watch.report()
+        pair.send(marshal.dumps(job | {"tests": job["tests"][len(outcomes) :]}))
+        while len(outcomes) < len(job["tests"]):
+            kind, why = pair.report()
             if kind == "broken":
                 raise _Unavailable(why)
             if kind == "bad":
                 raise ValueError(f"{why}; mend the data")
             if kind == "gone":
-                raise watch.end(why)
-            if not loaded and kind != "loaded":
-                return _Stop(kind if kind in ("error", "memory") else "fail", why, last=True)
+                raise pair.gone(why)
             if loaded:
                 outcomes.append((kind if kind in ("pass", "memory") else "fail", why))
+            elif kind != "loaded":
+                raise _Stop(kind if kind in ("error", "memory") else "fail", why)
             loaded = True
     except _Stop as stop:
-        return stop if loaded else _Stop(stop.status, stop.detail, last=True)
+        stop.last = stop.last or not loaded
+        raise
     finally:
-        watch.close()
-    return None
+        pair.end()
 
 
-def _judge(job: dict[str, Any], tests: list[CodeType], memory_mb: int, spent: _Spent) -> Verdict:
+def _judge(job: dict[str, Any], memory_mb: int, spent: _Spent) -> Verdict:
     """See `run_tests`."""
+    total = len(job["tests"])
     outcomes: list[tuple[Status, str]] = []
     pauses = iter(RETRY_S)
-    while len(outcomes) < len(tests) and sum(status == "timeout" for status, _ in outcomes) < MAX_TIMEOUTS:
+    while len(outcomes) < total and sum(status == "timeout" for status, _ in outcomes) < MAX_TIMEOUTS:
         try:
-            stop = _attend(job, tests, memory_mb, spent, outcomes)
+            _attend(job, memory_mb, spent, outcomes)
         except _Unavailable as error:
             pause = next(pauses, None)
             if pause is None:
-                return Verdict("sandbox_error", 0, len(tests), str(error))
+                return Verdict("sandbox_error", 0, total, str(error))
             time.sleep(pause)
-            continue
-        if stop is None:
-            break
-        if stop.status == "sandbox_error":
-            return Verdict("sandbox_error", 0, len(tests), stop.detail)
-        if stop.status == "overload":
-            return Verdict("overload", 0, len(tests), stop.detail)
-        outcomes.append((stop.status, stop.detail))
-        if stop.last:
-            break
+        except _Stop as stop:
+            if stop.status in ("sandbox_error", "overload"):
+                return Verdict(stop.status, 0, total, stop.detail)
+            outcomes.append((stop.status, stop.detail))
+            if stop.last:
+                break
     passed = sum(status == "pass" for status, _ in outcomes)
-    if outcomes[-1][0] == "error":
-        return Verdict("error", passed, len(tests), outcomes[-1][1])
     status, detail = next((outcome for outcome in outcomes if outcome[0] != "pass"), ("pass", ""))
-    return Verdict(status, passed, len(tests), detail)
+    return Verdict(status, passed, total, detail)
 
 
 def run_tests(
@@ -835,16 +711,12 @@ def run_tests(
     self_test()
     if len(code) > MAX_CODE:
         return Verdict("error", 0, len(tests), f"the code has {len(code)} characters")
-    job = {name: getattr(program, name) for name in _JOB} | {"own_eq": own_eq, "in_place": in_place}
-    job["code"] = code.removeprefix("\ufeff")
+    job = program | {"code": code.removeprefix("\ufeff"), "own_eq": own_eq, "in_place": in_place}
     limits = [min(seconds * _slowness(), WALL_S) for seconds in (timeout_s, total_s)]
-    verdict = _judge(job, program.tests, memory_mb, _Spent(*limits, WALL_FACTOR * timeout_s))
+    verdict = _judge(job, memory_mb, _Spent(*limits, WALL_FACTOR * timeout_s))
     if verdict.status == "sandbox_error":
         print(f"sandbox: a program was not judged: {verdict.detail}", file=sys.stderr)
     return verdict
-
-
-_JOB = ("setup", "names", "modules", "setup_uses_candidate", "objects", "capture")
 
 
 # === the self-test ===
@@ -917,9 +789,9 @@ def _probe() -> dict[str, bool]:
     first, count = layers.users or (0, 1)
     limits = [_limits(11, size, layers.users) for size in (512, EXAMINER_MB)]
     probe = _PROBE.replace("LIMITS", str(list(limits[0])))
-    program = _program(("assert False, repr((candidate(), probe()))",), probe)
-    job = {name: getattr(program, name) for name in _JOB} | {"own_eq": False, "in_place": False}
-    verdict = _judge(job | {"code": probe + "candidate = probe"}, program.tests, 512, _Spent(10.0, 10.0, 10.0))
+    job = _program(("assert False, repr((candidate(), probe()))",), probe)
+    job = job | {"code": probe + "candidate = probe", "own_eq": False, "in_place": False}
+    verdict = _judge(job, 512, _Spent(10.0, 10.0, 10.0))
     try:
         seen = ast.literal_eval(verdict.detail.removeprefix("AssertionError: "))
     except (ValueError, SyntaxError) as error:
@@ -929,5 +801,5 @@ def _probe() -> dict[str, bool]:
         "landlock": layers.ruleset >= 0 and all(x["list"] == x["write"] == x["proc"] == eacces for x in seen),
         "limits": [x["limits"] for x in seen] == [{n: (v, v) for n, v in own.items()} for own in limits],
         "user": not layers.users or all(x["users"] == [first + x["process"] % count] for x in seen),
-        "environment": all(set(x["variables"]) <= _environment(0).keys() for x in seen),
+        "environment": all(set(x["variables"]) <= _ENVIRONMENT.keys() for x in seen),
     }

@@ -1,10 +1,11 @@
 """The candidate's process in the sandbox: lock it up, load the candidate's code, answer the test process's calls.
 
-rewards/sandbox.py sends this file into the sandbox. After `lock_up` nothing in this process is trusted any more: the
-candidate's code may change every object in it. What keeps the others safe is the kernel, and that
-`sandbox_wire.decode` only builds plain data and stand-ins for what stays here.
+After `lock_up` nothing in this process is trusted any more: the candidate's code may change every object in it. What
+keeps the others safe is the kernel, and that `sandbox_wire.decode` only builds plain data and stand-ins for what stays
+here.
 """
 
+import asyncio
 import contextlib
 import copy
 import ctypes
@@ -23,10 +24,8 @@ from rewards import sandbox_wire
 
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
-METHODS = (
-    "__call__ __iter__ __next__ __len__ __getitem__ __enter__ __contains__ __reversed__ __bytes__ __await__".split()
-)
-METHOD_BITS = {name: 1 << i for i, name in enumerate(METHODS)}
+METHODS = "call iter next len contains getitem setitem delitem reversed bytes await enter exit".split()
+METHOD_BITS = {f"__{name}__": 1 << i for i, name in enumerate(METHODS)}
 IS_DATA, HAS_FIELDS = 1 << len(METHODS), 2 << len(METHODS)  # of a subclass of a data type; a dataclass
 
 
@@ -73,14 +72,7 @@ def lock_up(plan: dict[str, object]) -> None:
         prctl("PR_SET_SECCOMP", 22, 2, ctypes.c_char_p(fprog), 0, 0)
 
 
-def _leave(manager: object, error: BaseException | None) -> bool:
-    """The end of a with statement."""
-    return bool(type(manager).__exit__(manager, error and type(error), error, error and error.__traceback__))
-
-
 def _run(awaitable: object) -> object:
-    import asyncio
-
     async def main() -> object:
         return await awaitable
 
@@ -90,31 +82,17 @@ def _run(awaitable: object) -> object:
 
 
 _runner: list = []
-_BUILTINS = (
-    getattr,
-    setattr,
-    delattr,
-    iter,
-    next,
-    len,
-    bool,
-    str,
-    repr,
-    format,
-    hash,
-    round,
-    divmod,
-    int,
-    float,
-    complex,
-)
-_BUILTINS += (isinstance, issubclass, reversed, bytes, math.floor, math.ceil, math.trunc, copy.copy, copy.deepcopy)
+_BUILTINS = (getattr, setattr, delattr, iter, next, len, bool, str, repr, format, hash, round, divmod, int, float)
+_BUILTINS += (complex, bytes, isinstance, issubclass, reversed, math.floor, math.ceil, math.trunc)
+_BUILTINS += (copy.copy, copy.deepcopy)
 UNARY = "neg pos abs invert index"
 BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda manager: type(manager).__enter__(manager),
-    "exit": _leave,
+    "exit": lambda manager, error: bool(
+        type(manager).__exit__(manager, error and type(error), error, error and error.__traceback__)
+    ),
     "run": _run,
     "same": lambda objects: objects,  # their snapshots come with them
     **{function.__name__: function for function in _BUILTINS},
@@ -160,10 +138,6 @@ class _Objects:
         parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
         return (self.assign(cls), str(cls.__name__), bits, tuple(map(self.kind, parents)), tuple(fields))
 
-    def describe(self, x: object) -> tuple:
-        """(number, its class, itself if it is a class)."""
-        return (self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None)
-
     def snapshot(self, number: int, x: object, most: int) -> bytes:
         """(number, the data in an object), if it is of a class that has some and it can cross."""
         try:
@@ -182,10 +156,11 @@ class _Objects:
                 return sandbox_wire.encode((number, data), self.number_new, most, most)
         return b""
 
-    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_ANSWER) -> bytes:
+    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_MESSAGE) -> bytes:
         """An answer: the objects that are new, data of the objects in it and of all new ones, and the values.
 
-        So it crosses at once, before the test process has asked anything that could tell what it is to be equal to.
+        So it crosses at once, before the test process has asked anything that could tell what it is to be equal to. Of
+        a new object it says the number, its class, and the object itself if that is a class.
         """
         self.mentioned = {}
         limits = max_bytes, sandbox_wire.MAX_ANSWER_VALUES
@@ -198,7 +173,8 @@ class _Objects:
                     left -= len(data)
             done |= todo
         new = [x for number, x in self.mentioned.items() if number not in self.told]
-        shells = [b"h" + sandbox_wire.encode(self.describe(x), self.number, *limits)[1:] for x in new]  # not as a tuple
+        shells = [(self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None) for x in new]
+        shells = [b"h" + sandbox_wire.encode(shell, self.number, *limits)[1:] for shell in shells]  # not as tuples
         self.told.update(self.mentioned)
         return sandbox_wire.joined((sandbox_wire.joined(shells), sandbox_wire.joined(snapshots), *parts))
 
@@ -214,16 +190,21 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, problem: str) -> None:
     """Load the candidate's code, then answer calls until the test process goes.
 
+    `fd` is the socket to it. First it is told why this process could not be locked up, if there is such a problem.
     An answer is "=" and a value that is plain data, or (new objects, data of objects, kind, value, changed, printed):
     "value" and the value; "error" or "memory", with the exception and its text; the arguments of a call, if it changed
     them; and what was printed since the last one. All come from a process that the candidate's code controls.
     """
+    test_process = open(fd, "rb")
+    sandbox_wire.send(test_process, problem.encode())
+    if problem:
+        return
     objects = _Objects()
     find = objects.by_number.__getitem__
-    most, values = sandbox_wire.MAX_ANSWER, sandbox_wire.MAX_ANSWER_VALUES
+    most, values = sandbox_wire.MAX_MESSAGE, sandbox_wire.MAX_ANSWER_VALUES
 
     def answer(message: bytes, watch: bool, function: Callable[..., object], *args: object) -> None:
         try:
@@ -238,7 +219,7 @@ def serve(fd: int) -> None:
                 reply = objects.answer("value", value, changed, text)
         except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
             reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
-        sandbox_wire.send(fd, reply)
+        sandbox_wire.send(test_process, reply)
 
     def failure(kind: str, error: BaseException) -> bytes:
         try:
@@ -247,14 +228,13 @@ def serve(fd: int) -> None:
             text = "an exception that cannot be shown"
             return objects.answer(kind, (RuntimeError(text), text), None, "")
 
-    code, names, capture, in_place = sandbox_wire.decode(sandbox_wire.receive(fd), find, sandbox_wire.MAX_REQUEST)
+    job = sandbox_wire.receive(test_process)
+    code, names, capture, in_place = sandbox_wire.decode(job, find, sandbox_wire.MAX_MESSAGE)
     output = io.StringIO()
     if capture:
         sys.stdout = output
 
     def printed() -> str:
-        if not capture:
-            return ""
         text = output.getvalue()
         output.seek(0)
         output.truncate()
@@ -273,11 +253,8 @@ def serve(fd: int) -> None:
 
     answer(b"", False, load)
     while True:
-        try:
-            message = sandbox_wire.receive(fd)
-        except EOFError:
-            os._exit(0)
-        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_REQUEST)
+        message = sandbox_wire.receive(test_process)  # raises if that has ended, so this process ends, too
+        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_MESSAGE)
         answer(message, operation == "call", _OPERATIONS[operation], *arguments)
 
 

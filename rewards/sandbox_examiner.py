@@ -1,9 +1,9 @@
 """The test process in the sandbox: run the asserts, and ask the candidate's process for what they call.
 
-rewards/sandbox.py sends this file into the sandbox. This process knows the expected values. It is locked up as the
-candidate's is, since what a test does with an answer can use up time and memory. What is not plain data stays in the
-candidate's process; the tests get a stand-in, whose class stands for the object's class and passes on what is done to
-it. A stand-in never gives the tests a special attribute (`__annotations__`, `__reduce__`): such texts get evaluated.
+This process knows the expected values. It is locked up as the candidate's is, since what a test does with an answer can
+use up time and memory. What is not plain data stays in the candidate's process; the tests get a stand-in, whose class
+stands for the object's class and passes on what is done to it. A stand-in never gives the tests a special attribute
+(`__annotations__`, `__reduce__`): such texts get evaluated.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import types
 import unittest
 from _collections_abc import Callable, Iterator
 from itertools import zip_longest
+from typing import BinaryIO
 
 from rewards import sandbox_child, sandbox_wire
 
@@ -258,16 +259,14 @@ _ALWAYS = {
 }
 _IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in sandbox_child.BINARY.split()}
 _BY_METHOD = {
-    "__call__": {"__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs)},
-    "__iter__": {"__iter__": _iterate},
-    "__next__": {"__next__": _passed_on("next")},
-    "__len__": {"__len__": _length},
-    "__contains__": {"__contains__": _contains},
-    "__getitem__": {f"__{name}__": _passed_on(name) for name in ("getitem", "setitem", "delitem")},
-    "__reversed__": {"__reversed__": lambda self: _items(_candidate.ask("reversed", self))},
-    "__bytes__": {"__bytes__": _passed_on("bytes")},
-    "__await__": {"__await__": _await},
-    "__enter__": {"__enter__": _passed_on("enter"), "__exit__": _leave},
+    "__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs),
+    "__iter__": _iterate,
+    "__len__": _length,
+    "__contains__": _contains,
+    "__reversed__": lambda self: _items(_candidate.ask("reversed", self)),
+    "__await__": _await,
+    "__exit__": _leave,
+    **{f"__{name}__": _passed_on(name) for name in "next getitem setitem delitem bytes enter".split()},
 }
 _LOOKS = ("same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr")  # change nothing
 
@@ -276,15 +275,15 @@ class Candidate:
     """The candidate's process, asked through a socket; what it answers is data and stand-ins.
 
     Args:
-        fd: the socket.
+        process: the socket.
         end: called with ("gone" or "bad", why), does not return: the process is of no further use, or the tests are.
         objects: the tests name a class of the candidate's, so its operators decide.
         own_eq: its == decides.
         in_place: every call gives its arguments back as it left them, not only one that returns None.
     """
 
-    def __init__(self, fd: int, end: Callable[[str, str], None], objects: bool, own_eq: bool, in_place: bool):
-        self.fd, self.end, self.objects, self.own_eq, self.in_place = fd, end, objects, own_eq, in_place
+    def __init__(self, process: BinaryIO, end: Callable, objects: bool, own_eq: bool, in_place: bool):
+        self.process, self.end, self.objects, self.own_eq, self.in_place = process, end, objects, own_eq, in_place
         self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
         self.kinds: dict[int, _Kind] = {}
         self.stands: dict[int, object] = {}
@@ -294,13 +293,10 @@ class Candidate:
 
     def exchange(self, message: object) -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
-        limit = sandbox_wire.MAX_REQUEST
+        limit = sandbox_wire.MAX_MESSAGE
         try:
-            sandbox_wire.send(self.fd, sandbox_wire.encode(message, self._number, limit, limit))
-            size = int.from_bytes(sandbox_wire.read(self.fd, 4), "big")
-            if size > sandbox_wire.MAX_ANSWER:
-                self.end("gone", f"an answer of {size} bytes")
-            answer = sandbox_wire.read(self.fd, size)
+            sandbox_wire.send(self.process, sandbox_wire.encode(message, self._number, limit, limit))
+            answer = sandbox_wire.receive(self.process)
         except (EOFError, OSError):
             self.end("gone", "")
         self.answered, self.new = True, set()
@@ -323,7 +319,7 @@ class Candidate:
                 raise Ended(*error.args)
             raise error
         if changed is not None and self.operation == "call" and (value is None or self.in_place):
-            _restore(message[2:], changed)
+            _restored(tuple(message[2:]), changed)
         return value
 
     def _take(self, number: int, data: object) -> None:
@@ -414,10 +410,7 @@ class Candidate:
     @staticmethod
     def _new(cls: type, number: int) -> object:
         stand = cls.__new__(cls)
-        if isinstance(stand, BaseException):
-            vars(stand)["_glassrl"] = _State(number)
-        else:
-            object.__setattr__(stand, "_glassrl", _State(number))
+        object.__setattr__(stand, "_glassrl", _State(number))
         return stand
 
     def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
@@ -433,8 +426,7 @@ class Candidate:
         else:
             bases = (_Stand,)
             space |= {"__slots__": (), **_ALWAYS, **(_IN_PLACE if self.objects else {})}
-            for method, bit in sandbox_child.METHOD_BITS.items():
-                space |= _BY_METHOD[method] if bits & bit else {}
+            space |= {name: _BY_METHOD[name] for name, bit in sandbox_child.METHOD_BITS.items() if bits & bit}
         try:
             kind = _Kind(name if name.isidentifier() else "Object", bases, space)
         except TypeError:  # bases that do not go together
@@ -454,32 +446,24 @@ def _text(error: BaseException) -> str:
     return _state(error).text or _candidate.ask("str", error)
 
 
-def _restore(old: object, new: object) -> None:
-    """Give a mutable object, and those in it, the contents that it has after a call."""
-    if isinstance(old, tuple) or type(old) is list and len(old) == len(new):
-        for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            restored = _restored(a, b)
-            if type(old) is list:
-                old[i] = restored
-    elif isinstance(old, types.SimpleNamespace):
-        _restore(vars(old), vars(new))
+def _restored(old: object, new: object) -> object:
+    """What stands in the place of an argument after a call: itself if it can be, with the contents that it has then."""
+    if type(old) is not type(new) or not isinstance(old, (tuple, *sandbox_wire.MUTABLE)):
+        return new
+    if isinstance(old, list | tuple) and len(old) == len(new):
+        new = type(new)(_restored(a, b) for a, b in zip(old, new, strict=True))
+    elif isinstance(old, dict):
+        new = {key: _restored(old.get(key), value) for key, value in new.items()}
+    if isinstance(old, tuple):
+        return old if old == new else new
+    if isinstance(old, types.SimpleNamespace):
+        _restored(vars(old), vars(new))
     elif isinstance(old, dict | set | collections.deque):
-        if isinstance(old, dict):
-            new = {key: _restored(old.get(key), value) for key, value in new.items()}
         old.clear()
         (old.extend if isinstance(old, collections.deque) else old.update)(new)
     else:  # list, bytearray, array
         old[:] = new
-
-
-def _restored(old: object, new: object) -> object:
-    """What stands in the place of `old` after a call: itself, changed, if it can be."""
-    if type(old) is not type(new) or not isinstance(old, (tuple, *sandbox_wire.MUTABLE)):
-        return new
-    if type(old) is tuple and len(old) != len(new):
-        return new
-    _restore(old, new)
-    return new if type(old) is tuple and old != new else old
+    return old
 
 
 # === the tests ===
@@ -491,30 +475,31 @@ def serve(reports: int, fd: int, problem: str) -> None:
     """Wait for the job, load the candidate's code and the setup, then run one test after the other; does not return.
 
     Args:
-        reports: where the job comes from and what became of it goes: ("loaded", ""), then for each test (status, why).
-            At another place: ("error", "memory" or "fail", why): the code does not load; "bad": the tests are wrong,
-            whatever the code is; "gone": the candidate's process ended or broke the protocol; "broken": it could not
-            be locked up.
+        reports: where the job comes from, in packets up to an empty one, and what became of it goes, a packet each:
+            ("loaded", ""), then for each test (status, why). At another place: ("error", "memory" or "fail", why): the
+            code does not load; "bad": the tests are wrong, whatever the code is; "gone": the candidate's process ended
+            or broke the protocol; "broken": it could not be locked up.
         fd: the socket to the candidate's process.
         problem: why this process could not be locked up, if so.
     """
     global _candidate
 
     def report(kind: str, why: str) -> None:
-        sandbox_wire.send(reports, sandbox_wire.encode([kind, why[:4000]], lambda x: (), 1 << 15, 3))
+        os.write(reports, sandbox_wire.encode([kind, why[:4000]], lambda x: (), 1 << 15, 3))
 
     def end(kind: str, why: str) -> None:
         report(kind, why)
         os._exit(0)
 
-    job = marshal.loads(sandbox_wire.receive(reports))
+    job = marshal.loads(b"".join(iter(lambda: os.read(reports, sandbox_wire.MAX_PACKET), b"")))
+    process = open(fd, "rb")
     try:
-        problem = problem or sandbox_wire.receive(fd).decode()
-    except EOFError:
+        problem = problem or sandbox_wire.receive(process).decode()
+    except (EOFError, OSError):
         problem = "it ended"
     if problem:
         end("broken", f"could not lock a process up: {problem}")
-    _candidate = Candidate(fd, end, job["objects"], job["own_eq"], job["in_place"])
+    _candidate = Candidate(process, end, job["objects"], job["own_eq"], job["in_place"])
     run = asyncio.run
     asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
 
@@ -579,18 +564,16 @@ def _holds() -> None:
     _held.append(True)
 
 
-def _counted(check: Callable[..., object]) -> Callable[..., object]:
-    """unittest's check, which counts as an assert."""
-
-    def method(*args: object, **kwargs: object) -> object:
-        result = check(*args, **kwargs)
-        _holds()
-        return result
-
-    return method
-
-
 def count_checks() -> None:
     """From now on unittest's checks count as asserts."""
+
+    def counted(check: Callable[..., object]) -> Callable[..., object]:
+        def method(*args: object, **kwargs: object) -> object:
+            result = check(*args, **kwargs)
+            _holds()
+            return result
+
+        return method
+
     for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
-        setattr(unittest.TestCase, name, _counted(getattr(unittest.TestCase, name)))
+        setattr(unittest.TestCase, name, counted(getattr(unittest.TestCase, name)))

@@ -1,13 +1,14 @@
 """The process that the sandbox's processes are forked from: a fresh interpreter with the standard library loaded.
 
-rewards/sandbox.py starts one for each process that judges, and sends it this file. It holds nothing secret, never sees
-a program or a test, and ends with the process that started it.
+rewards/sandbox.py starts one for each process that judges. It holds nothing secret, never sees a program or a test, and
+ends with the process that started it.
 """
 
 import asyncio
 import gc
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -16,50 +17,36 @@ import time
 from _collections_abc import Callable
 from marshal import dumps, loads
 
-from rewards import sandbox_child, sandbox_examiner, sandbox_wire
+from rewards import sandbox_child, sandbox_examiner
 
 PRELOADED = """bisect calendar contextlib copy dataclasses enum functools heapq itertools json math numbers operator
 random re statistics string textwrap typing unittest"""  # what programs often import, loaded once for all of them
 
 
-class _Waker:
-    """A selector for event loops without a socket to wake them: sleeps until `wake`, or until the time is over."""
-
-    def __init__(self):
-        self.event = threading.Event()
-
-    def select(self, timeout: float | None = None) -> list:
-        self.event.wait(timeout)
-        self.event.clear()
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-class _Loop(asyncio.SelectorEventLoop):
+class _Loop(asyncio.BaseEventLoop):
     """An event loop with timers, tasks and threads, and without sockets, which the sandbox does not have."""
 
     def __init__(self):
-        self.waker = _Waker()
-        super().__init__(self.waker)
+        super().__init__()
+        self._selector, self._awake = self, threading.Event()
 
-    def _make_self_pipe(self) -> None:
-        self._ssock = self._csock = None
+    def select(self, timeout: float | None = None) -> list:
+        self._awake.wait(timeout)
+        self._awake.clear()
+        return []
 
-    def _close_self_pipe(self) -> None:
+    def _process_events(self, events: list) -> None:
         pass
 
     def _write_to_self(self) -> None:
-        self.waker.event.set()
+        self._awake.set()
 
 
-class _Policy(asyncio.DefaultEventLoopPolicy):
-    _loop_factory = _Loop
+def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: dict[str, object]) -> int:
+    """Start a process that closes what it is not to keep, locks itself up by the plan and runs `main`; its number.
 
-
-def _fork(keep: tuple[int, ...], close: list[int], plan: dict[str, object], then: Callable[[str], None]) -> int:
-    """Start a process that closes what is not its own, locks itself up and goes on with `then`; its number."""
+    `main` gets the file descriptors that the process keeps, and what went wrong in locking it up, if so.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -74,22 +61,9 @@ def _fork(keep: tuple[int, ...], close: list[int], plan: dict[str, object], then
             sandbox_child.lock_up(plan | {"parent": parent})
         except OSError as error:
             problem = str(error)
-        then(problem)
+        main(*keep, problem)
     finally:
         os._exit(1)
-
-
-def _candidate(fd: int) -> Callable[[str], None]:
-    def main(problem: str) -> None:
-        sandbox_wire.send(fd, problem.encode())
-        if not problem:
-            sandbox_child.serve(fd)
-
-    return main
-
-
-def _examiner(reports: int, fd: int) -> Callable[[str], None]:
-    return lambda problem: sandbox_examiner.serve(reports, fd, problem)
 
 
 def _end(pid: int, grace_s: float) -> tuple[int, float, bool]:
@@ -98,10 +72,9 @@ def _end(pid: int, grace_s: float) -> tuple[int, float, bool]:
     Returns its exit code or minus its signal, its CPU seconds, and whether it was killed here.
     """
     last = time.monotonic() + grace_s
-    found, status, usage = os.wait4(pid, os.WNOHANG)
-    while not found and time.monotonic() < last:
+    while not (end := os.wait4(pid, os.WNOHANG))[0] and time.monotonic() < last:
         time.sleep(0.001)
-        found, status, usage = os.wait4(pid, os.WNOHANG)
+    found, status, usage = end
     if not found:
         os.kill(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
@@ -112,7 +85,9 @@ def serve(fd: int) -> None:
     """Answer ("start", plans of the candidate's and the test process) and ("end", [(process, grace)]) until the end."""
     for name in PRELOADED.split():
         importlib.import_module(name)
-    asyncio.set_event_loop_policy(_Policy())
+    limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # the worker may have a lower one, for itself
+    asyncio.DefaultEventLoopPolicy._loop_factory = _Loop
     sandbox_examiner.count_checks()
     control = socket.socket(fileno=fd)
     poll = select.poll()
@@ -133,9 +108,9 @@ def serve(fd: int) -> None:
             if command == "start":
                 reports, asks, answers = fds
                 rest = [fd, *fds]
-                first = _fork((answers,), rest, arguments[0], _candidate(answers))
+                first = _fork(sandbox_child.serve, [answers], rest, arguments[0])
                 try:
-                    reply = (first, _fork((reports, asks), rest, arguments[1], _examiner(reports, asks)))
+                    reply = (first, _fork(sandbox_examiner.serve, [reports, asks], rest, arguments[1]))
                 except OSError:
                     _end(first, 0)
                     raise

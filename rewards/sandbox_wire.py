@@ -1,7 +1,7 @@
 """What crosses between the processes of the sandbox, as bytes: plain data, standard-library values, numbers of objects.
 
-rewards/sandbox.py sends this file into the sandbox, so it imports little, and nothing from the project. `decode` reads
-messages from anybody: it builds nothing but the types listed here, and what its caller makes of an object's number.
+`decode` reads messages from anybody: it builds nothing but the types listed here, and what its caller makes of an
+object's number.
 """
 
 import array
@@ -19,10 +19,12 @@ import types
 import uuid
 import zoneinfo
 from _collections_abc import Callable, Sequence
+from itertools import chain
+from typing import BinaryIO
 
-MAX_ANSWER = 16 << 20  # bytes
+MAX_MESSAGE = 16 << 20  # bytes
 MAX_ANSWER_VALUES = 1_000_000  # numbers, texts and containers
-MAX_REQUEST = 16 << 20  # bytes
+MAX_PACKET = 1 << 16  # bytes; what the worker and the test process tell each other is cut into packets
 MAX_DEPTH = 200
 # {type: (letter, value -> bytes, bytes -> value)}
 _SCALARS: dict[type, tuple[bytes, Callable, Callable]] = {
@@ -38,24 +40,29 @@ _SCALARS: dict[type, tuple[bytes, Callable, Callable]] = {
     str: (b"u", lambda x: x.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
     bytes: (b"b", lambda x: x, lambda data: data),
 }
-_READ = {tag: from_bytes for tag, _, from_bytes in _SCALARS.values()} | {b"y": lambda data: _TYPES[data.decode()]}
-_CONTAINERS = {b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"r": lambda items: range(*items)}
 _TAGS = {list: b"l", tuple: b"t", set: b"s", frozenset: b"z"}
+_CONTAINERS = {tag: kind for kind, tag in _TAGS.items()}
 _ARRAYS = {int: (b"I", "q"), float: (b"F", "d")}  # lists of numbers of 8 bytes, written at once
 _SHORT = 8  # shorter lists are written value by value
+_READ = {  # {letter: bytes -> value}
+    **{tag: from_bytes for tag, _, from_bytes in _SCALARS.values()},
+    **{tag: lambda data, code=code: array.array(code, data).tolist() for tag, code in _ARRAYS.values()},
+    b"y": lambda data: _TYPES[data.decode()],
+}
 
 
 def _zone(zone: datetime.tzinfo | None) -> bool:
     return zone is None or type(zone) in (datetime.timezone, zoneinfo.ZoneInfo) and getattr(zone, "key", "") is not None
 
 
-def _clock(x: datetime.time) -> tuple:
-    return (x.hour, x.minute, x.second, x.microsecond, x.tzinfo)
+def _clock(x: datetime.time | datetime.datetime, *day: int) -> tuple | None:
+    return (*day, x.hour, x.minute, x.second, x.microsecond, x.tzinfo, x.fold) if _zone(x.tzinfo) else None
 
 
 # Standard-library values: {name: (type, value -> its parts, parts -> value)}. No parts: it crosses as an object.
 _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "bytearray": (bytearray, lambda x: (bytes(x),), lambda data: bytearray(memoryview(data))),
+    "range": (range, lambda x: (x.start, x.stop, x.step), range),
     "slice": (slice, lambda x: (x.start, x.stop, x.step), slice),
     "Ellipsis": (type(...), lambda x: (), lambda: ...),
     "dict_keys": (type({}.keys()), lambda x: (list(x),), lambda keys: dict.fromkeys(keys).keys()),
@@ -71,14 +78,10 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "Fraction": (fractions.Fraction, lambda x: (x.numerator, x.denominator), fractions.Fraction),
     "Decimal": (decimal.Decimal, lambda x: (str(x),), decimal.Decimal),
     "date": (datetime.date, lambda x: (x.year, x.month, x.day), datetime.date),
-    "time": (
-        datetime.time,
-        lambda x: (*_clock(x), x.fold) if _zone(x.tzinfo) else None,
-        lambda *parts: datetime.time(*parts[:-1], fold=parts[-1]),
-    ),
+    "time": (datetime.time, _clock, lambda *parts: datetime.time(*parts[:-1], fold=parts[-1])),
     "datetime": (
         datetime.datetime,
-        lambda x: (x.year, x.month, x.day, *_clock(x), x.fold) if _zone(x.tzinfo) else None,
+        lambda x: _clock(x, x.year, x.month, x.day),
         lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]),
     ),
     "timedelta": (datetime.timedelta, lambda x: (x.days, x.seconds, x.microseconds), datetime.timedelta),
@@ -93,13 +96,9 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     },
 }
 _NAMES = {kind: name for name, (kind, _, _) in _STANDARD.items()}
-_TYPES = {
-    kind.__name__: kind
-    for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, range, type(None), *_NAMES)
-}
 _ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
 _ERRORS += [dataclasses.FrozenInstanceError, decimal.InvalidOperation, json.JSONDecodeError]
-_TYPES |= {kind.__name__: kind for kind in _ERRORS}
+_TYPES = {kind.__name__: kind for kind in (*_SCALARS, *_TAGS, dict, *_NAMES, *_ERRORS)}
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 
@@ -115,15 +114,11 @@ _BASES: list[tuple[type, Callable]] = [
     (set, lambda x: set(set.__iter__(x))),
     (frozenset, lambda x: frozenset(frozenset.__iter__(x))),
     *[
-        (kind, lambda x, build=build, parts=parts: build(*parts(x)))
-        for kind, parts, build in (_STANDARD[name] for name in ("bytearray", "deque", "Counter", "OrderedDict"))
+        (_STANDARD[name][0], lambda x, standard=_STANDARD[name]: standard[2](*standard[1](x)))
+        for name in "bytearray deque Counter OrderedDict Fraction Decimal datetime date timedelta".split()
     ],
     (collections.defaultdict, lambda x: collections.defaultdict(None, dict.items(x))),
     (dict, lambda x: dict(dict.items(x))),
-    *[
-        (kind, lambda x, build=build, parts=parts: build(*parts(x)))
-        for kind, parts, build in (_STANDARD[n] for n in ("Fraction", "Decimal", "datetime", "date", "timedelta"))
-    ],
 ]
 DATA_BASES = tuple(kind for kind, _ in _BASES)
 
@@ -146,10 +141,9 @@ def joined(parts: Sequence[bytes]) -> bytes:
 def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_values: int) -> bytes:
     """Write `value` as bytes.
 
-    Data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict and range, the types in
-    _STANDARD, and all these types themselves. Types are exact: an object of a subclass of int is not an int. Every
-    other object is written as the values that `other` gives for it. A value is one letter, a 4-byte size, and that
-    many bytes or values.
+    Data are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, the types in _STANDARD,
+    and all these types themselves. Types are exact: an object of a subclass of int is not an int. Every other object is
+    written as the values that `other` gives for it. A value is a letter, a 4-byte size, and that many bytes or values.
 
     Raises:
         ValueError: nested deeper than MAX_DEPTH, or more bytes or values than allowed.
@@ -164,42 +158,30 @@ def encode(value: object, other: Callable[[object], tuple], max_bytes: int, max_
             raise ValueError(f"too long to cross: more than {max_bytes} bytes or {max_values} values")
         parts.append(tag + struct.pack(">I", size) + payload)
 
-    def data(tag: bytes, payload: bytes) -> None:
-        put(tag, len(payload), payload)
-
     def write(x: object, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        kind = type(x)
+        kind, items = type(x), ()
         if kind in _SCALARS:
             tag, to_bytes, _ = _SCALARS[kind]
-            data(tag, to_bytes(x))
-        elif kind in _TAGS:
-            if kind is list and len(x) >= _SHORT and write_array(x):
-                return
-            put(_TAGS[kind], len(x))
-            for item in x:
-                write(item, depth + 1)
-        elif kind is range:
-            put(b"r", 3)
-            for item in (x.start, x.stop, x.step):
-                write(item, depth + 1)
+            payload = to_bytes(x)
+            put(tag, len(payload), payload)
+        elif is_type(x):
+            payload = x.__name__.encode()
+            put(b"y", len(payload), payload)
         elif kind is dict:
             put(b"d", len(x))
-            for key, item in x.items():
-                write(key, depth + 1)
-                write(item, depth + 1)
-        elif kind in _NAMES and (values := _STANDARD[_NAMES[kind]][1](x)) is not None:
-            put(b"o", 1 + len(values))
-            for item in (_NAMES[kind], *values):
-                write(item, depth + 1)
-        elif is_type(x):
-            data(b"y", x.__name__.encode())
-        else:
-            values = other(x)
-            put(b"h", len(values))
-            for item in values:
-                write(item, depth + 1)
+            items = chain.from_iterable(x.items())
+        elif kind is not list or len(x) < _SHORT or not write_array(x):
+            if kind in _TAGS:
+                tag, items = _TAGS[kind], x
+            elif kind in _NAMES and (values := _STANDARD[_NAMES[kind]][1](x)) is not None:
+                tag, items = b"o", (_NAMES[kind], *values)
+            else:
+                tag, items = b"h", other(x)
+            put(tag, len(items))
+        for item in items:
+            write(item, depth + 1)
 
     def write_array(x: list) -> bool:
         """Whether the list holds small integers only, or floats only, and was written."""
@@ -244,17 +226,10 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
             return _STANDARD[name][2](*parts)
         payload = message[at : at + size]
         at += size
-        if len(payload) != size:
+        values += size // 8 if tag in (b"I", b"F") else 0
+        if len(payload) != size or values > max_values:
             raise ValueError("malformed message")
-        if tag in _READ:
-            return _READ[tag](payload)
-        for letter, code in _ARRAYS.values():
-            if tag == letter:
-                values += size // 8
-                if values > max_values:
-                    raise ValueError("malformed message")
-                return array.array(code, payload).tolist()
-        raise ValueError("malformed message")
+        return _READ[tag](payload)
 
     try:
         value = read(0)
@@ -265,28 +240,18 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
     return value
 
 
-def read(fd: int, size: int) -> bytes:
-    """Exactly `size` bytes; raises EOFError when the other end is closed."""
-    chunks = []
-    while size:
-        try:
-            chunk = os.read(fd, min(size, 1 << 20))
-        except OSError:  # reset: it died with something unread
-            chunk = b""
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
-
-
-def receive(fd: int) -> bytes:
-    """One message; raises EOFError when the other end is closed."""
-    return read(fd, int.from_bytes(read(fd, 4), "big"))
-
-
-def send(fd: int, message: bytes) -> None:
+def send(peer: BinaryIO, message: bytes) -> None:
     """Write one message; raises OSError when the other end is closed."""
     data = memoryview(struct.pack(">I", len(message)) + message)
     while data:
-        data = data[os.write(fd, data) :]
+        data = data[os.write(peer.fileno(), data) :]
+
+
+def receive(peer: BinaryIO) -> bytes:
+    """One message; raises OSError or EOFError if the other end is closed, or announces a longer one than is allowed."""
+    header = peer.read(4)
+    size = int.from_bytes(header, "big")
+    message = peer.read(size) if size <= MAX_MESSAGE else b""
+    if len(header) < 4 or len(message) < size:
+        raise EOFError
+    return message
