@@ -20,8 +20,8 @@ first, there is none, and rewards/environment.py gives 0.
 Not done: rewards of a group, prompts that are no messages, images; with 0.4 tools, several agents, tasks without a
 prompt. A conversation whose history is rewritten has no score.
 
-Tried with verifiers 0.3.1 (several turns, tools) and 0.4.0 (one turn, its harness `null` in a subprocess, which takes
-seconds to start: raise --environment-timeout for many conversations).
+Tried with verifiers 0.3.1 (several turns, tools) and 0.4.0 (one turn, its harness `null` in a subprocess, whose start
+takes a second of a core and needs `uv`: raise --environment-timeout for many conversations).
 """
 
 import asyncio
@@ -47,7 +47,7 @@ except ImportError:  # 0.4
 class FromVerifiers:
     """A conversation that verifiers runs, with the policy as its model."""
 
-    name, arguments = "", {}
+    name, arguments, tools = "", {}, ()
 
     def __init_subclass__(cls) -> None:
         if ClientConfig:
@@ -129,7 +129,10 @@ class FromVerifiers:
         await asyncio.wait([asked, self.rollout], return_when=asyncio.FIRST_COMPLETED)
         if not asked.done():
             return await self.rollout  # None, or what it raises
-        before, self.said = _plain(self.said), _plain(asked.result())
+        body, before = asked.result(), _plain(self.said)
+        if body.get("tools") and not self.tools:
+            raise ValueError("verifiers offers tools of which the policy does not know")
+        self.said = _plain(body["messages"])
         if self.said[: len(before)] != before:
             raise ValueError(f"verifiers has rewritten the conversation: {before} became {self.said}")
         return self.said[len(before) :]
@@ -137,7 +140,7 @@ class FromVerifiers:
     async def _complete(self, request: web.Request) -> web.Response:
         """Answer a request for a turn, as OpenAI's API does, in one piece of a stream if it asks for one."""
         body, self.answer = await request.json(), asyncio.get_running_loop().create_future()
-        self.requests.put_nowait(body["messages"])
+        self.requests.put_nowait(body)
         message = await self.answer
         is_stream, reason = body.get("stream"), "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "delta" if is_stream else "message": message}
