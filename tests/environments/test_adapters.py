@@ -68,7 +68,7 @@ def talk(task: h.Task, path: Path, row: dict, *turns: tuple[str, list]) -> list[
 
 
 def train(task: h.Task, tmp_path: Path, path: Path, **changes: Any) -> tuple[dict, list[dict]]:
-    """A step of GRPO that changes the policy; its metrics, and its conversations."""
+    """A step of GRPO: its metrics, and the conversations that it logs."""
     runs = h.Runs(train_grpo, lambda run, **own: h.grpo_settings(task, run, **own), tmp_path)
     own = dict(
         environment=str(path),
