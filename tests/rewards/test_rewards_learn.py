@@ -30,6 +30,7 @@ from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
 
 SEED = 0
+CHARACTERS = arithmetic.CHARACTERS + '()[]{}<>_"\\`%'  # what code and tags need, too
 EOS = 2
 
 
@@ -41,14 +42,6 @@ def one_thread():
     yield
     torch.set_num_threads(threads)
     h.leave_distributed()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def more_characters():
-    """The arithmetic task's tokenizer, with the characters that code and tags need."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "CHARACTERS", arithmetic.CHARACTERS + '()[]{}<>_"\\`%')
-        yield
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ def write(path: Path, rows: list[dict]) -> tuple[str]:
 
 def imitate(folder: Path, demonstrations: list[tuple[str, str]], steps: int) -> str:
     """Folder of a new model to which sft.py showed (prompt, response) pairs, 16 a step."""
-    arithmetic.save_model(folder / "untrained", seed=SEED)
+    arithmetic.save_model(folder / "untrained", seed=SEED, characters=CHARACTERS)
     rows = [{"prompt": user(prompt), "response": response} for prompt, response in demonstrations]
     settings = dict(
         model=str(folder / "untrained"),
