@@ -40,6 +40,7 @@ class _State:
     looked_at: float = -math.inf  # when this rank last looked into the store
     leave: tuple[Callable[[], object], ...] = ()
     held: bool = False  # whether leaving has to wait for the next `arm`
+    exit_code: int = 0
 
 
 _state = _State()
@@ -93,6 +94,11 @@ def _listen(reading: int, state: _State) -> None:
                 os._exit(128 + number[0])  # what a shell calls death by this signal
 
 
+def ask(exit_code: int) -> None:
+    """Ask this process, and so all ranks, to stop, as a signal does: for a run that cannot go on, but can be saved."""
+    _state.asked_at, _state.exit_code = _state.asked_at or time.monotonic(), exit_code
+
+
 def requested(group: dist.ProcessGroup | None = None) -> bool:
     """Whether this process was asked to stop, or knows of a rank that was. With a group (on the CPU) its ranks agree,
     and all must enter. False after `hold`: what is waited for is needed then.
@@ -124,9 +130,11 @@ def hold() -> None:
 
 
 def exit_if_asked(group: dist.ProcessGroup) -> None:
-    """End this process, with exit code 0, if any rank of the group was asked to stop; all must enter. See `hold`."""
+    """End this process, with exit code 0 or that of `ask`, if any rank of the group was asked to stop; all must enter.
+    See `hold`.
+    """
     if requested(group):
         for call in _state.leave:
             call()
         dist.barrier(group=group)
-        os._exit(0)  # workers and engines end with it; taking them down one by one could hang
+        os._exit(_state.exit_code)  # workers and engines end with it; taking them down one by one could hang

@@ -173,6 +173,19 @@ def make_batch(
     return replace(batch, response_mask=mask), updates
 
 
+def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> torch.Tensor:
+    """How many versions of weights older than `version` each token is that is learned from: (b, T) float32, else 0.
+
+    Args: responses, of the step, with the versions of their tokens; batch, this rank's rows of them.
+    """
+    ages = torch.zeros_like(batch.response_mask)
+    for i, row in enumerate(batch.rows.tolist()):
+        own = [version - v for v, count in responses[row].policy_versions for _ in range(count)]
+        if (places := batch.response_mask[i].nonzero()[:, 0]).numel():  # none, if the response has no score
+            ages[i, places] = torch.tensor(own, dtype=ages.dtype)
+    return ages
+
+
 def _shared(responses: Sequence[Response]) -> list[int]:
     """Tokens at the start of each response that the one above it has too: at least those of their prompts."""
     shared = [0]

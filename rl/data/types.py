@@ -160,6 +160,7 @@ class Batch:
     top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
     advantages: torch.Tensor | None = None  # (B, T)
+    ages: torch.Tensor | None = None  # (B, T) float32, pushes of weights since a token was sampled
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
     chosen: torch.Tensor | None = None  # (B, T) bool, of `token_selection.choose`: the loss treats these differently

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rl import stop
 from rl.data.order import derive_seed
-from rl.data.types import Sampling, Score
+from rl.data.types import Sample, Sampling, Score
 from rl.flags import AtLeast1, Count, Free, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
@@ -35,6 +35,11 @@ class Validation:
     def is_on(self) -> bool:
         """Whether a run evaluates at all."""
         return self.val_before_train or self.test_freq > 0
+
+    def settings(self, sampling: Sampling) -> Sampling:
+        """How held-out prompts are answered; `sampling`, as in training, has lengths and what ends a response."""
+        own = dict(temperature=self.val_temperature, top_p=self.val_top_p, top_k=self.val_top_k, min_p=self.val_min_p)
+        return replace(sampling, n=self.val_n, **own)
 
 
 class Evaluation(NamedTuple):
@@ -62,20 +67,34 @@ def evaluate(
     Returns: the means over all prompts of what `of_prompt` finds, and the first --log-val-generations rows to show.
     Both are empty if the run was asked to stop meanwhile. All ranks must enter.
     """
-    own_rows, n = ranks.own_slice(rows), validation.val_n
-    way = replace(sampling, n=n, temperature=validation.val_temperature)
-    way = replace(way, top_p=validation.val_top_p, top_k=validation.val_top_k, min_p=validation.val_min_p)
+    own_rows, way = ranks.own_slice(rows), validation.settings(sampling)
     seed = derive_seed(seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, own_rows, way, scorer.submit, environments, seed=seed)
     own_scores = scorer.collect(tickets)
     if stop.requested(ranks.group):
         return Evaluation({}, [])
-    own_found, own_shown = [], []
     first = {row["row_index"] for row in rows[: validation.log_val_generations]}
+    return summarize(own_rows, own_samples, own_scores, scorer, ranks, shown=first)
+
+
+def summarize(
+    own_rows: Sequence[dict],
+    own_samples: Sequence[Sample],
+    own_scores: Sequence[Score],
+    scorer: Scorer,
+    ranks: Ranks,
+    *,
+    shown: set[int],
+) -> Evaluation:
+    """What the responses to held-out prompts are worth: equally many to each of this rank's rows, side by side.
+
+    Args: shown, `row_index` of rows whose responses are shown. All ranks must enter.
+    """
+    own_found, own_shown, n = [], [], len(own_samples) // max(len(own_rows), 1)
     for i, row in enumerate(own_rows):
         samples, scores = own_samples[i * n : (i + 1) * n], own_scores[i * n : (i + 1) * n]
         own_found.append(of_prompt(row["data_source"], scores, [s.num_sampled for s in samples]))
-        if row["row_index"] in first:
+        if row["row_index"] in shown:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
             for sample, x in zip(samples, scores, strict=True):
                 own_shown.append(dict(prompt=prompt, response=x.text, score=x.value, components=x.components))

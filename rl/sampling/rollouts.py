@@ -97,15 +97,18 @@ class Rollouts:
         self.waiting: set[Hashable] = set()  # those of them whose environment is asked
         self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
 
-    def start(self, name: Hashable, row: Row, sampling: Sampling) -> None:
-        """Begin `sampling.n` responses to a row. `name` comes back with the group."""
+    def start(self, name: Hashable, row: Row, sampling: Sampling, seed: int | None = None) -> None:
+        """Begin `sampling.n` responses to a row. `name` comes back with the group. With a seed of their own they depend
+        on that, and not on `self.seed` or the global generators.
+        """
+        origin = (self.seed, row["row_index"]) if seed is None else (seed,)
+        has_seed = self.environments is not None or seed is not None
         self.rows[name], self.groups[name] = row, (sampling.n, {})
         self.count += sampling.n
         for j in range(sampling.n):
-            seed = derive_seed(self.seed, row["row_index"], j) if self.environments else None
-            self.trajectories[name, j] = Trajectory(row, sampling, seed)
+            self.trajectories[name, j] = Trajectory(row, sampling, derive_seed(*origin, j) if has_seed else None)
             if self.environments:
-                self.environments.start((name, j), row, derive_seed(self.seed, row["row_index"]))
+                self.environments.start((name, j), row, derive_seed(*origin))
                 self.waiting.add((name, j))
             else:
                 self.pending.append((name, j))

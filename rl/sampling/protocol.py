@@ -1,0 +1,186 @@
+"""What a run and its samplers say to each other, and how a sampler shows that it belongs to the run.
+
+A sampler says `Join` until it gets the `Setup`, builds its engine, and then says `Report` at least every second. The run
+answers every report with `Orders`. Both say how things are, not what has changed: so a message that is lost, or comes
+twice, is made good by the next one.
+
+The token of a run is the public key of its socket. Messages are encrypted (CurveZMQ), and the key never travels: without
+it no connection comes about.
+"""
+
+import secrets
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from rl.data.rows import Row
+from rl.data.types import Sample, Sampling
+
+PROTOCOL = 1  # of these messages; both sides must have the same
+
+
+class Join(msgspec.Struct, tag=True):
+    """A sampler asks for work. `name`: host and process id."""
+
+    name: str
+    protocol: int = PROTOCOL
+
+
+class Setup(msgspec.Struct, tag=True):
+    """What a sampler needs to know of a run."""
+
+    model: str
+    rollout: dict[str, Any]  # flags of the group Rollout
+    environment: dict[str, Any]  # flags of the group EnvironmentFlags
+    longest: int  # tokens of a prompt and its response
+    stop_token_ids: list[int]
+    probes: list[dict[str, Any]]  # rows that it samples a few tokens for after every push of weights
+    probe_sampling: dict[str, Any]
+    seed: int
+    protocol: int = PROTOCOL
+
+
+class Lease(msgspec.Struct):
+    """A prompt that a sampler is to answer. `number`: its place among the run's prompts, or -1 - its place among the
+    held-out ones.
+    """
+
+    number: int
+    row: dict[str, Any]
+    sampling: dict[str, Any]
+    seed: int
+    version: int  # weights must be at least this new
+
+
+class PackedSample(msgspec.Struct, array_like=True):
+    """A sample without its prompt."""
+
+    ids: bytes  # int32
+    mask: bytes  # int8
+    logprobs: bytes  # float32
+    finish_reason: str
+    policy_versions: list[list[int]]
+    turns: int
+    messages: list[dict[str, Any]]
+    report: dict[str, Any] | None
+
+
+class Group(msgspec.Struct):
+    """The responses to the prompt of a lease."""
+
+    number: int
+    samples: list[PackedSample]
+
+
+class Probe(msgspec.Struct):
+    """A few tokens that weights of a version have sampled, right after they were loaded."""
+
+    version: int
+    samples: list[PackedSample]
+
+
+class Report(msgspec.Struct, tag=True):
+    """How a sampler is. Groups are sent until the run says that it has them."""
+
+    name: str
+    version: int  # of its weights; -1: none yet
+    room: int  # responses that it can sample at a time
+    holding: list[int]  # leases that it knows, also those that are finished
+    groups: list[Group]
+    probe: Probe | None
+    busy_s: float  # seconds in which it has sampled, since it is ready
+    total_s: float  # seconds since it is ready
+    problem: str = ""  # why it ends now
+
+
+class Orders(msgspec.Struct, tag=True):
+    """What a sampler is to do."""
+
+    leases: list[Lease]  # to begin
+    forget: list[int]  # leases to give up, or whose group the run has
+    weights: dict[str, Any] | None  # the newest: see weight_files.py
+
+
+class End(msgspec.Struct, tag=True):
+    """The run has ended, or does not take this sampler."""
+
+    reason: str
+
+
+ToRun = Join | Report
+ToSampler = Setup | Orders | End
+
+
+def pack(sample: Sample) -> PackedSample:
+    """A sample as it travels."""
+    arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
+    versions = [list(span) for span in sample.policy_versions]
+    messages = list(sample.messages)
+    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report)
+
+
+def unpack(packed: PackedSample, row: Row) -> Sample:
+    """The sample that was packed. Raises ValueError if its arrays are not equally long."""
+    types = dict(ids="int32", mask="int8", logprobs="float32")
+    ids, mask, logprobs = (np.frombuffer(getattr(packed, name), dtype) for name, dtype in types.items())
+    if not len(ids) == len(mask) == len(logprobs):
+        raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
+    versions = tuple(tuple(span) for span in packed.policy_versions)
+    about = (packed.finish_reason, row["row_index"], versions, packed.turns, tuple(packed.messages), packed.report)
+    return Sample(row["prompt_ids"], ids, mask, logprobs, *about)
+
+
+def sampling_of(packed: dict[str, Any]) -> Sampling:
+    """The Sampling whose fields travelled as a dict."""
+    return Sampling(**packed | {name: tuple(packed[name]) for name in ("stop_token_ids", "stop")})
+
+
+def row_of(row: Row, *, whole: bool) -> dict[str, Any]:
+    """What a sampler has to know of a row: all of it, if environments answer the policy."""
+    return row if whole else {name: row[name] for name in ("prompt_ids", "row_index")}
+
+
+def listen(address: str, context: zmq.Context) -> tuple[zmq.Socket, str, str]:
+    """A socket for samplers, its address, and the token without which nobody can speak to it. Raises ValueError, naming
+    --sampler-address, if nothing can listen there.
+    """
+    public, private = zmq.curve_keypair()
+    socket = _lossless(context.socket(zmq.ROUTER))
+    socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, private, public
+    socket.router_handover = True
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"--sampler-address {address}: {error}; give such as tcp://127.0.0.1:5555, or tcp://127.0.0.1:* for any port"
+        ) from error
+    return socket, socket.last_endpoint.decode(), zmq.utils.z85.decode(public).hex()
+
+
+def connect(address: str, token: str, context: zmq.Context) -> zmq.Socket:
+    """A sampler's socket to a run. Raises ValueError if the token is none, or the address."""
+    try:
+        key = bytes.fromhex(token)
+        assert len(key) == 32
+    except (ValueError, AssertionError):
+        raise ValueError(
+            "--token must be the 64 hexadecimal digits that the run has written to sampler_token"
+        ) from None
+    socket = _lossless(context.socket(zmq.DEALER))
+    socket.curve_serverkey = zmq.utils.z85.encode(key)
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.identity = secrets.token_bytes(8)
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000  # ms
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"--connect {address}: {error}; give such as tcp://127.0.0.1:5555") from error
+    return socket
+
+
+def _lossless(socket: zmq.Socket) -> zmq.Socket:
+    """ZeroMQ drops messages to a peer that has a thousand unread ones, and waits for unread ones at the end."""
+    socket.sndhwm = socket.rcvhwm = socket.linger = 0
+    return socket

@@ -1,0 +1,249 @@
+"""A sampler: a process of its own that answers prompts for train_async.py, with one engine.
+
+    python -m rl.sampler --connect tcp://HOST:PORT --token TOKEN
+
+The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any;
+responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
+"""
+
+import heapq
+import os
+import socket as sockets
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from rl.console import say
+from rl.data.encode import load_tokenizer
+from rl.data.order import derive_seed
+from rl.flags import Seconds
+from rl.ranks import die_with_parent, init_ranks
+from rl.sampling.engines import Engine, Rollout, make_engine
+from rl.sampling.environments import EnvironmentFlags, Environments, make_environments
+from rl.sampling.protocol import (
+    End,
+    Group,
+    Join,
+    Lease,
+    Orders,
+    Probe,
+    Report,
+    Setup,
+    ToSampler,
+    connect,
+    pack,
+    sampling_of,
+)
+from rl.sampling.rollout import sample_groups
+from rl.sampling.rollouts import Rollouts
+from rl.sampling.weight_files import read_weights
+
+REPORT_EVERY_S = 1.0
+SEND_AGAIN_S = 5.0  # what the run has not said that it has
+GONE_S = 5.0  # the run's process has ended if its connection was lost for so long
+SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machine may have lost power
+REFUSALS = 3  # connections that end before a word is said
+IDLE_WAIT_S = 0.05
+TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
+PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
+
+
+@dataclass(frozen=True)
+class Args:
+    """Samples for a run of train_async.py, which says where, and with which token, when it starts."""
+
+    connect: str  # address of the run, such as tcp://10.0.0.7:5555
+    token: str = ""  # that the run has written to `sampler_token` in its folder; default: $GLASSRL_SAMPLER_TOKEN
+    patience: Seconds = 600.0  # seconds to wait for a run that does not answer yet
+
+
+class Gone(Exception):
+    """There is no run any more, or it wants no sampler. The text says which."""
+
+
+class Line:
+    """The connection to the run. Raises Gone once the run has ended, or ValueError if it refuses the token."""
+
+    def __init__(self, address: str, token: str, patience_s: float):
+        self.context = zmq.Context()
+        self.socket = connect(address, token, self.context)
+        self.events = self.socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        self.patience_s, self.heard_at = patience_s, time.monotonic()
+        self.lost_at: float | None = None  # since when there is no connection; None: there is one
+        self.is_known, self.refusals = False, 0  # whether the run ever spoke; connections that it ended before
+        self.reader, self.writer = msgspec.msgpack.Decoder(ToSampler), msgspec.msgpack.Encoder()
+
+    def send(self, message: Join | Report) -> None:
+        """Send a message, at once or when there is a connection."""
+        self.socket.send(self.writer.encode(message))
+
+    def receive(self, wait_s: float) -> list[Setup | Orders]:
+        """What has come, waiting so long for the first message."""
+        found = []
+        while self.socket.poll(0 if found else 1000 * wait_s):
+            message = self.reader.decode(self.socket.recv())
+            self.heard_at, self.is_known = time.monotonic(), True
+            if isinstance(message, End):
+                raise Gone(message.reason)
+            found.append(message)
+        while self.events.poll(0):
+            self._note(recv_monitor_message(self.events)["event"])
+        now = time.monotonic()
+        if self.is_known and self.lost_at is not None and now - self.lost_at > GONE_S:
+            raise Gone("the run has ended, or its machine cannot be reached")
+        if now - self.heard_at > (SILENT_S if self.is_known else self.patience_s):
+            raise Gone(f"the run has said nothing for {now - self.heard_at:.0f} s")
+        return found
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.lost_at, self.refusals = None, 0
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.lost_at = self.lost_at or time.monotonic()
+            self.refusals += 1
+            if not self.is_known and self.refusals == REFUSALS:
+                raise ValueError("the run refuses this sampler: --token is that of another run")
+
+    def join(self, name: str) -> Setup:
+        """Ask for work until the run answers."""
+        while True:
+            self.send(Join(name))
+            for message in self.receive(wait_s=2.0):
+                if isinstance(message, Setup):
+                    return message
+
+
+class Sampler:
+    """Leases in, groups out."""
+
+    def __init__(self, line: Line, name: str, setup: Setup, engine: Engine, environments: Environments | None):
+        self.line, self.name, self.setup, self.engine = line, name, setup, engine
+        self.rollouts = Rollouts(engine, environments)
+        self.own_seeds = setup.rollout["engine"] == "hf"  # they cost vLLM time, see `rollout.seeded`
+        self.room = setup.rollout["max_num_seqs"]
+        self.leases: dict[int, Lease] = {}  # that are not finished
+        self.waiting: list[int] = []  # those of them that have not begun, a heap
+        self.done: dict[int, tuple[Group, float]] = {}  # groups that the run may not have yet, and when they were sent
+        self.weights: dict[str, Any] | None = None  # the newest that the run has told of
+        self.version, self.probe = -1, None
+        self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
+
+    def run(self) -> None:
+        """Sample until the run ends, which raises Gone."""
+        while True:
+            self._obey(self.line.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
+            if self.weights is not None and self.weights["version"] > self.version:
+                self._load()
+            self._begin()
+            if self.rollouts.is_open():
+                self._step()
+            self._report()
+
+    def _obey(self, messages: list[Setup | Orders]) -> None:
+        for orders in messages:
+            if isinstance(orders, Setup):
+                continue  # the answer to a second `Join`
+            for number in orders.forget:
+                self.done.pop(number, None)
+            if any(number in self.leases for number in orders.forget):
+                self.rollouts.abandon()  # it happens after a pause: most of what there is belongs to others by now
+                self.leases = {n: lease for n, lease in self.leases.items() if n not in orders.forget}
+                self.waiting = sorted(self.leases)
+            for lease in orders.leases:
+                if lease.number not in self.leases and lease.number not in self.done:
+                    self.leases[lease.number] = lease
+                    heapq.heappush(self.waiting, lease.number)
+            if orders.weights is not None and (self.weights is None or orders.weights["version"] > self.version):
+                self.weights = orders.weights
+
+    def _load(self) -> None:
+        """Take the newest weights, and sample a few tokens with them, which the run compares with its own."""
+        try:
+            named_tensors = read_weights(self.weights)
+        except OSError:  # newer ones have replaced them, of which the run will tell
+            self.weights = None
+            return
+        self.rollouts.interrupt()
+        self.engine.policy_version = self.weights["version"] - 1
+        self.engine.update_weights(named_tensors)
+        self.version, seed = self.weights["version"], derive_seed(self.setup.seed, self.weights["version"])
+        way = sampling_of(self.setup.probe_sampling)
+        samples, _ = sample_groups(self.engine, self.setup.probes, way, seed=seed)
+        self.probe, self.reported_at = Probe(self.version, [pack(s) for s in samples]), 0.0
+        self.rollouts.resume()
+
+    def _begin(self) -> None:
+        """Begin the leases whose weights are here."""
+        later = []
+        while self.waiting:
+            lease = self.leases[heapq.heappop(self.waiting)]
+            if lease.version <= self.version:
+                seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
+                self.rollouts.start(lease.number, lease.row, sampling_of(lease.sampling), seed)
+            else:
+                later.append(lease.number)
+        self.waiting = later
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        for number, samples in self.rollouts.step():
+            del self.leases[number]
+            self.done[number] = Group(number, [pack(s) for s in samples]), 0.0
+        self.busy_s += time.monotonic() - start
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        groups = [group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S]
+        if groups or now - self.reported_at > REPORT_EVERY_S:
+            self.line.send(self.report(groups))
+            self.reported_at = now
+            self.done |= {group.number: (group, now) for group in groups}
+
+    def report(self, groups: list[Group], problem: str = "") -> Report:
+        """How this sampler is."""
+        numbers = [*self.leases, *self.done]
+        seconds = self.busy_s, time.monotonic() - self.began_at
+        return Report(self.name, self.version, self.room, numbers, groups, self.probe, *seconds, problem)
+
+
+def sample_for(flags: Args) -> None:
+    """Join a run, and sample for it until it ends. Raises ValueError if it refuses the token."""
+    if PARENT in os.environ:
+        die_with_parent(int(os.environ[PARENT]))
+    name = f"{sockets.gethostname()}:{os.getpid()}"
+    line = Line(flags.connect, flags.token or os.environ.get(TOKEN, ""), flags.patience)
+    try:
+        sampler = make_sampler(line, name)
+        try:
+            sampler.run()
+        except Exception as error:  # whatever it is, the run is told
+            if not isinstance(error, Gone):
+                line.send(sampler.report([], problem=f"{type(error).__name__}: {error}"))
+                line.socket.close(linger=2000)
+            raise
+    except Gone as end:
+        say(f"sampler {name} ends: {end}", sys.stderr)
+        os._exit(0)  # engines and workers end with it; taking them down one by one could hang
+
+
+def make_sampler(line: Line, name: str) -> Sampler:
+    """Join a run, and make the engine that it wants."""
+    setup = line.join(name)
+    own = derive_seed(setup.seed, *name.encode())
+    torch.manual_seed(own)
+    np.random.seed(own)
+    flags = Rollout(**setup.rollout)
+    engine = make_engine(setup.model, init_ranks(), flags, longest=setup.longest, seed=own)
+    environment = {x: tuple(y) if isinstance(y, list) else y for x, y in setup.environment.items()}
+    tokenizer = load_tokenizer(setup.model)
+    environments = make_environments(EnvironmentFlags(**environment), tokenizer, setup.stop_token_ids)
+    return Sampler(line, name, setup, engine, environments)

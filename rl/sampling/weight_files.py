@@ -1,0 +1,87 @@
+"""Weights for samplers by way of the host: anonymous shared memory on one machine, or files that all machines see.
+
+The newest weights are kept, so that a sampler that joins later gets them. A reader that has begun may finish, whatever
+becomes of the file. Shared memory is freed when the run dies, whatever kills it, and needs no /dev/shm, which in many
+containers has 64 MB.
+"""
+
+import mmap
+import os
+import pathlib
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes; also the length of the mark at the beginning of a file
+
+
+class WeightWriter:
+    """Keeps the newest weights for readers. Args: folder, that all machines see; None: the memory of this machine."""
+
+    def __init__(self, folder: str | None):
+        self.folder = None if folder is None else pathlib.Path(folder)
+        self.file: Any = None
+
+    def write(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Write (name, whole tensor) pairs; returns what `read_weights` needs, as a message has it.
+
+        Raises OSError if there is no room: then the weights before are still there.
+        """
+        if self.folder is None:
+            file = open(os.memfd_create(f"weights_{version}"), "wb")
+            path = pathlib.Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"weights_{version}_{os.getpid()}"
+            file = open(path, "wb")
+        mark = secrets.token_bytes(ALIGNMENT)
+        tensors, end = [], ALIGNMENT
+        try:
+            file.write(mark)
+            for name, x in named_tensors:
+                x = x.detach().contiguous().cpu()
+                tensors.append([name, str(x.dtype).removeprefix("torch."), list(x.shape), end])
+                end += file.write(x.flatten().view(torch.uint8).numpy())
+                end += file.write(bytes(-end % ALIGNMENT))
+            file.flush()
+        except BaseException:
+            self._remove(file)
+            raise
+        old, self.file = self.file, file
+        self._remove(old)
+        return {"version": version, "path": str(path), "mark": mark, "bytes": end, "tensors": tensors}
+
+    def _remove(self, file: Any) -> None:
+        if file is not None:
+            file.close()
+            if self.folder is not None:
+                pathlib.Path(file.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove what is kept."""
+        self._remove(self.file)
+        self.file = None
+
+
+def read_weights(about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs on the host, which are valid until the iterator ends.
+
+    Raises FileNotFoundError at once if newer weights have replaced these; the name may then be that of another file.
+    """
+    with open(about["path"], "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != about["bytes"] or file.read(ALIGNMENT) != about["mark"]:
+            raise FileNotFoundError(f"{about['path']} does not hold weights of version {about['version']} any more")
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return _tensors(memory, about)
+
+
+def _tensors(memory: mmap.mmap, about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype, shape, start in about["tensors"]:
+        kind = getattr(torch, dtype)
+        count = torch.Size(shape).numel()
+        x = torch.frombuffer(memory, dtype=kind, count=count, offset=start) if count else torch.empty(0, dtype=kind)
+        yield name, x.view(shape)

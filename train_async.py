@@ -1,0 +1,246 @@
+"""GRPO that never waits: samplers are processes of their own, and sample while the trainers train.
+
+    torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
+    python -m rl.sampler --connect tcp://HOST:PORT --token TOKEN                                # one more, anywhere
+
+The algorithm is that of train_grpo.py, and so are the loss and the names. What differs is who samples. The ranks of
+torchrun train. Each sampler has an engine; it gets prompts and weights from rank 0, and sends groups of responses. New
+weights reach it between two decoding steps, and responses in flight go on with them. So a step may learn from tokens
+of older weights: their age, in versions, is at most --max-staleness S. S = 0 is train_grpo.py with more processes.
+
+The policy b that sampled a token is then not the one that the step begins with (AReaL, arXiv 2505.24298):
+
+    ratio       ratio_it = exp(l_it - l_prox_it)       l_prox: by the proximal policy, around which the ratio is clipped
+    weight      w_it     = exp(l_prox_it - b_it)       cut to at most --rollout-is-threshold; no gradient
+    loss        L        = mean over all sampled tokens of w_it times the clipped loss of train_grpo.py
+
+--proximal-policy says which one that is: the policy that starts the step; the sampler's, so that w = 1 (as in PPO); or
+one between the two that costs no forward pass (A-3PO, arXiv 2512.06547): l_prox = b + (l - b) a / (a + 1) for a token
+of age a. docs/train_async.md explains all of this at more leisure.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from rl.data.batching import ages_of, make_batch
+from rl.data.types import take_rows
+from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
+from rl.formulas import advantages, schedule
+from rl.model.load import load_policy, load_reference, weights_for_engine
+from rl.model.logprobs import fixed_logprobs, token_logprobs
+from rl.model.sharding import backward, clip_grad_norm
+from rl.run import metrics
+from rl.run.arguments import RL, LoggingRL, parse
+from rl.run.run import Run
+from rl.run.task import load_task
+from rl.sampling import correction
+from rl.sampling.correction import Correction
+from rl.sampling.engines import Rollout
+from rl.sampling.rollout import gather_responses, scores_of
+from rl.sampling.samplers import SamplerFlags, Samplers, describe_run
+from rl.scoring.pool import raise_if_failing
+
+
+@dataclass(frozen=True)
+class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
+    train_batch_size: AtLeast1 = 128  # prompts a step (P)
+    rollout_n: AtLeast1 = 8  # responses to each prompt (G); with one response nothing is compared
+    max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
+    max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
+    ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
+    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
+    clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
+    clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
+    use_kl_loss: bool = False  # add kl_loss_coef * KL(policy, reference) to the loss; the reference: the first policy
+    kl_loss_coef: NotNegative = 0.001  # weight of that KL term
+    lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
+    lr_warmup_steps: Count = 0  # steps of linear warm-up
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up
+    weight_decay: NotNegative = 0.01  # AdamW's decoupled weight decay
+    grad_clip: Positive = 1.0  # largest global gradient norm
+    # around which the ratio is clipped: the policy that starts the step, one between that and the sampler's, or the
+    # sampler's own
+    proximal_policy: Literal["recomputed", "loglinear", "sampler"] = "recomputed"
+    seed: Count = 0  # decides data order and sampling, together with a prompt's number
+    samplers: SamplerFlags = SamplerFlags()
+    rollout: Rollout = Rollout(gpu_memory_utilization=0.9)
+    correction: Correction = Correction(rollout_is="token")
+    logging: LoggingRL = LoggingRL(
+        experiment_name="async",
+        alarms=(
+            "rollout/logprob_gap_mean>0.05",
+            "reward/zero_std_frac>0.95",
+            "response_length/clip_ratio>0.5",
+            "actor/entropy<0.01",
+        ),
+    )
+
+
+def main(args: Args) -> dict[str, float]:
+    """Train with GRPO; returns the metrics of the last step and of the last evaluation."""
+    # Flags, data and rewards are checked here, before a model is loaded.
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
+    mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
+    num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
+
+    run = Run(args, tokenizer, total_steps)
+    ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
+    setup = describe_run(args.model, args.rollout, args.envs, train_rows, sampling, longest=longest, seed=args.seed)
+    task = dict(scorer=scorer, rows=train_rows, sampling=sampling, batch_size=args.train_batch_size)
+    where = dict(total_steps=total_steps, folder=run.folder.root, state=run.state)
+    samplers = Samplers(args.samplers, setup, ranks, **task, **where)  # they start while the policy is loaded
+    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.use_kl_loss else None
+    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+    about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
+    run.resume({"actor": (policy, optimizer)}, engine=samplers, about=f"{about}\n{scorer.report}")
+    step_metrics, val_metrics = {}, {}
+
+    for step in range(run.start, total_steps + 1):  # the last round only evaluates
+        # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
+        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        clock = run.save_and_begin(step, state=samplers.state())
+
+        # 1. Weights and prompts: the samplers get the policy's weights, and as many prompts as staleness allows. A
+        # prompt is a pure function of the seed and its number. A step trains on the P next ones, whoever ends first.
+        samplers.push(step, weights_for_engine(policy, ranks))
+        clock("update_weights")
+        if evaluation_is_due := run.evaluation_is_due(step):
+            samplers.start_evaluation(val_rows, args.validation)
+        if step == total_steps:
+            break
+
+        # 2. Rollouts: wait for G responses to each of the P prompts; most were sampled while the last step trained.
+        rows, own_samples, tickets = samplers.take()  # samples are on rank 0; phase 4 divides them among the ranks
+        run.exit_if_asked()
+        clock("gen")
+
+        # 3. Rewards: other processes have been scoring since a group was complete. Then all ranks get the scores and
+        # lengths of the whole step.
+        own_scores = scorer.collect(tickets)
+        run.exit_if_asked()
+        responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
+        raise_if_failing(responses, args.rewards.reward_max_error_frac)
+        scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
+        clock("reward")
+
+        # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
+        # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
+        batch, updates = make_batch(
+            responses,
+            trainable=scores_PG.isfinite().flatten(),
+            mini_batch_size=mini_batch_size * args.rollout_n,
+            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            ranks=ranks,
+        )  # (b, T)
+        clock("batch")
+
+        # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
+        # it are not needed here: they are l in phase 7.
+        if args.proximal_policy == "loglinear":
+            batch = replace(batch, ages=ages_of(responses, batch, version=step))
+        if num_updates > 1 and args.proximal_policy == "recomputed":
+            batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
+            clock("old_log_prob")
+        if reference is not None:
+            batch = replace(batch, ref_logp=fixed_logprobs(reference, batch, updates, sampling=sampling))
+            clock("ref")
+
+        # === algorithm ================================================================================================
+        # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
+        # responses count; where a group has but one, its mean is 0 and its standard deviation 1.
+        mean, std = advantages.of_groups(scores_PG)  # (P, 1)
+        advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
+        # batch.rows (b,): which of the B responses this rank trains on.
+        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        clock("adv")
+
+        # 7. Updates: one for each mini-batch; its micro-batches only bound the memory.
+        lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
+        optimizer.param_groups[0]["lr"] = lr
+        means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
+        for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
+            # The mini-batch's tokens on all ranks: divided by these, gradients of micro-batches and ranks just add up.
+            num_tokens = max(update.num_tokens, 1)
+            for micro_rows in update.micro_batches:
+                run.exit_if_asked()
+                micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
+                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                logp, entropy = token_logprobs(policy, micro, sampling=sampling)
+                if args.proximal_policy == "sampler":
+                    old_logp = micro.rollout_logp
+                elif args.proximal_policy == "loglinear":
+                    share = micro.ages / (micro.ages + 1)  # 0 for a token of the weights that start the step
+                    old_logp = torch.lerp(micro.rollout_logp, logp.detach(), share)
+                else:
+                    old_logp = logp.detach() if num_updates == 1 else micro.old_logp
+
+                # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
+                # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
+                ratio = (logp - old_logp).clamp(-20, 20).exp()
+                unclipped = -A * ratio
+                clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
+                pg_loss = torch.maximum(unclipped, clipped)
+                # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
+                pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
+                is_clipped = (pg_loss != unclipped).float()
+                # How much more likely the proximal policy makes a token than the one that sampled it; no gradient.
+                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                pg_loss = pg_loss * weights
+                loss = pg_loss
+                if reference is not None:
+                    x = (micro.ref_logp - logp).clamp(-20, 20)
+                    kl = (x.expm1() - x).clamp(max=10)  # k3 = e^x - x - 1, an estimate of KL(policy, reference)
+                    loss = loss + args.kl_loss_coef * kl
+                    means.over_updates({"actor/kl_loss": (kl * mask).sum() / num_tokens})
+                loss = (loss * mask).sum() / num_tokens
+                backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
+                means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
+                means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+            if not norms:  # the last moment in which the policy has the weights that were pushed
+                samplers.verify(policy, args.rollout)
+                run.exit_if_asked()
+            norm = clip_grad_norm(policy, args.grad_clip)
+            if math.isfinite(norm) and update.num_tokens > 0:
+                optimizer.step()
+            else:
+                run.skip_update(norm, update.num_tokens, batch)  # raises at the third in a row
+            optimizer.zero_grad(set_to_none=True)
+            norms.append({"actor": norm})
+        clock("update_actor")
+        # === end ======================================================================================================
+
+        # Held-out prompts were answered beside all this, by the weights that the step began with.
+        if evaluation_is_due:
+            val_metrics = run.log_evaluation(step, samplers.evaluate(args.validation))
+            clock("testing")
+
+        # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
+        found = {
+            **metrics.of_sampled(responses, rows, args.rollout_n),
+            **metrics.describe("critic/rewards", scores_PG),
+            **metrics.describe("critic/advantages", advantages_PG),
+            **metrics.of_norms(norms),
+            **means.reduce(),
+            **samplers.metrics(),
+            "actor/lr": lr,
+        }
+        step_metrics = run.log_step(step + 1, found, responses=responses)
+        run.log_samples(own_samples, own_scores, batch)
+        # 9. Checkpoint: save_and_begin of the next round saves.
+
+    if evaluation_is_due:
+        val_metrics = run.log_evaluation(total_steps, samplers.evaluate(args.validation))
+    run.close(scorer, samplers)
+    return step_metrics | val_metrics
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__, hint="train_grpo_variants.py has the flags of other estimators, losses and KL terms"))
