@@ -67,7 +67,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # sampler's own
     proximal_policy: Literal["recomputed", "loglinear", "sampler"] = "recomputed"
     seed: Count = 0  # decides data order and sampling, together with a prompt's number
-    samplers: SamplerFlags = SamplerFlags()
+    pool: SamplerFlags = SamplerFlags()
     rollout: Rollout = Rollout(gpu_memory_utilization=0.9)
     correction: Correction = Correction(rollout_is="token")
     logging: LoggingRL = LoggingRL(
@@ -93,7 +93,7 @@ def main(args: Args) -> dict[str, float]:
     setup = describe_run(args.model, args.rollout, args.envs, train_rows, sampling, longest=longest, seed=args.seed)
     task = dict(scorer=scorer, rows=train_rows, sampling=sampling, batch_size=args.train_batch_size)
     where = dict(total_steps=total_steps, folder=run.folder.root, state=run.state)
-    samplers = Samplers(args.samplers, setup, ranks, **task, **where)  # they start while the policy is loaded
+    samplers = Samplers(args.pool, setup, ranks, **task, **where)  # they start while the policy is loaded
     policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.use_kl_loss else None
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
@@ -237,7 +237,9 @@ def main(args: Args) -> dict[str, float]:
         # 9. Checkpoint: save_and_begin of the next round saves.
 
     if evaluation_is_due:
-        val_metrics = run.log_evaluation(total_steps, samplers.evaluate(args.validation))
+        evaluation = samplers.evaluate(args.validation)
+        run.exit_if_asked()
+        val_metrics = run.log_evaluation(total_steps, evaluation)
     run.close(scorer, samplers)
     return step_metrics | val_metrics
 

@@ -2,12 +2,12 @@
 
 import tyro
 
-from rl.sampling.sampler import Args, sample_for
+from rl.sampling.sampler import Args, main
 
 
 def run() -> None:
     """Sample as the command line says."""
-    sample_for(tyro.cli(Args))
+    main(tyro.cli(Args))
 
 
 if __name__ == "__main__":

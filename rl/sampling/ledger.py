@@ -6,9 +6,9 @@ Prompts are numbered 0, 1, 2, ... in the order in which a run trains on them. Ea
                     ^               |
                     +-- it is lost -+-> dropped: lost MAX_LOSSES times
 
-- A step trains on the P lowest numbers that are not trained or dropped, whoever is done first: short responses are not
-  favoured, and the order of prompts depends on nothing but the run's seed.
-- Numbers are drawn while (drawn - dropped) < P * (version + 1 + S). Version v is the weights that v steps have made, and
+- A step trains on the P lowest numbers that are not trained or dropped, whoever is done first. So short responses are
+  not favoured, and the order of prompts depends on nothing but the run's seed.
+- Numbers are drawn while (drawn - dropped) < P * (version + 1 + S). Version v is the weights that v steps have made,
   S is --max-staleness. So no token is older than S versions when it is trained on, and nothing is thrown away for age.
 - A number that its sampler has lost is handed out again, before all others. Only its holder's result counts.
 """
@@ -107,7 +107,8 @@ class Ledger(Leases[G]):
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what is not trained yet. Groups in `ready` are the caller's to save."""
         unfinished = sorted([*self.waiting, *self.leased])
-        return {"next": self.next, "num_dropped": self.num_dropped, "unfinished": unfinished, "ready": [*self.ready]}
+        numbers = dict(batch_size=self.batch_size, next=self.next, num_dropped=self.num_dropped)
+        return numbers | {"unfinished": unfinished, "ready": [*self.ready]}
 
     def load(self, state: dict[str, Any], ready: dict[int, G]) -> None:
         """Go on from `state`, with the groups that were saved. Numbers whose group is missing wait again."""

@@ -1,23 +1,27 @@
 """What a run and its samplers say to each other, and how a sampler shows that it belongs to the run.
 
-A sampler says `Join` until it gets the `Setup`, builds its engine, and then says `Report` at least every second. The run
-answers every report with `Orders`. Both say how things are, not what has changed: so a message that is lost, or comes
-twice, is made good by the next one.
+A sampler says `Join` until it gets the `Setup`, builds its engine, and then says `Report` at least every second. The
+run answers every report with `Orders`. Both say how things are, not what has changed: so a message that is lost, or
+comes twice, is made good by the next one.
 
-The token of a run is the public key of its socket. Messages are encrypted (CurveZMQ), and the key never travels: without
-it no connection comes about.
+Messages are encrypted (CurveZMQ). The run's pair of keys follows from its token. The public one never travels, and
+without it no connection comes about.
 """
 
+import hashlib
 import secrets
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
+from zmq.utils import z85
 
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 
+TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
+PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
 PROTOCOL = 1  # of these messages; both sides must have the same
 
 
@@ -142,34 +146,25 @@ def row_of(row: Row, *, whole: bool) -> dict[str, Any]:
     return row if whole else {name: row[name] for name in ("prompt_ids", "row_index")}
 
 
-def listen(address: str, context: zmq.Context) -> tuple[zmq.Socket, str, str]:
-    """A socket for samplers, its address, and the token without which nobody can speak to it. Raises ValueError, naming
-    --sampler-address, if nothing can listen there.
+def listen(address: str, token: str, context: zmq.Context) -> tuple[zmq.Socket, str]:
+    """A socket for samplers that know the token, and its address. Raises ValueError, naming --sampler-address, if
+    nothing can listen there.
     """
-    public, private = zmq.curve_keypair()
     socket = _lossless(context.socket(zmq.ROUTER))
-    socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, private, public
-    socket.router_handover = True
+    socket.curve_server, (socket.curve_secretkey, socket.curve_publickey) = True, _keys(token)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise ValueError(
-            f"--sampler-address {address}: {error}; give such as tcp://127.0.0.1:5555, or tcp://127.0.0.1:* for any port"
+            f"--sampler-address {address}: {error}; give tcp://127.0.0.1:* for any port, or such as tcp://0.0.0.0:5555"
         ) from error
-    return socket, socket.last_endpoint.decode(), zmq.utils.z85.decode(public).hex()
+    return socket, socket.last_endpoint.rstrip(b"\0").decode()
 
 
 def connect(address: str, token: str, context: zmq.Context) -> zmq.Socket:
-    """A sampler's socket to a run. Raises ValueError if the token is none, or the address."""
-    try:
-        key = bytes.fromhex(token)
-        assert len(key) == 32
-    except (ValueError, AssertionError):
-        raise ValueError(
-            "--token must be the 64 hexadecimal digits that the run has written to sampler_token"
-        ) from None
+    """A sampler's socket to a run. Raises ValueError if the address is none."""
     socket = _lossless(context.socket(zmq.DEALER))
-    socket.curve_serverkey = zmq.utils.z85.encode(key)
+    _, socket.curve_serverkey = _keys(token)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.identity = secrets.token_bytes(8)
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000  # ms
@@ -178,6 +173,12 @@ def connect(address: str, token: str, context: zmq.Context) -> zmq.Socket:
     except zmq.ZMQError as error:
         raise ValueError(f"--connect {address}: {error}; give such as tcp://127.0.0.1:5555") from error
     return socket
+
+
+def _keys(token: str) -> tuple[bytes, bytes]:
+    """The run's private and public key."""
+    private = z85.encode(hashlib.sha256(token.encode()).digest())
+    return private, zmq.curve_public(private)
 
 
 def _lossless(socket: zmq.Socket) -> zmq.Socket:

@@ -28,6 +28,8 @@ from rl.ranks import die_with_parent, init_ranks
 from rl.sampling.engines import Engine, Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, Environments, make_environments
 from rl.sampling.protocol import (
+    PARENT,
+    TOKEN,
     End,
     Group,
     Join,
@@ -41,7 +43,6 @@ from rl.sampling.protocol import (
     pack,
     sampling_of,
 )
-from rl.sampling.rollout import sample_groups
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import read_weights
 
@@ -51,15 +52,13 @@ GONE_S = 5.0  # the run's process has ended if its connection was lost for so lo
 SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machine may have lost power
 REFUSALS = 3  # connections that end before a word is said
 IDLE_WAIT_S = 0.05
-TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
-PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
 
 
 @dataclass(frozen=True)
 class Args:
     """Samples for a run of train_async.py, which says where, and with which token, when it starts."""
 
-    connect: str  # address of the run, such as tcp://10.0.0.7:5555
+    connect: str = "tcp://127.0.0.1:5555"  # address of the run
     token: str = ""  # that the run has written to `sampler_token` in its folder; default: $GLASSRL_SAMPLER_TOKEN
     patience: Seconds = 600.0  # seconds to wait for a run that does not answer yet
 
@@ -175,10 +174,14 @@ class Sampler:
         self.rollouts.interrupt()
         self.engine.policy_version = self.weights["version"] - 1
         self.engine.update_weights(named_tensors)
-        self.version, seed = self.weights["version"], derive_seed(self.setup.seed, self.weights["version"])
-        way = sampling_of(self.setup.probe_sampling)
-        samples, _ = sample_groups(self.engine, self.setup.probes, way, seed=seed)
-        self.probe, self.reported_at = Probe(self.version, [pack(s) for s in samples]), 0.0
+        self.version = self.weights["version"]
+        probes, found = Rollouts(self.engine), {}
+        for i, row in enumerate(self.setup.probes):
+            probes.start(i, row, sampling_of(self.setup.probe_sampling), derive_seed(self.setup.seed, self.version, i))
+        while probes.is_open():
+            found |= dict(probes.step())
+        packed = [pack(sample) for i in range(len(found)) for sample in found[i]]
+        self.probe, self.reported_at = Probe(self.version, packed), 0.0
         self.rollouts.resume()
 
     def _begin(self) -> None:
@@ -215,7 +218,7 @@ class Sampler:
         return Report(self.name, self.version, self.room, numbers, groups, self.probe, *seconds, problem)
 
 
-def sample_for(flags: Args) -> None:
+def main(flags: Args) -> None:
     """Join a run, and sample for it until it ends. Raises ValueError if it refuses the token."""
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))

@@ -1,4 +1,4 @@
-"""The ledger of train_async.py: whatever happens to samplers, each prompt is trained once, in order, and not too old."""
+"""The ledger of train_async.py: whatever happens to samplers, each prompt is trained once, in order and in time."""
 
 import random
 

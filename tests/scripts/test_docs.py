@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 from pathlib import Path
 from types import ModuleType
 
 import helpers_scripts as h
+import launch
 import pytest
 import torch
 import tyro
@@ -18,13 +20,14 @@ from torch.distributed.run import get_args_parser
 from rl.console import SHOWN
 from rl.flags import build, check_limits, flat
 from rl.formulas import advantages, losses
+from rl.sampling.protocol import TOKEN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
 ALGORITHMS = ["train_grpo", "train_ppo", "train_dapo", "train_reinforce", "train_dpo", "train_distill", "train_prime"]
-LOGGED = [*ALGORITHMS, "train_grpo_variants"]
-PAGE_OF = {script: f"{script}.md" for script in ALGORITHMS} | {"train_grpo_variants": "variants.md"}
+LOGGED = [*ALGORITHMS, "train_grpo_variants", "train_async"]
+PAGE_OF = {script: f"{script}.md" for script in LOGGED} | {"train_grpo_variants": "variants.md"}
 SCRIPT_OF = {page.removesuffix(".md"): script for script, page in PAGE_OF.items()}
 DATA = [f"data/{path.stem}" for path in sorted((ROOT / "data").glob("*.py")) if path.stem != "files"]
 OTHERS = {"--kill-on-bad-exit", "--requeue", "--signal", "--fix"}  # of Slurm and ruff
@@ -272,6 +275,10 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes |= {"train_dapo": {}, "train_dpo": {}}
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
+    (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True)
+    changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
+    os.environ[TOKEN] = "metrics"
+    launch.fork("rl.sampling.sampler", {"connect": address}, folder / "sampler.log", ranks=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}
@@ -318,6 +325,7 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
         ("Pairs", "train_dpo"),
         ("Teacher", "train_distill"),
         ("Implicit", "train_prime"),
+        ("Samplers", "train_async"),
     ],
 )
 def test_a_section_of_one_script_holds_metrics_that_the_others_do_not_have(logged, title, script):

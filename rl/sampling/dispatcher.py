@@ -1,0 +1,281 @@
+"""Hands prompts out to samplers and takes their groups in: a thread of rank 0, which works while others train.
+
+It holds `lock` for bookkeeping, never to wait. Which prompt is where, and how old tokens may be: ledger.py. What is
+said: protocol.py. The other side: sampler.py.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from rl.console import say
+from rl.data.order import derive_seed
+from rl.data.rows import Row
+from rl.data.types import Sample, Sampling
+from rl.flags import Count, Free, Seconds
+from rl.sampling.ledger import Leases, Ledger
+from rl.sampling.protocol import (
+    PARENT,
+    PROTOCOL,
+    TOKEN,
+    End,
+    Join,
+    Lease,
+    Orders,
+    PackedSample,
+    Probe,
+    Report,
+    Setup,
+    ToRun,
+    listen,
+    row_of,
+    unpack,
+)
+from rl.scoring.pool import Ticket
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+POLL_MS = 20
+LEASE_AGAIN_S = 3.0  # a lease that its sampler does not know was lost on the way
+SILENT_S = 5.0  # nobody waits for the probe of a sampler that has said nothing for so long
+START_S = 900.0  # in which a sampler builds its engine
+MAX_RESTARTS = 3  # of a sampler on this machine
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class SamplerFlags:
+    """samplers: processes of their own, which sample while the trainers train"""
+
+    samplers: Free[Count] = 1  # that this run starts on its first machine; others may join at any time
+    # GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them; default: those that no trainer uses
+    sampler_devices: Free[tuple[str, ...] | None] = None
+    max_staleness: Count = 1  # versions of weights that a token may be older than those that train on it (S)
+    sampler_address: Free[str] = "tcp://127.0.0.1:*"  # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
+    sampler_timeout: Free[Seconds] = (
+        60.0  # seconds without a word after which a sampler is lost; a run without any ends
+    )
+    # folder that all machines see, for the weights; default: shared memory, for samplers on the first machine
+    weights_dir: Free[str | None] = None
+
+
+@dataclass
+class Member:
+    """A sampler that has reported."""
+
+    name: str
+    seen_at: float  # when it last said something
+    room: int = 1  # responses at a time
+    version: int = -1  # of its weights
+    probe: Probe | None = None
+    sent_at: dict[int, float] = field(default_factory=dict)  # leases that it has, and when they were last sent
+    busy_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass
+class Local:
+    """A sampler that this run has started."""
+
+    device: str | None  # None: no GPU
+    process: subprocess.Popen | None = None
+    starts: int = 0
+
+
+Group = tuple[Row, list[Sample], Ticket]
+
+
+class Dispatcher:
+    """See above; `start` it. Args: row, gives the training prompt of a number; sampling, of these; submit, takes a row
+    and its samples when they are complete; devices, a GPU for each sampler to start here, or None.
+
+    Others read and change its ledger, evaluation, weights and members under `lock`, which also wakes who waits for a
+    change. `failure` is what has ended the thread.
+    """
+
+    def __init__(
+        self,
+        flags: SamplerFlags,
+        setup: Setup,
+        ledger: Ledger[Group],
+        row: Callable[[int], Row],
+        sampling: Sampling,
+        submit: Callable[[Row, list[Sample]], Ticket],
+        devices: Sequence[str | None],
+    ):
+        self.flags, self.setup, self.ledger, self.row, self.submit = flags, setup, ledger, row, submit
+        self.sampling = sampling
+        self.whole_rows = bool(setup.environment["environment"] or setup.environment["tools"])
+        self.evaluation: Leases[Group] = Leases()
+        self.held_out: Sequence[Row] = ()
+        self.held_out_sampling = sampling
+        self.weights: dict[str, Any] | None = None  # the newest: see weight_files.py
+        self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
+        self.locals = [Local(device) for device in devices]
+        self.lost = 0
+        self.alone_since = time.monotonic() + START_S - flags.sampler_timeout
+        self.lock, self.closing = threading.Condition(), False
+        self.failure: Exception | None = None
+        self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRun)
+        self.token = os.environ.get(TOKEN) or secrets.token_hex(16)
+        self.socket, self.address = listen(flags.sampler_address, self.token, zmq.Context())
+        self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
+
+    def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
+        """Let samplers answer held-out prompts, before others."""
+        with self.lock:
+            self.held_out, self.held_out_sampling = rows, sampling
+            self.evaluation = Leases(range(-len(rows), 0))
+
+    def close(self) -> None:
+        """Send the samplers home, and end those of this machine."""
+        self.closing = True
+        self.thread.join()
+
+    def _serve(self) -> None:
+        try:
+            last = time.monotonic()
+            while not self.closing:
+                messages = []
+                while self.socket.poll(0 if messages else POLL_MS):
+                    messages.append(self.socket.recv_multipart())
+                with self.lock:
+                    now = time.monotonic()
+                    if (gap := now - last) > SILENT_S:  # this process was suspended: its samplers are not late
+                        for member in self.members.values():
+                            member.seen_at += gap
+                    last = now
+                    for identity, message in messages:
+                        self._hear(identity.hex(), self.decoder.decode(message))
+                    self._look_after()
+                    self._assign()
+                    self.lock.notify_all()
+        except Exception as error:  # the main thread raises it
+            self.failure = error
+        for identity in self.members:
+            self._send(identity, End("the run is complete" if self.failure is None else "the run has failed"))
+        for local in self.locals:
+            try:
+                local.process.wait(5)
+            except (subprocess.TimeoutExpired, AttributeError):
+                if local.process is not None:
+                    local.process.kill()
+        self.socket.close(linger=1000)
+
+    def _send(self, identity: str, message: Setup | Orders | End) -> None:
+        self.socket.send_multipart([bytes.fromhex(identity), self.encoder.encode(message)])
+
+    def _hear(self, identity: str, message: Join | Report) -> None:
+        now = time.monotonic()
+        if isinstance(message, Join):
+            fits = message.protocol == PROTOCOL
+            self._send(identity, self.setup if fits else End(f"it speaks protocol {message.protocol}, not {PROTOCOL}"))
+            self.alone_since = now + START_S - self.flags.sampler_timeout  # it builds its engine now
+            return
+        if identity not in self.members:
+            say(f"sampler {message.name} has joined")
+        member = self.members.setdefault(identity, Member(message.name, now))
+        member.seen_at, member.room, member.version, member.probe = now, message.room, message.version, message.probe
+        member.busy_s, member.total_s = message.busy_s, message.total_s
+        if message.problem:
+            self._lose(identity, message.problem)
+            return
+        for group in message.groups:
+            self._finish(identity, group.number, group.samples)
+        held = [*self.evaluation.held_by(identity), *self.ledger.held_by(identity)]
+        unknown = [n for n in held if n not in message.holding and now - member.sent_at[n] > LEASE_AGAIN_S]
+        member.sent_at = {n: now if n in unknown else member.sent_at[n] for n in held}
+        newer = self.weights if self.weights and self.weights["version"] > message.version else None
+        forget = sorted(set(message.holding) - set(held))
+        self._send(identity, Orders([self._lease(n) for n in unknown], forget, newer))
+
+    def _finish(self, identity: str, number: int, packed: list[PackedSample]) -> None:
+        """A group has come. It may be nobody's, or come twice: then nothing happens."""
+        leases = self._leases_of(number)
+        if leases.leased.get(number) == identity:
+            row = self._row_of(number)
+            samples = [unpack(x, row) for x in packed]
+            leases.finish(number, identity, (row, samples, self.submit(row, samples)))
+
+    def _leases_of(self, number: int) -> Leases[Group]:
+        return self.ledger if number >= 0 else self.evaluation
+
+    def _row_of(self, number: int) -> Row:
+        return self.row(number) if number >= 0 else self.held_out[-1 - number]
+
+    def _lease(self, number: int) -> Lease:
+        """A number of the training prompts, or -1 - i for the held-out prompt i, as a sampler gets it."""
+        sampling = self.sampling if number >= 0 else self.held_out_sampling
+        row = row_of(self._row_of(number), whole=self.whole_rows)
+        return Lease(number, row, vars(sampling), derive_seed(self.setup.seed, number), self.ledger.version)
+
+    def _assign(self) -> None:
+        """Hand out what waits, to those who have the most room left."""
+        new: dict[str, list[int]] = {}
+        for leases, n in ((self.evaluation, self.held_out_sampling.n), (self.ledger, self.sampling.n)):
+            while leases.waiting and self.members:
+                held = {x: len(member.sent_at) / max(member.room // n, 1) for x, member in self.members.items()}
+                identity = min(held, key=held.get)
+                if held[identity] >= 1:
+                    break
+                number = leases.lease(identity)
+                self.members[identity].sent_at[number] = time.monotonic()
+                new.setdefault(identity, []).append(number)
+        for identity, numbers in new.items():
+            member = self.members[identity]
+            newer = self.weights if self.weights and self.weights["version"] > member.version else None
+            self._send(identity, Orders([self._lease(n) for n in numbers], [], newer))
+
+    def _look_after(self) -> None:
+        """Lose samplers that are silent or dead, and start those of this machine."""
+        now = time.monotonic()
+        for identity, member in list(self.members.items()):
+            if now - member.seen_at > self.flags.sampler_timeout:
+                self._lose(identity, f"it has said nothing for {now - member.seen_at:.0f} s (--sampler-timeout)")
+        for local in self.locals:
+            if local.process is not None and local.process.poll() is None:
+                continue
+            if local.process is not None:
+                ended = [x for x, m in self.members.items() if m.name.endswith(f":{local.process.pid}")]
+                for identity in ended:
+                    self._lose(identity, f"its process has ended with {local.process.returncode}")
+                if not ended and local.starts <= MAX_RESTARTS:
+                    say(f"a sampler has ended with {local.process.returncode} before it was ready")
+            if local.starts <= MAX_RESTARTS:
+                local.starts += 1
+                local.process = self._start(local.device)
+
+    def _lose(self, identity: str, why: str) -> None:
+        member, held = self.members.pop(identity), len(self.ledger.held_by(identity))
+        self.lost += 1
+        dropped = self.ledger.give_back(identity)
+        failed = self.evaluation.give_back(identity)
+        say(f"sampler {member.name} is lost: {why}; {held} prompts are handed out again", sys.stderr)
+        if dropped:
+            say(f"prompts {dropped} are dropped: their samplers were lost each time", sys.stderr)
+        if failed:
+            raise RuntimeError(f"held-out prompts {[-1 - n for n in failed]}: their samplers were lost each time")
+        if not self.members:
+            self.alone_since = time.monotonic()
+
+    def _start(self, device: str | None) -> subprocess.Popen:
+        """Start a sampler on this machine."""
+        kept = {
+            name: x for name, x in os.environ.items() if name not in OF_A_RANK and not name.startswith("TORCHELASTIC")
+        }
+        own = {TOKEN: self.token, PARENT: str(os.getpid())} | (
+            {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        )
+        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.sampler import run; run()"
+        command = [sys.executable, "-c", code, "--connect", self.address.replace("0.0.0.0", "127.0.0.1")]
+        options = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+        return subprocess.Popen(command, env=kept | own, **options)

@@ -1,0 +1,121 @@
+"""train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+
+import helpers_scripts as h
+import launch
+import pytest
+
+import train_grpo
+from rl.data.order import derive_seed
+from rl.sampling.protocol import TOKEN
+from rl.sampling.rollouts import Rollouts
+from rl.sampling.samplers import Samplers
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def pools(task, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, "a token of this test")
+    return Pools(task, tmp_path)
+
+
+class Pools:
+    """A run of train_async.py and samplers that join it, all in forks."""
+
+    def __init__(self, task, root):
+        self.task, self.root = task, root
+        (self.port,) = launch.free_ports(1)
+        self.count = itertools.count()
+
+    def run(self, *, ranks=1, fault=None, **changes):
+        address = f"tcp://127.0.0.1:{self.port}"
+        settings = h.grpo_settings(self.task, self.root / "run", samplers=0, sampler_address=address, **changes)
+        return launch.fork("train_async", settings, self.root / "run.log", ranks=ranks, fault=fault)
+
+    def sampler(self, fault=None, **settings):
+        log = self.root / f"sampler{next(self.count)}.log"
+        settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
+        return launch.fork("rl.sampling.sampler", settings, log, fault=fault, ranks=0)
+
+    def lines(self):
+        return h.read_jsonl(self.root / "run" / "metrics.jsonl")
+
+
+def note_batches(file):
+    """From now on every batch that is taken is a line of a file: the weights' version, and row and ages of samples."""
+    take = Samplers.take
+
+    def noting(samplers):
+        rows, samples, tickets = take(samplers)
+        ages = [sorted({samplers.policy_version - v for v, _ in s.policy_versions}) for s in samples]
+        line = dict(version=samplers.policy_version, rows=[row["row_index"] for row in rows], ages=ages)
+        with open(file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+        return rows, samples, tickets
+
+    Samplers.take = noting
+
+
+def seed_by_number():
+    """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
+    sample_groups, start, steps = train_grpo.sample_groups, Rollouts.start, itertools.count()
+
+    def sample(*arguments, seed):
+        first = 4 * next(steps)
+        Rollouts.start = lambda r, name, row, way: start(r, name, row, way, derive_seed(0, first + name))
+        try:
+            return sample_groups(*arguments, seed=seed)
+        finally:
+            Rollouts.start = start
+
+    train_grpo.sample_groups = sample
+
+
+def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path):
+    changes = dict(total_training_steps=3, rollout_is="token", val_before_train=True, test_freq=1, save_freq=3)
+    run = pools.run(max_staleness=0, **changes)
+    sampler = pools.sampler()
+    settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
+    grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=seed_by_number)
+    assert grpo.ends() == [0], grpo.log.read_text()
+    assert run.ends() == [0], run.log.read_text()
+    assert sampler.ends(10) == [0]
+    own = ("rollouter/", "trainer/", "samplers/")
+    lines = [{k: v for k, v in x.items() if not k.startswith(own)} for x in h.timeless(pools.lines())]
+    assert lines == h.timeless(h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl")) and len(lines) > 3
+    left, right = (h.weights(tmp_path / name / "global_step_3") for name in ("run", "grpo"))
+    h.assert_same(left, right)
+
+
+def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
+    file = tmp_path / "batches.jsonl"
+    note = partial(note_batches, file)
+    run = pools.run(ranks=2, fault=note, max_staleness=2, total_training_steps=6, proximal_policy="loglinear")
+    samplers = [pools.sampler(), pools.sampler()]
+    assert run.ends() == [0, 0], run.log.read_text()
+    assert [sampler.ends(10) for sampler in samplers] == [[0], [0]]
+    batches = [x for x in h.read_jsonl(file) if x["ages"]]  # those of rank 0
+    rows = [len(set(x["rows"])) for x in batches]
+    assert rows == [4] * 6 and [x["version"] for x in batches] == list(range(6))
+    ages = {age for x in batches for ages in x["ages"] for age in ages}
+    assert ages == {0, 1, 2} or ages == {0, 1}
+    last = pools.lines()[-1]
+    assert last["samplers/count"] == 2 and last["samplers/lost"] == last["samplers/dropped"] == 0
+    assert 0 < last["rollout/staleness_max"] <= 2
+
+
+def test_a_run_starts_its_own_samplers(task, tmp_path):
+    """As a user does, under torchrun: the sampler is a process that ends with the run."""
+    flags = h.flags(h.grpo_settings(task, tmp_path / "run", samplers=1, total_training_steps=2))
+    output = launch.run("train_async.py", *flags, nproc=1)
+    assert "has joined" in output and "the run is complete" in output
+    token = Path(tmp_path, "run", "sampler_token")
+    assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 32
