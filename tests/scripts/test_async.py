@@ -1,19 +1,18 @@
 """train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
 
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
 import launch
 import pytest
+from helpers_samplers import Pools, batches, note_batches
 
 import train_grpo
 from rl.data.order import derive_seed
 from rl.sampling.protocol import TOKEN
 from rl.sampling.rollouts import Rollouts
-from rl.sampling.samplers import Samplers
 
 
 @pytest.fixture(scope="module")
@@ -25,43 +24,6 @@ def task(tmp_path_factory):
 def pools(task, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "a token of this test")
     return Pools(task, tmp_path)
-
-
-class Pools:
-    """A run of train_async.py and samplers that join it, all in forks."""
-
-    def __init__(self, task, root):
-        self.task, self.root = task, root
-        (self.port,) = launch.free_ports(1)
-        self.count = itertools.count()
-
-    def run(self, *, ranks=1, fault=None, **changes):
-        address = f"tcp://127.0.0.1:{self.port}"
-        settings = h.grpo_settings(self.task, self.root / "run", samplers=0, sampler_address=address, **changes)
-        return launch.fork("train_async", settings, self.root / "run.log", ranks=ranks, fault=fault)
-
-    def sampler(self, fault=None, **settings):
-        log = self.root / f"sampler{next(self.count)}.log"
-        settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
-        return launch.fork("rl.sampling.sampler", settings, log, fault=fault, ranks=0)
-
-    def lines(self):
-        return h.read_jsonl(self.root / "run" / "metrics.jsonl")
-
-
-def note_batches(file):
-    """From now on every batch that is taken is a line of a file: the weights' version, and row and ages of samples."""
-    take = Samplers.take
-
-    def noting(samplers):
-        rows, samples, tickets = take(samplers)
-        ages = [sorted({samplers.policy_version - v for v, _ in s.policy_versions}) for s in samples]
-        line = dict(version=samplers.policy_version, rows=[row["row_index"] for row in rows], ages=ages)
-        with open(file, "a") as f:
-            f.write(json.dumps(line) + "\n")
-        return rows, samples, tickets
-
-    Samplers.take = noting
 
 
 def seed_by_number():
@@ -102,10 +64,9 @@ def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
     samplers = [pools.sampler(), pools.sampler()]
     assert run.ends() == [0, 0], run.log.read_text()
     assert [sampler.ends(10) for sampler in samplers] == [[0], [0]]
-    batches = [x for x in h.read_jsonl(file) if x["ages"]]  # those of rank 0
-    rows = [len(set(x["rows"])) for x in batches]
-    assert rows == [4] * 6 and [x["version"] for x in batches] == list(range(6))
-    ages = {age for x in batches for ages in x["ages"] for age in ages}
+    found = batches(file)
+    assert [len(set(x["rows"])) for x in found.values()] == [4] * 6 and [*found] == list(range(6))
+    ages = {age for x in found.values() for ages in x["ages"] for age in ages}
     assert ages == {0, 1, 2} or ages == {0, 1}
     last = pools.lines()[-1]
     assert last["samplers/count"] == 2 and last["samplers/lost"] == last["samplers/dropped"] == 0

@@ -1,0 +1,108 @@
+"""Tokens a second of train_async.py with so many trainers and samplers, against train_grpo.py on as many GPUs.
+
+    python benchmarks/pools.py --shape 1.5B --tokenizer T --trainers 1 --samplers 1 --staleness 1
+    python benchmarks/pools.py --shape 1.5B --tokenizer T --one-gpu          # both pools on one GPU, as under MPS
+    python benchmarks/pools.py --shape tiny --max-length 32 --mean-length 10 -- --engine hf --train-batch-size 4
+
+Random weights, prompts of digits, responses of geometric lengths. Tokens a second are those of the steps after the
+warm-up, prompts included, over the seconds between their lines in metrics.jsonl. Flags behind -- go to both scripts.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import step_time  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    shape: str = "1.5B"
+    """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
+    tokenizer: str | None = None
+    """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
+    cache: Path = Path("runs/benchmark_models")
+    """Folder in which models are kept for the next time."""
+    trainers: int = 1
+    """Ranks of train_async.py."""
+    samplers: int = 1
+    """Its samplers."""
+    staleness: tuple[int, ...] = (1,)
+    """--max-staleness, one run for each."""
+    one_gpu: bool = False
+    """One trainer and one sampler on the first GPU, against train_grpo.py on it."""
+    max_length: int = 2048
+    """Longest response, in tokens."""
+    mean_length: float = 512.0
+    """Mean of the geometric lengths before that cut."""
+    steps: int = 8
+    """Steps of each run, warm-up included."""
+    warmup: int = 3
+    """First steps that are left out."""
+    out: Path = Path("runs/pools")
+    """Folder to write."""
+
+
+def measure(folder: Path, warmup: int) -> dict[str, float]:
+    """What a run did after its warm-up: tokens and seconds a step, and means of other metrics."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, kept = lines[warmup - 1], lines[warmup:]
+    tokens = sum(line["perf/total_num_tokens"] for line in kept)
+    seconds = kept[-1]["time"] - before["time"]
+    found = {"tokens_per_s": tokens / seconds, "s_per_step": seconds / len(kept), "tokens_per_step": tokens / len(kept)}
+    names = [name for name in kept[-1] if name.startswith(("timing_s/", "trainer/", "rollouter/", "rollout/"))]
+    return found | {name: sum(line.get(name, 0.0) for line in kept) / len(kept) for name in names}
+
+
+def run(script: str, ranks: int, words: list[str], folder: Path, env: dict[str, str]) -> None:
+    """Run a script under torchrun, with its output in a file beside its folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(ROOT / script), *words, "--default-local-dir", str(folder)]
+    with open(f"{folder}.log", "w") as log:
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | env)
+
+
+def main(args: Args, flags: list[str]) -> dict[str, dict[str, float]]:
+    """Run both scripts; returns what `measure` finds by name."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.cache.mkdir(parents=True, exist_ok=True)
+    model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "geometric", args.mean_length)
+    prompts = args.out / "prompts.jsonl"
+    step_time.write_prompts(prompts, 512, 128, str(model))
+    words = f"--max-prompt-length 128 --max-response-length {args.max_length} --total-training-steps {args.steps}"
+    words += " --train-batch-size 64 --rollout-n 8 --no-val-before-train --test-freq -1 --save-freq 0"
+    words += f" --log-samples-freq 0 --model {model} --train-files {prompts} --custom-reward-function "
+    common = [*(words + str(ROOT / "benchmarks" / "noise_reward.py")).split(), *flags]
+    ranks = 1 if args.one_gpu else args.trainers + args.samplers
+    env = {"CUDA_VISIBLE_DEVICES": "0"} if args.one_gpu else {}
+    jobs: list[tuple[str, str, int, list[str]]] = [("sync", "train_grpo.py", ranks, common)]
+    for staleness in args.staleness:
+        own = f"--samplers {args.samplers} --max-staleness {staleness}".split()
+        own += "--sampler-devices 0 --gpu-memory-utilization 0.35".split() if args.one_gpu else []
+        jobs.append((f"async_{staleness}", "train_async.py", args.trainers, [*common, *own]))
+    report: dict[str, Any] = {"args": {name: str(x) for name, x in vars(args).items()}, "flags": flags}
+    for name, script, size, own in jobs:
+        folder = (args.out / name).resolve()
+        run(script, size, own, folder, env)
+        try:
+            report[name] = measure(folder, args.warmup)
+        except (FileNotFoundError, IndexError):
+            report[name] = {"failed": Path(f"{folder}.log").read_text()[-3000:]}
+        print(name, json.dumps(report[name], indent=1), flush=True)
+        (args.out / "report.json").write_text(json.dumps(report, indent=1))
+    return report
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    main(tyro.cli(Args, args=sys.argv[1:at]), sys.argv[at + 1 :])

@@ -1,0 +1,52 @@
+"""Runs of train_async.py and samplers that join them, in forks; and what each step has trained on."""
+
+import itertools
+import json
+from pathlib import Path
+
+import helpers_scripts as h
+import launch
+
+from rl.sampling.samplers import Samplers
+
+
+class Pools:
+    """A run of train_async.py and samplers that join it, all in forks."""
+
+    def __init__(self, task, root):
+        self.task, self.root = task, root
+        (self.port,) = launch.free_ports(1)
+        self.count = itertools.count()
+
+    def run(self, *, ranks=1, fault=None, **changes):
+        address = f"tcp://127.0.0.1:{self.port}"
+        settings = h.grpo_settings(self.task, self.root / "run", samplers=0, sampler_address=address, **changes)
+        return launch.fork("train_async", settings, self.root / "run.log", ranks=ranks, fault=fault)
+
+    def sampler(self, fault=None, **settings):
+        log = self.root / f"sampler{next(self.count)}.log"
+        settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
+        return launch.fork("rl.sampling.sampler", settings, log, fault=fault, ranks=0)
+
+    def lines(self):
+        return h.read_jsonl(self.root / "run" / "metrics.jsonl")
+
+
+def note_batches(file):
+    """From now on every batch that is taken is a line of a file: the weights' version, and row and ages of samples."""
+    take = Samplers.take
+
+    def noting(samplers):
+        rows, samples, tickets = take(samplers)
+        ages = [sorted({samplers.policy_version - v for v, _ in s.policy_versions}) for s in samples]
+        line = dict(version=samplers.policy_version, rows=[row["row_index"] for row in rows], ages=ages)
+        with open(file, "a") as f:
+            f.write(json.dumps(line) + "\n")
+        return rows, samples, tickets
+
+    Samplers.take = noting
+
+
+def batches(file: Path) -> dict[int, dict]:
+    """What `note_batches` has written, by version: of steps that were made again the last time."""
+    return {x["version"]: x for x in h.read_jsonl(file) if x["ages"]}  # only rank 0 has samples
