@@ -20,7 +20,7 @@ import numpy as np
 
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling
+from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
 
@@ -39,7 +39,7 @@ class Trajectory:
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
         self.routed: np.ndarray | None = None  # experts of prompt and response, as far as the engine has told
-        self.versions: tuple[int, int] | None = None  # pushes of weights before the first and the last sampled token
+        self.versions: Versions = ()
 
     def request(self, key: Hashable) -> Request:
         """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
@@ -56,9 +56,7 @@ class Trajectory:
                 f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
             )
         self._append(ids, 1, completion.logprobs)
-        if ids:  # an interruption may come before the first token
-            first, last = completion.policy_versions
-            self.versions = (self.versions[0] if self.versions else first, last)
+        self.versions = join_versions(self.versions, completion.policy_versions)
         self.finish_reason = completion.finish_reason
         if (routed := completion.routed_experts) is not None:
             # What an earlier turn was sampled with stays, also if the engine has read it again.
@@ -81,7 +79,7 @@ class Trajectory:
     def sample(self, report: dict | None = None) -> Sample:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (self.versions or (0, 0), max(self.turns, 1), tuple(self.messages), report)
+        about = (self.versions, max(self.turns, 1), tuple(self.messages), report)
         if (routed := self.routed) is not None:
             rest = len(self.row["prompt_ids"]) + len(self.ids) - len(routed)  # the last token, what was told after
             routed = np.pad(routed, ((0, rest), (0, 0), (0, 0)), constant_values=np.iinfo(routed.dtype).max)
