@@ -360,7 +360,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         if "reason" in x and "log-probs would differ" not in x["reason"]:
             padded.setdefault(x["reason"], []).append(name)
         if "engine_error" in x:
-            errors.setdefault(textwrap.shorten(x["engine_error"], 170, placeholder=" ..."), []).append(name)
+            errors.setdefault(textwrap.shorten(x["engine_error"], 90, placeholder=" ..."), []).append(name)
         for key, title in (("export_loss_gap", "export"), ("engine_gap", "gap"), ("logprob_gap", "log-probs")):
             if x.get(key, 0.0) > 1e-5:
                 name += f" ({title} {x[key]:.0e})"
