@@ -53,6 +53,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
     finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
     policy_versions: Versions = ()
+    routed_experts: np.ndarray | None = None  # (n, layers, k): of prompt and response but for the last token
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,9 @@ class Sample:
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
+    # (tokens of prompt and response, layers, k) uint8 or int16: the experts that the engine used for a token as input;
+    # see `model.experts.unknown`. None without --router-replay
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -138,6 +142,7 @@ class Response:
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
     numbers: dict[str, float] | None = None  # of the environment's report
+    routed: tuple[int, int, str] | None = None  # layers, k and dtype of the sample's routed_experts
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
@@ -145,7 +150,8 @@ class Response:
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
         report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
         numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers)
+        routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers, routed=routed)
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +176,7 @@ class Batch:
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
     top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
+    routed_experts: torch.Tensor | None = None  # (B, T, layers, k) uint8 or int16, see Sample
     advantages: torch.Tensor | None = None  # (B, T)
     ages: torch.Tensor | None = None  # (B, T) float32, pushes of weights since a token was sampled
     values: torch.Tensor | None = None  # (B, T)
