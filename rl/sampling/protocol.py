@@ -69,6 +69,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     turns: int
     messages: list[dict[str, Any]]
     report: dict[str, Any] | None
+    experts: tuple[str, list[int], bytes] | None  # with --router-replay: dtype, shape and numbers
 
 
 class Group(msgspec.Struct):
@@ -122,7 +123,9 @@ def pack(sample: Sample) -> PackedSample:
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
     versions = [list(span) for span in sample.policy_versions]
     messages = list(sample.messages)
-    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report)
+    x = sample.routed_experts
+    experts = None if x is None else (x.dtype.name, list(x.shape), x.tobytes())
+    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report, experts)
 
 
 def unpack(packed: PackedSample, row: Row) -> Sample:
@@ -133,7 +136,11 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     versions = tuple(tuple(span) for span in packed.policy_versions)
     about = (packed.finish_reason, row["row_index"], versions, packed.turns, tuple(packed.messages), packed.report)
-    return Sample(row["prompt_ids"], ids, mask, logprobs, *about)
+    experts = None
+    if packed.experts is not None:
+        dtype, shape, numbers = packed.experts
+        experts = np.frombuffer(numbers, dtype).reshape(shape)
+    return Sample(row["prompt_ids"], ids, mask, logprobs, *about, experts)
 
 
 def sampling_of(packed: dict[str, Any]) -> Sampling:

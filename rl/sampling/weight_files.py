@@ -38,7 +38,7 @@ class WeightWriter:
             path = self.folder / f"weights_{version}_{os.getpid()}"
             file = open(path, "wb")
         mark = secrets.token_bytes(ALIGNMENT)
-        tensors, end = [], ALIGNMENT
+        tensors, end, is_complete = [], ALIGNMENT, False
         try:
             file.write(mark)
             for name, x in named_tensors:
@@ -47,9 +47,10 @@ class WeightWriter:
                 end += file.write(x.flatten().view(torch.uint8).numpy())
                 end += file.write(bytes(-end % ALIGNMENT))
             file.flush()
-        except BaseException:
-            self._remove(file)
-            raise
+            is_complete = True
+        finally:
+            if not is_complete:
+                self._remove(file)
         old, self.file = self.file, file
         self._remove(old)
         return {"version": version, "path": str(path), "mark": mark, "bytes": end, "tensors": tensors}
