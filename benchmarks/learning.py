@@ -135,6 +135,12 @@ RUNS = {
         "--rollout-mask-threshold-lower 0.95",
         "stale_off_policy_mask": f"{STALE} --rollout-is none --off-policy-mask-threshold 0.05",
     },
+    "samplers of their own, responses up to S steps old": {
+        **{f"async_{s}": f"train_async.py --max-staleness {s}" for s in (0, 1, 4, 8)},
+        "async_8_none": "train_async.py --max-staleness 8 --rollout-is none",
+        "async_8_loglinear": "train_async.py --max-staleness 8 --proximal-policy loglinear",
+        "async_8_sampler": "train_async.py --max-staleness 8 --proximal-policy sampler",
+    },
     "PPO, four updates a step": {
         "ppo": PPO,
     },

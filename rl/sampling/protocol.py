@@ -69,7 +69,6 @@ class PackedSample(msgspec.Struct, array_like=True):
     turns: int
     messages: list[dict[str, Any]]
     report: dict[str, Any] | None
-    experts: tuple[str, list[int], bytes] | None  # with --router-replay: dtype, shape and numbers
 
 
 class Group(msgspec.Struct):
@@ -123,9 +122,7 @@ def pack(sample: Sample) -> PackedSample:
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
     versions = [list(span) for span in sample.policy_versions]
     messages = list(sample.messages)
-    x = sample.routed_experts
-    experts = None if x is None else (x.dtype.name, list(x.shape), x.tobytes())
-    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report, experts)
+    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report)
 
 
 def unpack(packed: PackedSample, row: Row) -> Sample:
@@ -136,11 +133,7 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     versions = tuple(tuple(span) for span in packed.policy_versions)
     about = (packed.finish_reason, row["row_index"], versions, packed.turns, tuple(packed.messages), packed.report)
-    experts = None
-    if packed.experts is not None:
-        dtype, shape, numbers = packed.experts
-        experts = np.frombuffer(numbers, dtype).reshape(shape)
-    return Sample(row["prompt_ids"], ids, mask, logprobs, *about, experts)
+    return Sample(row["prompt_ids"], ids, mask, logprobs, *about)
 
 
 def sampling_of(packed: dict[str, Any]) -> Sampling:

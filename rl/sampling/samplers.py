@@ -57,6 +57,8 @@ def describe_run(
         raise ValueError(
             f"--tensor-model-parallel-size {size}: a sampler has one GPU; leave it out, start more samplers"
         )
+    if rollout.router_replay:
+        raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
     probes = [row_of(row, whole=False) for row in rows[:NUM_PROBES]]
     probe_sampling = vars(replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)))
     flags = vars(replace(rollout, free_cache_engine=False))
@@ -85,7 +87,8 @@ class Samplers:
         state: dict[str, Any],
     ):
         self.flags, self.setup, self.ranks, self.scorer, self.sampling = flags, setup, ranks, scorer, sampling
-        self.policy_version, self.memory = 0, 0  # as an engine has them: version of the weights, bytes on this GPU
+        # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
+        self.policy_version, self.memory, self.routing = 0, 0, None
         of_step = functools.lru_cache(2)(lambda step: prompts_for_step(rows, step, batch_size, setup.seed))
         self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
         self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)

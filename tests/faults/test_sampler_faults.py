@@ -13,9 +13,9 @@ import launch
 import pytest
 from helpers_samplers import Pools, batches, note_batches
 
+from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.model.load import load_tokenizer
 from rl.sampling import dispatcher, sampler
 from rl.sampling.engines import hf
 from rl.sampling.protocol import TOKEN

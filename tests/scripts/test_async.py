@@ -80,3 +80,17 @@ def test_a_run_starts_its_own_samplers(task, tmp_path):
     assert "has joined" in output and "the run is complete" in output
     token = Path(tmp_path, "run", "sampler_token")
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 32
+
+
+def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, task, tmp_path):
+    """Responses in flight cross pushes; with what the old weights have read of them, log-probs would be far off."""
+    h.needs_vllm()
+    changes = dict(engine="vllm", max_response_length=48, max_num_seqs=32, lr=1e-2, max_staleness=2, test_freq=2)
+    run = pools.run(total_training_steps=6, save_freq=0, **changes)
+    sampler = pools.sampler()
+    assert run.ends(120) == [0], run.log.read_text()
+    assert sampler.ends(10) == [0]
+    lines = pools.lines()
+    assert [x["step"] for x in lines if "val/accuracy" in x] == [2, 4, 6]
+    mixed = [x for x in lines if x.get("rollout/mixed_frac", 0) > 0]
+    assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
