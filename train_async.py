@@ -15,7 +15,7 @@ The policy b that sampled a token is then not the one that the step begins with 
     loss        L        = mean over all sampled tokens of w_it times the clipped loss of train_grpo.py
 
 --proximal-policy says which one that is: the policy that starts the step; the sampler's, so that w = 1 (as in PPO); or
-one between the two that costs no forward pass (A-3PO, arXiv 2512.06547): l_prox = b + (l - b) a / (a + 1) for a token
+one between the two that costs no forward pass, AReaL's log-linear proxy: l_prox = b + (l - b) a / (a + 1) for a token
 of age a. docs/train_async.md explains all of this at more leisure.
 """
 

@@ -16,7 +16,7 @@ def test_numbers_are_drawn_as_far_as_staleness_allows():
     assert ledger.waiting == [0, 1, 2, 3]
     ledger = Ledger(batch_size=4, max_staleness=2, total_steps=9)
     ledger.draw(5)
-    assert ledger.waiting == list(range(32)) and ledger.next == 32
+    assert ledger.waiting == list(range(20, 32)) and ledger.next == 32  # resumed at step 5, without a state
     ledger.draw(8)
     assert ledger.next == 36  # all that the run trains on
 
