@@ -68,6 +68,7 @@ class Sample:
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
+    turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -87,7 +88,16 @@ class Sample:
     @property
     def conversation(self) -> dict[str, Any]:
         """What generations.jsonl says of a conversation with an environment; nothing of another response."""
-        return {} if self.report is None else {"turns": self.turns, "messages": list(self.messages)}
+        if self.report is None:
+            return {}
+        given = {"turn_rewards": list(self.turn_rewards)} if self.turn_rewards else {}
+        return {"turns": self.turns, "messages": list(self.messages)} | given
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """How many tokens the policy sampled in each turn: the lengths of the runs of mask 1."""
+        edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0))
+        return (edges[1::2] - edges[::2]).tolist()
 
 
 class Score(NamedTuple):
@@ -127,6 +137,8 @@ class Response:
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
     numbers: dict[str, float] | None = None  # of the environment's report
+    turn_rewards: tuple[float, ...] = ()  # see Sample
+    turn_lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
@@ -134,7 +146,8 @@ class Response:
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
         report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
         numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers)
+        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=tuple(s.turn_lengths))
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers, **by_turn)
 
     @property
     def num_tokens(self) -> int:

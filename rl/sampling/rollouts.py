@@ -38,6 +38,7 @@ class Trajectory:
         self.messages: list[dict] = []  # of a conversation, behind the prompt
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
+        self.turn_rewards: list[float] = []  # by the environment, if it gives any
         self.versions: tuple[int, int] | None = None  # pushes of weights before the first and the last sampled token
 
     def request(self, key: Hashable) -> Request:
@@ -77,7 +78,7 @@ class Trajectory:
     def sample(self, report: dict | None = None) -> Sample:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (self.versions or (0, 0), max(self.turns, 1), tuple(self.messages), report)
+        about = (self.versions or (0, 0), max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
         return Sample(self.row["prompt_ids"], *numbers, *about)
 
 
@@ -140,6 +141,8 @@ class Rollouts:
         for answer in self.environments.answers(IDLE_WAIT_S * self.engine.is_idle) if self.environments else ():
             x = self.trajectories[answer.key]
             self.waiting.discard(answer.key)
+            if answer.reward is not None and x.turns > 0:
+                x.turn_rewards += [0.0] * (x.turns - 1 - len(x.turn_rewards)) + [answer.reward]
             x.finish_reason = "error" if answer.has_failed else x.finish_reason
             if answer.messages is None or x.turns == self.environments.max_turns:
                 done += self._finish(answer.key)
