@@ -190,7 +190,7 @@ def main(args: Args) -> dict[str, float]:
         clock("gen")
         engine.sleep()
         # The trainer computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
-        check_engine(policy, own_samples, sampling, args.rollout, ranks)
+        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
         clock("verify")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
@@ -287,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
             "actor/lr": lr,
         }
         generated = sum(r.num_sampled for group in sampled for r in group)
-        step_metrics = run.log_step(step + 1, found, tokens=sum(r.num_tokens for r in responses), generated=generated)
+        step_metrics = run.log_step(step + 1, found, responses=responses, generated=generated)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next iteration saves.
 

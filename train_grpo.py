@@ -123,7 +123,7 @@ def main(args: Args) -> dict[str, float]:
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks)
+        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
         clock("verify")
 
         # 3. Rewards: other processes call the function of --custom-reward-function, or that of the data source in

@@ -191,7 +191,7 @@ def main(args: Args) -> dict[str, float]:
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
-        check_engine(policy, own_samples, sampling, args.rollout, ranks)
+        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the

@@ -160,7 +160,7 @@ def main(args: Args) -> dict[str, float]:
         clock("gen")
         engine.sleep()
         run.onload()
-        check_engine(actor, own_samples, sampling, args.rollout, ranks)
+        check_engine(actor, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the

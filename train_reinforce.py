@@ -138,7 +138,7 @@ def main(args: Args) -> dict[str, float]:
         clock("gen")
         engine.sleep()
         own_samples = own_samples[: len(own_rows) * args.rollout_n]  # of the greedy ones only the scores are needed
-        check_engine(policy, own_samples, sampling, args.rollout, ranks)
+        check_engine(policy, own_samples, sampling, args.rollout, ranks, version=engine.policy_version)
         clock("verify")
 
         # 3. Rewards: other processes have been scoring since the first responses were complete. Then all ranks get the

@@ -52,7 +52,7 @@ def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:
         num_sampled=length,
         shared=0,
         finish_reason="stop",
-        policy_versions=(1, 1),
+        policy_versions=((1, length),),
         turns=1,
         rank=0,
         number=0,

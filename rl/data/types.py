@@ -41,6 +41,10 @@ class Request(NamedTuple):
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 
 
+# Which weights sampled a response: (pushes of weights, tokens in a row that were sampled after so many), ascending
+Versions = tuple[tuple[int, int], ...]
+
+
 class Completion(NamedTuple):
     """What an engine returns for one request: ids including the stop token, one log-prob per id, and why it ended."""
 
@@ -48,7 +52,7 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
-    policy_versions: tuple[int, int] = (0, 0)  # pushes of weights before its first and before its last token
+    policy_versions: Versions = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,7 @@ class Sample:
     rollout_logprobs: np.ndarray  # float32
     finish_reason: str
     row_index: int
-    policy_versions: tuple[int, int] = (0, 0)  # see Completion
+    policy_versions: Versions = ()  # of the tokens that the policy sampled; () where it sampled none, or nobody knows
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
@@ -86,6 +90,13 @@ class Sample:
         return int(self.response_mask.sum())
 
     @property
+    def token_versions(self) -> np.ndarray:
+        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled."""
+        versions = np.full(len(self.response_ids), -1, np.int32)
+        versions[self.response_mask > 0] = [v for v, count in self.policy_versions for _ in range(count)]
+        return versions
+
+    @property
     def conversation(self) -> dict[str, Any]:
         """What generations.jsonl says of a conversation with an environment; nothing of another response."""
         if self.report is None:
@@ -94,10 +105,10 @@ class Sample:
         return {"turns": self.turns, "messages": list(self.messages)} | given
 
     @property
-    def turn_lengths(self) -> list[int]:
+    def turn_lengths(self) -> tuple[int, ...]:
         """How many tokens the policy sampled in each turn: the lengths of the runs of mask 1."""
         edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0))
-        return (edges[1::2] - edges[::2]).tolist()
+        return tuple((edges[1::2] - edges[::2]).tolist())
 
 
 class Score(NamedTuple):
@@ -130,7 +141,7 @@ class Response:
     num_sampled: int  # those of them that the policy sampled
     shared: int  # tokens at the start of prompt and response that the one before it on its rank has too
     finish_reason: str
-    policy_versions: tuple[int, int]
+    policy_versions: Versions
     turns: int
     rank: int  # which has the tokens
     number: int  # among those that its rank sampled at a time
@@ -146,7 +157,7 @@ class Response:
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
         report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
         numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
-        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=tuple(s.turn_lengths))
+        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
         return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers, **by_turn)
 
     @property
@@ -177,6 +188,13 @@ class Batch:
     returns: torch.Tensor | None = None  # (B, T)
     chosen: torch.Tensor | None = None  # (B, T) bool, of `token_selection.choose`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
+
+
+def join_versions(first: Versions, second: Versions) -> Versions:
+    """The versions of a response that goes on: ((3, 5),) and ((3, 1), (4, 2)) -> ((3, 6), (4, 2))."""
+    if first and second and first[-1][0] == second[0][0]:
+        return (*first[:-1], (second[0][0], first[-1][1] + second[0][1]), *second[1:])
+    return first + second
 
 
 def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:

@@ -159,6 +159,19 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
     return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
 
 
+def of_staleness(responses: Sequence[Response], version: int) -> dict[str, float]:
+    """How old the tokens are that responses consist of: pushes of weights since they were sampled, when there have
+    been `version`; mean and maximum over tokens, and the share of responses that several versions have sampled.
+    """
+    spans = [(version - v, count) for r in responses for v, count in r.policy_versions]
+    total = sum(age * count for age, count in spans)
+    return {
+        "rollout/staleness_mean": total / max(sum(count for _, count in spans), 1),
+        "rollout/staleness_max": float(max((age for age, _ in spans), default=0)),
+        "rollout/mixed_frac": sum(len(r.policy_versions) > 1 for r in responses) / max(len(responses), 1),
+    }
+
+
 def of_groups(scores: torch.Tensor) -> dict[str, float]:
     """scores (P, G), NaN where not scored -> the share of groups without any spread, which teach nothing.
 

@@ -18,6 +18,7 @@ from rl.run.alarms import Alarms
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
+from rl.run.metrics import of_staleness
 from rl.run.prometheus import Exporter
 from rl.run.run_folder import RunFolder, name_of
 from rl.run.tracking import Tracker
@@ -86,7 +87,7 @@ class Run:
         else that stays on the device has to be there by now.
         """
         memory, resume_from = self.args.memory, self.resume_from
-        self.trained = trained
+        self.trained, self.engine = trained, engine
         self.offloaded = () if memory.param_offload else offloaded  # on the host already
         on_host = memory.optimizer_offload and not memory.param_offload
         self.start = checkpoint.load(resume_from, trained, moments_on_host=on_host) if resume_from else 0
@@ -165,6 +166,7 @@ class Run:
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
+        metrics |= of_staleness(responses, self.engine.policy_version) if responses else {}
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
         metrics["checkpoint/failed"] = float(self.saver.failures)
         line = progress_line(step, self.total_steps, metrics) if shown else ""

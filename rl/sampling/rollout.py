@@ -205,8 +205,11 @@ def check_engine(
     ranks: Ranks,
     *,
     num_probe: int = 4,
+    version: int | None = None,
 ) -> float:
     """Score a few fresh samples of every rank with the trainer, and compare with the engine's own log-probs.
+
+    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled.
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
     every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
@@ -219,6 +222,9 @@ def check_engine(
     """
     usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
     limit = rollout.max_logprob_gap or usual
+    if version is not None:
+        fresh = [replace(s, response_mask=s.token_versions == version) for s in samples]
+        samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)])
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)

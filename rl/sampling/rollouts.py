@@ -20,7 +20,7 @@ import numpy as np
 
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling
+from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
 
@@ -39,7 +39,7 @@ class Trajectory:
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
         self.turn_rewards: list[float] = []  # by the environment, if it gives any
-        self.versions: tuple[int, int] | None = None  # pushes of weights before the first and the last sampled token
+        self.versions: Versions = ()
 
     def request(self, key: Hashable) -> Request:
         """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
@@ -56,9 +56,7 @@ class Trajectory:
                 f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
             )
         self._append(ids, 1, completion.logprobs)
-        if ids:  # an interruption may come before the first token
-            first, last = completion.policy_versions
-            self.versions = (self.versions[0] if self.versions else first, last)
+        self.versions = join_versions(self.versions, completion.policy_versions)
         self.finish_reason = completion.finish_reason
 
     def tell(self, ids: list[int]) -> bool:
@@ -78,7 +76,7 @@ class Trajectory:
     def sample(self, report: dict | None = None) -> Sample:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (self.versions or (0, 0), max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
+        about = (self.versions, max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
         return Sample(self.row["prompt_ids"], *numbers, *about)
 
 

@@ -39,6 +39,7 @@ def from_states(states: Sequence[Saved], rows: dict[int, Row], n: int, ranks: Ra
 
 
 def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
-    changed = dict(score=Score(*saved["score"]), policy_versions=tuple(saved["policy_versions"]))
-    sample = Sample(**saved["sample"]) if has_tokens else None
+    versions = tuple(map(tuple, saved["policy_versions"]))
+    changed = dict(score=Score(*saved["score"]), policy_versions=versions)
+    sample = Sample(**saved["sample"] | {"policy_versions": versions}) if has_tokens else None
     return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))

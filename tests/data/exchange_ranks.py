@@ -57,7 +57,7 @@ def step_samples() -> list[Sample]:
             mask[slice(*GAPS[k])] = 0
         reason, row = ("length" if k % 4 == 0 else "stop"), ROWS[k // N]
         logprobs = -random.integers(0, 1024, length) / 256  # sums of these are exact
-        versions, turns = (k // 5, k // 4), 1 + k % 2
+        versions, turns = ((k // 5, 1), (k // 4, length - 1)), 1 + k % 2
         samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], versions, turns))
     return samples
 

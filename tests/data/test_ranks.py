@@ -62,7 +62,7 @@ def test_every_rank_knows_the_score_and_the_lengths_of_every_response(ranks):
             start, end = step.GAPS.get(k, (0, 0))
             assert r["num_sampled"] == step.LENGTHS[k] - (end - start)
             assert (r["finish_reason"], r["turns"]) == ("length" if k % 4 == 0 else "stop", 1 + k % 2)
-            assert r["policy_versions"] == (k // 5, k // 4)
+            assert r["policy_versions"] == ((k // 5, 1), (k // 4, step.LENGTHS[k] - 1))
             assert r["prompt_ids"] == step.PROMPTS[k // N]
 
 

@@ -387,8 +387,8 @@ def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out, reques
         assert len(found) == len(rank["in flight"]) and found.keys() == keys
         for key, (prompt, c) in found.items():
             assert c.finish_reason == ("abort" if key == "gone" else "length") and len(c.token_ids) == limits[key]
-            n, last = sampled_before[key], version + (key != "b")
-            assert c.policy_versions == (version, last)
+            n, rest = sampled_before[key], limits[key] - sampled_before[key]
+            assert c.policy_versions == ((version, n), (version + 1, rest))[: 1 + (key != "b")]
             ids = [*prompt, *c.token_ids]
             old, new = (plain_logprobs(model, ids)[0][len(prompt) :] for model in (trained, plain))
             assert (old - new).abs().max() > 0.01

@@ -18,6 +18,7 @@ from rl.run.metrics import (
     of_norms,
     of_scores,
     of_scoring,
+    of_staleness,
 )
 from rl.sampling.evaluation import final_answer, majority_vote, mean_by_name, of_prompt, pass_at_k
 
@@ -165,6 +166,15 @@ def test_lengths():
         "prompt_length/min": 1.0,
     }
     assert same(of_lengths(RESPONSES), expected)
+
+
+def test_the_age_of_tokens_by_hand():
+    """Seven pushes; ages 0, 0, 0, 2, 2 and 1, 1, 1, 0."""
+    mixed, given = ((5, 2), (6, 3), (7, 1)), ()
+    of = [response(length=3, policy_versions=x) for x in (((7, 3),), mixed, given)]
+    expected = {"staleness_mean": 7 / 9, "staleness_max": 2.0, "mixed_frac": 1 / 3}
+    assert of_staleness(of, 7) == pytest.approx({f"rollout/{name}": x for name, x in expected.items()})
+    assert set(of_staleness([], 7).values()) == {0.0}
 
 
 def test_count_of_prompt_and_response_tokens():

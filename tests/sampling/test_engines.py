@@ -40,7 +40,7 @@ from rl.run.arguments import check
 from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.hf import processed_logprobs
 from rl.sampling.rollout import check_engine, sample_groups
-from rl.sampling.rollouts import Trajectory
+from rl.sampling.rollouts import Rollouts, Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
 
@@ -436,6 +436,35 @@ def test_check_engine_sees_a_small_gap_in_one_direction_and_none_that_goes_both_
         check_engine(policy, shifted, **options)
 
 
+def test_check_engine_looks_only_at_tokens_of_the_last_push(engine, policy, world):
+    """A response that was interrupted, and goes on with other weights; then responses of earlier weights alone."""
+    push(engine, policy)
+    rollouts, way = Rollouts(engine), Sampling(n=4, temperature=TEMPERATURE, max_tokens=12)
+    for i, row in enumerate(ROWS):
+        rollouts.start(i, row, way)
+    done = []
+    for _ in range(5):
+        assert rollouts.is_open()
+        done += rollouts.step()
+    rollouts.interrupt()
+    version = engine.policy_version
+    change(policy, scale=0.05)
+    push(engine, policy)
+    rollouts.resume()
+    while rollouts.is_open():
+        done += rollouts.step()
+    samples = [s for _, group in done for s in group]
+    options = dict(sampling=way, rollout=Rollout(max_logprob_gap=1e-4), ranks=world, num_probe=100)
+    with pytest.raises(RuntimeError, match="disagree"):
+        check_engine(policy, samples, **options)
+    assert check_engine(policy, samples, **options, version=version + 1) < 1e-5
+    assert check_engine(policy, samples, **options, version=version + 2) == 0  # none
+    wrong = [replace(s, rollout_logprobs=s.rollout_logprobs - (s.token_versions == version + 1)) for s in samples]
+    with pytest.raises(RuntimeError, match="disagree"):
+        check_engine(policy, wrong, **options, version=version + 1)
+    assert {len(s.policy_versions) for s in samples} == {1, 2}
+
+
 # --- the sampling loop of the plain engine ---
 
 
@@ -500,17 +529,22 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
     assert all(s.response_mask.tolist() == [1] * len(s.response_ids) for s in samples)
     assert all(len(s.rollout_logprobs) and max(s.rollout_logprobs) <= 0 for s in samples)
     version = engine.policy_version
-    assert version > 0 and all(s.policy_versions == (version, version) and s.turns == 1 for s in samples)
+    assert version > 0 and all(s.policy_versions == ((version, s.num_sampled),) and s.turns == 1 for s in samples)
 
 
 def test_a_sample_is_what_the_engine_completed():
-    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", (3, 4))
+    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", ((3, 1), (4, 2)))
     trajectory = Trajectory({"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
     trajectory.take(completion)
     s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
-    assert (s.finish_reason, s.row_index, s.policy_versions, s.turns) == ("length", 11, (3, 4), 1)
+    assert (s.finish_reason, s.row_index, s.policy_versions, s.turns) == ("length", 11, ((3, 1), (4, 2)), 1)
+    trajectory.take(Completion((0, 1), [], [], "abort"))
+    trajectory.tell([1, 2])
+    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", ((4, 1), (6, 1))))
+    s = trajectory.sample()
+    assert s.policy_versions == ((3, 1), (4, 3), (6, 1)) and s.token_versions.tolist() == [3, 4, 4, -1, -1, 4, 6]
 
 
 @pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -1.0], [-0.5, -1.0, -2.0], []], ids=str)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import helpers_scripts as h
 import launch
+import numpy as np
 import pytest
 import torch
 from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared_engine, trainer_gap
@@ -231,8 +232,12 @@ def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, t
     for s in done:
         said = [tokenizer.decode(x, skip_special_tokens=True) for _, x in parts(s)]
         assert [x["content"] for x in s.messages if x["role"] == "assistant"] == said  # whole turns
-        assert version <= s.policy_versions[0] <= s.policy_versions[1] <= engine.policy_version
-    assert max(s.policy_versions[1] - s.policy_versions[0] for s in done) >= 1
+        versions, counts = zip(*s.policy_versions, strict=True)
+        assert version <= min(versions) and max(versions) <= engine.policy_version
+        assert list(versions) == sorted(set(versions)) and sum(counts) == s.num_sampled
+        assert (s.token_versions[s.response_mask == 0] == -1).all()
+        assert s.token_versions[s.response_mask == 1].tolist() == np.repeat(versions, counts).tolist()
+    assert max(len(s.policy_versions) for s in done) >= 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monke
 
 METRICS = """
     actor/entropy actor/grad_norm actor/loss actor/lr actor/pg_clipfrac actor/pg_loss actor/ppo_kl actor/skipped_updates
-    checkpoint/failed
+    checkpoint/failed rollout/staleness_mean rollout/staleness_max rollout/mixed_frac
     critic/advantages/max critic/advantages/mean critic/advantages/min
     critic/rewards/max critic/rewards/mean critic/rewards/min critic/score/max critic/score/mean critic/score/min
     perf/gen_tokens_per_s perf/throughput perf/time_per_step perf/total_num_tokens

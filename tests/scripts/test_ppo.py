@@ -477,7 +477,7 @@ def test_a_gradient_of_the_critic_that_is_not_finite_stops_both(ppo, task, monke
 
 METRICS = """
     actor/entropy actor/grad_norm actor/loss actor/lr actor/pg_clipfrac actor/pg_loss actor/ppo_kl actor/skipped_updates
-    checkpoint/failed
+    checkpoint/failed rollout/staleness_mean rollout/staleness_max rollout/mixed_frac
     critic/advantages/max critic/advantages/mean critic/advantages/min critic/grad_norm critic/lr
     critic/returns/max critic/returns/mean critic/returns/min critic/rewards/max critic/rewards/mean critic/rewards/min
     critic/score/max critic/score/mean critic/score/min critic/values/max critic/values/mean critic/values/min

@@ -11,6 +11,7 @@ rl/sampling/rollout.py has this loop once, for groups of responses.
 """
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,8 +63,8 @@ class InFlight:
     """A response that is being sampled."""
 
     request: Request
-    version: int  # of the weights when it began
     rank: int  # that asked for it
+    began: list[tuple[int, int]]  # pushes of weights, and how many tokens it had then; the first when it began
     ends: set[int] = field(default_factory=set)  # ids that end it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -140,7 +141,15 @@ class Engine:
     def _complete(self, x: InFlight, reason: str) -> Completion:
         """Forget a request of this rank; returns what it has."""
         self.keys.discard(x.request.key)
-        return Completion(x.request.key, x.token_ids, x.logprobs, reason, (x.version, self.policy_version))
+        pairs = itertools.pairwise([*x.began, (0, len(x.token_ids))])
+        versions = tuple((version, end - start) for (version, start), (_, end) in pairs if end > start)
+        return Completion(x.request.key, x.token_ids, x.logprobs, reason, versions)
+
+    def _count_push(self, in_flight: Iterable[InFlight]) -> None:
+        """Note that weights were pushed, also in the responses that are being sampled."""
+        self.policy_version += 1
+        for x in in_flight:
+            x.began.append((self.policy_version, len(x.token_ids)))
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -74,7 +74,8 @@ class Engine(Base):
         self.generators = {
             i: torch.Generator(self.device).manual_seed(x.seed) for i, x in enumerate(begin) if x.seed is not None
         }
-        self.batch = [InFlight(x, self.policy_version, self.rank, end) for x, end in zip(begin, ends, strict=True)]
+        version = self.policy_version
+        self.batch = [InFlight(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
         padding = [[0] * (width - len(request.prompt_ids)) for request in begin]
         ids = [[*pad, *request.prompt_ids] for pad, request in zip(padding, begin, strict=True)]
@@ -107,7 +108,7 @@ class Engine(Base):
         """See `base.Engine`."""
         wanted = set(self.keys if keys is None else keys)
         gone = [x for x in self.batch if x is not None and x.request.key in wanted]
-        gone += [InFlight(request, self.policy_version, self.rank) for request in self.new if request.key in wanted]
+        gone += [InFlight(request, self.rank, []) for request in self.new if request.key in wanted]
         self.batch = [None if x is None or x.request.key in wanted else x for x in self.batch]
         self.new = [request for request in self.new if request.key not in wanted]
         return [self._complete(x, "abort") for x in gone]
@@ -125,7 +126,7 @@ class Engine(Base):
                 f"weight push left {len(missing)} of the engine's parameters untouched: {sorted(missing)[:5]}"
             )
         self.cache = None  # keys and values of the old weights
-        self.policy_version += 1
+        self._count_push(filter(None, self.batch))
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -121,7 +121,7 @@ class Engine(Base):
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
             ends = self.scheduler.requests[name].sampling_params.all_stop_token_ids
-            self.in_flight[name] = InFlight(x, self.policy_version, rank, ends)
+            self.in_flight[name] = InFlight(x, rank, [(self.policy_version, 0)], ends)
             if x.sampling.stop:
                 self.watched.add(name)
 
@@ -205,10 +205,7 @@ class Engine(Base):
             raise RuntimeError(f"weight push left {len(missing)} parameters of vLLM untouched: {sorted(missing)[:5]}")
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
-        self.policy_version += 1
-        for x in self.in_flight.values():
-            if not x.token_ids:
-                x.version = self.policy_version
+        self._count_push(self.in_flight.values())
 
     def sleep(self) -> None:
         """See `base.Engine`. Frees vLLM's weights and KV cache (level 2: nothing is kept)."""
