@@ -141,8 +141,6 @@ def validate(args: Args) -> None:
         raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
     if args.advantage_by == "turn" and (keys or args.kl.use_kl_in_reward):
         raise ValueError("--advantage-by turn has no form with gdpo, nor with --use-kl-in-reward: use --use-kl-loss")
-    if args.advantage_by == "turn" and not (args.envs.environment or args.envs.tools):
-        raise ValueError("--advantage-by turn needs --environment or --tools: without them a response is one turn")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -242,10 +240,9 @@ def main(args: Args) -> dict[str, float]:
         if args.advantage_by == "turn":  # each of K turns is compared with the same turn of its group
             rewards_PGK, lengths_PGK = (x.unflatten(0, scores_PG.shape) for x in turns_of(responses))
             returns = advantages.turn_returns(rewards_PGK)  # (P K, G): what was earned from a turn on
-            advantages_PG = (
-                estimator(returns, lengths_PGK.mT.flatten(0, 1)).unflatten(0, (len(rows), -1)).mT
-            )  # (P, G, K)
-        own_advantages = advantages_PG.view(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
+            of_turns = estimator(returns, lengths_PGK.mT.flatten(0, 1))
+            advantages_PG = of_turns.unflatten(0, (len(rows), -1)).mT  # (P, G, K)
+        own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
         batch = replace(batch, advantages=advantages.at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
         # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.

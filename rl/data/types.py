@@ -91,7 +91,14 @@ class Sample:
 
     @property
     def token_versions(self) -> np.ndarray:
-        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled."""
+        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled. Raises
+        RuntimeError if the mask does not mark as many tokens as were sampled.
+        """
+        if self.num_sampled != (count := sum(count for _, count in self.policy_versions)):
+            raise RuntimeError(
+                f"a response to row {self.row_index} has {self.num_sampled} tokens of mask 1, and the engine sampled "
+                f"{count}: the response mask has tokens that it did not sample, as of a tool, or lacks some"
+            )
         versions = np.full(len(self.response_ids), -1, np.int32)
         versions[self.response_mask > 0] = [v for v, count in self.policy_versions for _ in range(count)]
         return versions
@@ -102,7 +109,13 @@ class Sample:
         if self.report is None:
             return {}
         given = {"turn_rewards": list(self.turn_rewards)} if self.turn_rewards else {}
-        return {"turns": self.turns, "messages": list(self.messages)} | given
+        return {"turns": self.turns, "messages": list(self.messages), "environment": self.numbers} | given
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those of the environment's report; no NaN, and nothing like 10**400."""
+        report = {name: x for name, x in (self.report or {}).items() if isinstance(x, (int, float))}
+        return {name: float(x) for name, x in report.items() if abs(x) <= 1e30}
 
     @property
     def turn_lengths(self) -> tuple[int, ...]:
@@ -155,10 +168,8 @@ class Response:
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
-        numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
         by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers, **by_turn)
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=s.numbers, **by_turn)
 
     @property
     def num_tokens(self) -> int:

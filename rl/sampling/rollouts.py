@@ -145,11 +145,11 @@ class Rollouts:
             if answer.messages is None or x.turns == self.environments.max_turns:
                 done += self._finish(answer.key)
                 continue
-            x.messages += answer.messages
             if (told := self.environments.ids_of(answer, x.ids)) is None:
                 x.finish_reason = "error"
                 done += self._finish(answer.key)
             elif x.tell(told):
+                x.messages += answer.messages
                 self.pending.append(answer.key)
             else:
                 done += self._finish(answer.key)

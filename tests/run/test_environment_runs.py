@@ -162,6 +162,10 @@ def test_each_turn_is_compared_with_the_same_turn_of_its_group(paid):
             assert turns[i][k][1] == pytest.approx([(value - mean) / (std + 1e-6)] * len(turns[i][k][1]), abs=2e-5)
     assert len({values[0] for x in turns for _, values in x}) > 4
     assert metrics["environment/turn_rewards"] > 0.5
+    for x in records:
+        told = "".join(text for text, m in zip(x["tokens"]["text"], x["tokens"]["mask"], strict=True) if not m)
+        assert told.count("user\non") == sum(message["content"] == "on" for message in x["messages"]) == x["turns"] - 1
+        assert x["environment"]["seconds"] > 0
 
 
 def test_by_trajectory_all_turns_get_what_the_response_earned_in_all(paid):
