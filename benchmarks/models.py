@@ -49,6 +49,7 @@ DELTA = dict(
     head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
+GROUPS = dict(n_group=1, topk_group=1, first_k_dense_replace=0)
 LATENT = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
 
 # model_type -> options of its config. Windows are shorter than the sequences.
@@ -122,7 +123,14 @@ FAMILIES |= {
     "xlstm": IDS | dict(hidden_size=128, num_hidden_layers=2, num_heads=4, chunk_size=16),
     "mixtral": GROUPED | EXPERTS,
     "qwen3_moe": GROUPED | EXPERTS,
-    "deepseek_v3": PLAIN | EXPERTS | LATENT | dict(n_group=1, topk_group=1, first_k_dense_replace=0),
+    "olmoe": GROUPED | EXPERTS,
+    "glm4_moe": GROUPED | EXPERTS | GROUPS | dict(head_dim=32, n_shared_experts=1),
+    # vLLM on a CPU knows the published size of a latent only
+    "deepseek_v3": PLAIN
+    | EXPERTS
+    | LATENT
+    | GROUPS
+    | dict(topk_method="noaux_tc", kv_lora_rank=512, qk_rope_head_dim=64),
     "gpt_oss": GROUPED | EXPERTS | dict(head_dim=32),
     "qwen3_5_moe_text": GROUPED | DELTA | EXPERTS,
 }
@@ -352,7 +360,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         if "reason" in x and "log-probs would differ" not in x["reason"]:
             padded.setdefault(x["reason"], []).append(name)
         if "engine_error" in x:
-            errors.setdefault(textwrap.shorten(x["engine_error"], 170, placeholder=" ..."), []).append(name)
+            errors.setdefault(textwrap.shorten(x["engine_error"], 90, placeholder=" ..."), []).append(name)
         for key, title in (("export_loss_gap", "export"), ("engine_gap", "gap"), ("logprob_gap", "log-probs")):
             if x.get(key, 0.0) > 1e-5:
                 name += f" ({title} {x[key]:.0e})"

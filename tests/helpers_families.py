@@ -20,6 +20,7 @@ SIZES = dict(
 )  # fmt: skip
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 ONE_KIND_OF_HEAD = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
+EXPERTS = dict(moe_intermediate_size=24, num_experts=6, num_local_experts=6, num_experts_per_tok=2)
 PACKED, OWN_HEAD, PADDED = models.WAYS
 
 FAMILIES = {  # what is special -> config, its options, and the way that such a model runs
@@ -36,6 +37,15 @@ FAMILIES = {  # what is special -> config, its options, and the way that such a 
         OWN_HEAD,
     ),
     "a head with a bias": ("PhiConfig", SIZES, OWN_HEAD),
+    "experts": ("Qwen3MoeConfig", SIZES | EXPERTS | dict(head_dim=8), PACKED),
+    "experts of Mixtral": ("MixtralConfig", SIZES | EXPERTS, PACKED),
+    "experts in groups": (
+        "Glm4MoeConfig",
+        SIZES
+        | EXPERTS
+        | dict(head_dim=8, n_routed_experts=6, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1),
+        PACKED,
+    ),
     "capped scores": ("Gemma2Config", SIZES | dict(head_dim=8, sliding_window=8), PADDED),
     "convolutions": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention"]), PADDED),
     "a state": ("MambaConfig", IDS | dict(hidden_size=32, num_hidden_layers=2, state_size=8), PADDED),
@@ -81,8 +91,9 @@ def make_them_count(model: nn.Module) -> nn.Module:
 
 
 def plain(path: str) -> nn.Module:
-    """As transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    """As transformers loads it, with experts one after the other: its faster ways know no float64."""
+    options = dict(dtype=torch.float32, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

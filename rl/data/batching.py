@@ -41,15 +41,22 @@ def collate(
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
     ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
+    routed = next((s.routed_experts for s in samples if s.routed_experts is not None), None)
+    if routed is not None:  # the largest number of the type is that of no expert
+        routed = np.full((B, T, *routed.shape[1:]), np.iinfo(routed.dtype).max, routed.dtype)
     for i, s in enumerate(samples):
         sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
         assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
         start, end = len(s.prompt_ids), s.num_tokens
         ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
         mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
+        if s.routed_experts is not None:
+            routed[i, :end] = s.routed_experts
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
     own_rows = None if rows is None else torch.as_tensor(rows, dtype=torch.long)
-    return Batch(torch.from_numpy(ids), lengths, torch.from_numpy(mask), torch.from_numpy(logp * mask), rows=own_rows)
+    routed = None if routed is None else torch.from_numpy(routed)
+    numbers = torch.from_numpy(ids), lengths, torch.from_numpy(mask), torch.from_numpy(logp * mask)
+    return Batch(*numbers, routed_experts=routed, rows=own_rows)
 
 
 def shared_prefix(batch: Batch) -> torch.Tensor:
@@ -196,15 +203,26 @@ def _deliver(responses: Sequence[Response], rows_of_rank: list[list[int]], ranks
     for rank, rows in enumerate(rows_of_rank):
         if rank != me:
             sent = [responses[i].sample for i in rows if responses[i].rank == me]
-            arrays = [x for s in sent for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
-            parcels[rank] = b"".join(x.tobytes() for x in arrays)
-            sizes[rank] = BYTES_PER_TOKEN * sum(r.response_length for r in mine if r.rank == rank)
+            arrays = [(s.response_ids, s.response_mask, s.rollout_logprobs, s.routed_experts) for s in sent]
+            parcels[rank] = b"".join(x.tobytes() for xs in arrays for x in xs if x is not None)
+            coming = [r for r in mine if r.rank == rank]
+            sizes[rank] = sum(BYTES_PER_TOKEN * r.response_length + _bytes_of_experts(r) for r in coming)
     received = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
     return [r.sample if r.rank == me else _unpack(r, received[r.rank]) for r in mine]
+
+
+def _bytes_of_experts(r: Response) -> int:
+    """Of a response on its way to another rank: the numbers of experts, also those of its prompt."""
+    return r.num_tokens * math.prod(r.routed[:2]) * np.dtype(r.routed[2]).itemsize if r.routed else 0
 
 
 def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
     """The next sample of a parcel, that of `r`."""
     types, n = [np.dtype(t) for t in ("int32", "int8", "float32")], r.response_length
     ids, mask, logprobs = (np.frombuffer(parcel.read(n * t.itemsize), t) for t in types)
-    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, r.policy_versions, r.turns)
+    experts = None
+    if r.routed:
+        *shape, dtype = r.routed
+        experts = np.frombuffer(parcel.read(_bytes_of_experts(r)), dtype).reshape(r.num_tokens, *shape)
+    known = r.finish_reason, r.row_index, r.policy_versions, r.turns
+    return Sample(r.prompt_ids, ids, mask, logprobs, *known, routed_experts=experts)

@@ -53,6 +53,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
     finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
     policy_versions: Versions = ()
+    routed_experts: np.ndarray | None = None  # (n, layers, k): of prompt and response but for the last token
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,10 @@ class Sample:
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
-    turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
+        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
+        routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
+        own = dict(numbers=s.numbers, routed=routed, **by_turn)
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -163,13 +167,16 @@ class Response:
     numbers: dict[str, float] | None = None  # of the environment's report
     turn_rewards: tuple[float, ...] = ()  # see Sample
     turn_lengths: tuple[int, ...] = ()
+    routed: tuple[int, int, str] | None = None  # layers, k and dtype of the sample's routed_experts
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
         by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=s.numbers, **by_turn)
+        routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
+        own = dict(numbers=s.numbers, routed=routed, **by_turn)
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +201,7 @@ class Batch:
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
     top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
+    routed_experts: torch.Tensor | None = None  # (B, T, layers, k) uint8 or int16, see Sample
     advantages: torch.Tensor | None = None  # (B, T)
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)

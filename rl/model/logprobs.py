@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from rl.data.batching import Update, shared_prefix
 from rl.data.types import Batch, Sampling, places, take_rows
+from rl.model import experts
 from rl.model.attention import Packing, use_attention
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
@@ -45,6 +46,8 @@ class Packed:
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
     is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
+    routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
+    replays: bool = False  # whether these use the experts that a batch names
 
 
 def token_logprobs(
@@ -136,6 +139,8 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     model runs padded): under a causal mask its hidden states do not depend on what follows.
     """
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch)
+    routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
+    experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
     out = model.packed.forward(head, inputs, place[wanted], *args)
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -158,16 +163,18 @@ def _pack(batch: Batch) -> tuple[list[dict[str, Any]], Tensor]:
     borders, key_borders = (F.pad(n.cumsum(0), (1, 0)).to(torch.int32) for n in (own.sum(1), batch.lengths))
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
-    return [dict(input_ids=ids, position_ids=positions, packing=packing)], place
+    inputs = dict(input_ids=ids, position_ids=positions, packing=packing)
+    return [inputs if batch.routed_experts is None else inputs | dict(routed_experts=batch.routed_experts[own])], place
 
 
 def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """The decoder's arguments for passes over padded rows of a batch (b, T), those of similar length in one pass, and
     the place (b, T) of every token among those of all passes, one after the other.
     """
-    ids, groups = batch.input_ids, []
+    ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
+    similar = SIMILAR if routed is None else 0.0  # routers remember the experts of one pass
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
-        if not groups or length < SIMILAR * batch.lengths[groups[-1][0]]:
+        if not groups or length < similar * batch.lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(row)
     inputs, place, start = [], torch.zeros_like(ids), 0
@@ -176,6 +183,8 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
         place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
         real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
         inputs.append(dict(input_ids=ids[rows, :width], attention_mask=real.long()))
+        if routed is not None:
+            inputs[-1]["routed_experts"] = routed[rows, :width].flatten(0, 1)
         start += len(rows) * width
     if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
         most = torch.tensor(len(inputs), device=ids.device)
@@ -199,7 +208,7 @@ def add_packed_forward(
     chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    fields = dict(device=next(model.parameters()).device) | fields
+    fields = dict(device=next(model.parameters()).device, routers=experts.add_routers(model)) | fields
     model.packed = Packed(model.packed, chunk, attention, **fields)
     return model
 

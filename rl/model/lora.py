@@ -159,7 +159,7 @@ class Base:
     """What a model with adapters was before training: a model for `logprobs.fixed_logprobs`, without own memory."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.packed = model, replace(model.packed, forward=self._forward)
+        self.model, self.packed = model, replace(model.packed, forward=self._forward, replays=False)
         self.parameters, self.modules = model.parameters, model.modules  # both models share them
 
     def _forward(self, *args: Any) -> Any:

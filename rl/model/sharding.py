@@ -33,6 +33,11 @@ GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in b
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
 
+PRODUCTS = (  # beginnings of the names of operations whose results "selective" keeps
+    *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
+    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
+)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -139,7 +144,7 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
 
 
 def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = str(op).startswith(("aten.mm", "aten.addmm", "aten._scaled_dot_product", "torch_attn.", "flash_attn."))
+    kept = str(op).startswith(PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

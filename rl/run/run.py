@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -100,6 +101,8 @@ class Run:
         plan = ""
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
+            policy = trained["actor"][0]
+            policy.packed = replace(policy.packed, replays=engine.routing is not None)
             longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
             moved = dict(offloaded=self.offloaded, visiting=visiting)
             plan = rehearse(trained, memory, max_length=longest, engine_memory=beside, ranks=self.ranks, **moved)
@@ -169,6 +172,8 @@ class Run:
         metrics |= of_staleness(responses, self.engine.policy_version) if responses else {}
         metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
         metrics["checkpoint/failed"] = float(self.saver.failures)
+        for module, _ in self.trained.values():
+            metrics |= getattr(module, "routing_metrics", {})  # of a mixture of experts, from `check_engine`
         line = progress_line(step, self.total_steps, metrics) if shown else ""
         self._record(step, metrics, line, is_evaluation=False)
         return metrics

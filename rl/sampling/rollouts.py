@@ -39,6 +39,7 @@ class Trajectory:
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
         self.turn_rewards: list[float] = []  # by the environment, if it gives any
+        self.routed: np.ndarray | None = None  # experts of prompt and response, as far as the engine has told
         self.versions: Versions = ()
 
     def request(self, key: Hashable) -> Request:
@@ -58,6 +59,9 @@ class Trajectory:
         self._append(ids, 1, completion.logprobs)
         self.versions = join_versions(self.versions, completion.policy_versions)
         self.finish_reason = completion.finish_reason
+        if (routed := completion.routed_experts) is not None:
+            # What an earlier turn was sampled with stays, also if the engine has read it again.
+            self.routed = routed if self.routed is None else np.concatenate([self.routed, routed[len(self.routed) :]])
 
     def tell(self, ids: list[int]) -> bool:
         """Append what the policy did not sample. False if that leaves no room for another token: then nothing is."""
@@ -77,7 +81,10 @@ class Trajectory:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
         about = (self.versions, max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
-        return Sample(self.row["prompt_ids"], *numbers, *about)
+        if (routed := self.routed) is not None:
+            rest = len(self.row["prompt_ids"]) + len(self.ids) - len(routed)  # the last token, what was told after
+            routed = np.pad(routed, ((0, rest), (0, 0), (0, 0)), constant_values=np.iinfo(routed.dtype).max)
+        return Sample(self.row["prompt_ids"], *numbers, *about, routed_experts=routed)
 
 
 class Rollouts:

@@ -16,9 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
-    MixtralConfig,
-    NemotronHConfig,
     Phi3Config,
 )
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
@@ -89,11 +88,11 @@ def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
     assert (model.packed.is_padded, model.packed.own_head) == tuple(models.WAYS[FAMILIES[name][2]].values())
 
 
-TWO_RANKS = ("scaled logits", "capped scores", "convolutions")
+TWO_RANKS = ("scaled logits", "capped scores", "convolutions", "experts", "experts in groups")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_of_padded_models_do_not_depend_on_the_world_size(folder_of, batch, tmp_path, world_size):
+def test_gradients_of_padded_models_and_experts_do_not_depend_on_the_world_size(folder_of, batch, tmp_path, world_size):
     torch.save(batch, tmp_path / "batch.pt")
     worker = launch.TESTS / "model" / "workers" / "families.py"
     named = [f"{name}={folder_of[name]}" for name in TWO_RANKS]
@@ -171,7 +170,7 @@ def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):
 
 
 REFUSED = {
-    "mixture": (MixtralConfig(**families.SIZES, num_local_experts=4), 64, "--model .*: mixtral is a mixture of exp"),
+    "experts past the loaders": (GptOssConfig(**families.SIZES, head_dim=8), 64, "--model .*: gpt_oss cannot be"),
     "longrope": (
         Phi3Config(
             **families.SIZES,
@@ -205,19 +204,16 @@ def test_positions_count_under_every_name_that_a_config_has_for_them(tmp_path):
         check_trainable(str(tmp_path), 33)
 
 
-def test_dense_models_whose_config_has_a_number_of_experts_are_not_refused(tmp_path):
-    config = NemotronHConfig(**families.SIZES | dict(num_hidden_layers=2), layers_block_type=["mamba", "attention"])
-    assert config.n_routed_experts > 1
-    config.save_pretrained(tmp_path)
-    check_trainable(str(tmp_path), 64)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What engines and files get
 
 
 def test_buffers_and_published_names_reach_engines(folder_of, world):
-    for name, known in (("constants in its files", "act_fn.beta"), ("other names in its files", "embed_out.weight")):
+    for name, known in (
+        ("constants in its files", "act_fn.beta"),
+        ("other names in its files", "embed_out.weight"),
+        ("experts in groups", "e_score_correction_bias"),
+    ):
         policy = families.load(folder_of[name], world)
         with torch.no_grad():
             for x in [*policy.parameters(), *(x for _, x in models.buffers_in_files(policy))]:
@@ -234,7 +230,7 @@ def test_buffers_and_published_names_reach_engines(folder_of, world):
             engine.update_weights(iter(without.items()))
 
 
-@pytest.mark.parametrize("name", ["constants in its files", "other names in its files", "convolutions"])
+@pytest.mark.parametrize("name", ["constants in its files", "other names in its files", "convolutions", "experts"])
 def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, tmp_path, runs_here):
     """sft.py's own export gives transformers the loss on the held-out rows that sft.py reported."""
     task = h.make_task(tmp_path)

@@ -53,7 +53,7 @@ MAY_CHANGE = set(
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap log_stats
     ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
-    optimizer_offload param_offload rollout_quantization
+    optimizer_offload param_offload rollout_quantization router_replay
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms

@@ -23,10 +23,14 @@ def gap(policy, engine, world):
     return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=100.0), world, num_probe=4)
 
 
-@pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig"])
+@pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig", "Qwen3MoeConfig"])
 def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
-    """OLMo 2 runs in vLLM by the class of transformers that our policy is made of; Apertus has constants as buffers."""
+    """OLMo 2 runs in vLLM by the class of transformers that our policy is made of; Apertus has constants as buffers; on
+    a CPU vLLM packs experts.
+    """
     sizes = families.SIZES | dict(hidden_size=128)
+    if kind == "Qwen3MoeConfig":
+        sizes |= families.EXPERTS | dict(head_dim=32, moe_intermediate_size=64)
     monkeypatch.setitem(families.FAMILIES, kind, (kind, sizes, families.PACKED))
     folder = families.save(kind, tmp_path)
     before = families.load(folder, world)

@@ -13,7 +13,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
 
 import train_distill
 from data import arithmetic
@@ -373,11 +373,10 @@ def test_probability_that_a_teacher_gives_to_padding_is_that_of_no_token(distill
         assert line["distillation/teacher_mass"] == pytest.approx(line["distillation/student_mass"], abs=1e-5)
 
 
-def test_a_mixture_of_experts_is_a_teacher_behind_a_server_only(distill, task, tmp_path):
+def test_a_family_that_is_refused_is_a_teacher_behind_a_server_only(distill, task, tmp_path):
     shutil.copytree(task.model, tmp_path / "moe")
-    sizes = dict(vocab_size=80, max_position_embeddings=64, num_local_experts=4)
-    MixtralConfig(**sizes).save_pretrained(tmp_path / "moe")
-    with pytest.raises(ValueError, match="--teacher-model .*moe: mixtral is a mixture of experts, .* --teacher-url"):
+    GptOssConfig(vocab_size=80, max_position_embeddings=64, num_local_experts=4).save_pretrained(tmp_path / "moe")
+    with pytest.raises(ValueError, match="--teacher-model .*moe: gpt_oss cannot be trained here: .* --teacher-url"):
         distill(teacher_model=str(tmp_path / "moe"))
 
 

@@ -5,9 +5,11 @@ import dataclasses
 import importlib
 import re
 import shlex
+import shutil
 from pathlib import Path
 from types import ModuleType
 
+import helpers_families as families
 import helpers_scripts as h
 import pytest
 import torch
@@ -270,6 +272,9 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     (folder / "game.py").write_text(GAME)
     changes["train_grpo_variants"] |= dict(environment=str(folder / "game.py"), max_response_length=24)
     changes |= {"train_dapo": {}, "train_dpo": {}}
+    shutil.copytree(task.model, folder / "experts")
+    families.save("experts", folder / "experts")
+    changes["train_grpo"] |= dict(model=str(folder / "experts"), router_replay=True)
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
     threads = torch.get_num_threads()

@@ -1,5 +1,6 @@
 """Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
 
+from rl.model import experts
 from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines import hf, vllm
@@ -13,6 +14,8 @@ def check_engine_flags(flags: EngineFlags, model: str) -> None:
     if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     check_heads(model, flags.tensor_model_parallel_size)
+    if isinstance(flags, Rollout) and flags.router_replay and not all(experts.shape_of(model)):
+        raise ValueError(f"--router-replay needs a mixture of experts, and {model} has no experts; drop it")
 
 
 def make_engine(

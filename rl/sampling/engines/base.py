@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -47,6 +48,9 @@ class Rollout(EngineFlags):
     max_logprob_gap: Free[Positive | None] = None
     # vLLM's weights in eight bits, on a GPU that computes with them, such as an H100; needs --rollout-is
     rollout_quantization: Free[Literal["none", "fp8"]] = "none"
+    # mixtures of experts: the trainer uses the experts that the engine chose for each token, with its own weights for
+    # them (R3, arXiv 2510.11370)
+    router_replay: Free[bool] = False
     log_stats: Free[bool] = False  # vLLM keeps its own metrics, which --prometheus-port serves beside the run's
 
     @property
@@ -68,6 +72,7 @@ class InFlight:
     ends: set[int] = field(default_factory=set)  # ids that end it
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)  # (n, layers, k) experts of tokens, in parts
 
 
 class Engine:
@@ -86,6 +91,7 @@ class Engine:
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
         self.policy_version = 0  # how often weights were pushed
+        self.routing: np.dtype | None = None  # of completions' routed_experts, if they have any
         self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
         self.new: list[Request] = []  # those of them that have not begun
 
@@ -143,7 +149,8 @@ class Engine:
         self.keys.discard(x.request.key)
         pairs = itertools.pairwise([*x.began, (0, len(x.token_ids))])
         versions = tuple((version, end - start) for (version, start), (_, end) in pairs if end > start)
-        return Completion(x.request.key, x.token_ids, x.logprobs, reason, versions)
+        routed = np.concatenate(x.routed).astype(self.routing) if x.routed else None
+        return Completion(x.request.key, x.token_ids, x.logprobs, reason, versions, routed)
 
     def _count_push(self, in_flight: Iterable[InFlight]) -> None:
         """Note that weights were pushed, also in the responses that are being sampled."""

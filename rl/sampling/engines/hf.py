@@ -6,12 +6,14 @@ the end of the batch.
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from rl.data.types import Completion, Sampling
+from rl.model import experts
 from rl.model.load import buffers_in_files, check_whole, exported
 from rl.ranks import Ranks
 from rl.sampling.engines.base import DEFAULT, InFlight, Rollout
@@ -29,6 +31,10 @@ class Engine(Base):
         replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
         check_whole(model, set(info["missing_keys"]))
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
+        self.routers = experts.add_routers(replica) if flags.router_replay else ()
+        if self.routers:
+            self.routing = experts.unknown(experts.count_experts(replica.config)).dtype
+        self.places = dict(self._places())
         self.max_num_seqs = flags.max_num_seqs
         eos = self.model.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
@@ -36,6 +42,19 @@ class Engine(Base):
         self.batch: list[InFlight | None] = []  # None: this one has ended
         self.ids = self.attention_mask = self.cache = None  # (b, t) of the batch, prompts padded on the left
         self.generators: dict[int, torch.Generator] = {}  # of those with a seed of their own
+
+    def _places(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor | None]]]:
+        """For each published name the tensor of the replica that holds it, and which entries, if not all: files have
+        the weights of experts one by one.
+        """
+        for name, x in itertools.chain(self.model.named_parameters(), buffers_in_files(self.model)):
+            names = [published for published, _ in exported(self.model, [(name, x.data)])]
+            if len(names) == 1:
+                yield names[0], (x.data, None)
+                continue
+            numbers = torch.arange(x.numel(), device=x.device).view(x.shape)
+            for published, entries in exported(self.model, [(name, numbers)]):
+                yield published, (x.data, entries.flatten())
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
@@ -46,14 +65,17 @@ class Engine(Base):
             self._begin_batch()
         positions = (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
         new = self.ids.shape[1] if self.cache is None else 1  # tokens whose keys and values the cache lacks
-        out = self.model(
-            input_ids=self.ids[:, -new:],
-            attention_mask=self.attention_mask,
-            position_ids=positions[:, -new:],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with experts.watched(self.routers) as seen:
+            out = self.model(
+                input_ids=self.ids[:, -new:],
+                attention_mask=self.attention_mask,
+                position_ids=positions[:, -new:],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        if self.routers:
+            self._note_experts(seen, new)
         self.cache = out.past_key_values
         tokens, logprobs = self._sample(out.logits[:, -1].float())
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
@@ -67,6 +89,17 @@ class Engine(Base):
                     done.append(self._complete(x, reason))
                     self.batch[i] = None
         return done
+
+    def _note_experts(self, seen: dict[int, list[experts.Choice]], new: int) -> None:
+        """Keep, for each response of the batch, which experts its last `new` tokens had."""
+        layers = self.model.config.get_text_config().num_hidden_layers
+        b, k = len(self.batch), next(iter(seen.values()))[0].chosen.shape[-1]
+        routed = np.zeros((b, new, layers, k), self.routing)  # zeros where a layer has no experts
+        for layer, [choice] in seen.items():
+            routed[:, :, layer] = choice.chosen.view(b, new, k).cpu().numpy()
+        for x, own, mask in zip(self.batch, routed, self.attention_mask.bool().cpu().numpy(), strict=True):
+            if x is not None:
+                x.routed = [*(x.routed if new == 1 else ()), own[mask[-new:]]]  # all again after a push
 
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
@@ -115,11 +148,13 @@ class Engine(Base):
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `base.Engine`."""
-        own = dict(itertools.chain(self.model.named_parameters(), buffers_in_files(self.model)))
-        own = {name: x for (name, _), x in zip(exported(self.model, own.items()), own.values(), strict=True)}
-        missing = set(own)
+        missing = set(self.places)
         for name, tensor in named_tensors:
-            own[name].data.copy_(tensor)
+            own, entries = self.places[name]
+            if entries is None:
+                own.copy_(tensor)
+            else:
+                own.view(-1)[entries] = tensor.flatten().to(own)
             missing.discard(name)
         if missing:
             raise RuntimeError(

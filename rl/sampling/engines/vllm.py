@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from rl.console import say
 from rl.data.types import Completion, Sampling
+from rl.model import experts
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import InFlight, Rollout
@@ -53,6 +54,9 @@ class Engine(Base):
         import vllm
         from vllm.distributed import parallel_state
 
+        returns_experts = flags.router_replay and not on_cpu
+        if flags.router_replay and on_cpu and ranks.is_main:
+            say("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which")
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _transformers_as_it_is(model):
             self.llm = vllm.LLM(
@@ -72,11 +76,14 @@ class Engine(Base):
                 enable_prefix_caching=True,
                 enable_sleep_mode=self.can_sleep,
                 enforce_eager=on_cpu,
+                # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
+                moe_backend="auto" if on_cpu or flags.is_quantized else "triton",
                 # CUDA graphs for all numbers of sequences; vLLM stops at 512
                 compilation_config={} if on_cpu else {"max_cudagraph_capture_size": flags.max_num_seqs},
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
+                **({"enable_return_routed_experts": True} if returns_experts else {}),
                 seed=seed,
             )
         self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
@@ -87,7 +94,9 @@ class Engine(Base):
         self.watched: set[str] = set()  # those of them whose text may end them
         self.may_be_new = True  # whether ranks that share this engine have to ask each other for new requests
         self.steps = 0
-        if vllm.__version__.startswith(TESTED):
+        if returns_experts:  # vLLM's scheduler collects them, and must see every token
+            self.routing = experts.unknown(experts.shape_of(model)[2]).dtype
+        elif vllm.__version__.startswith(TESTED):
             take_shortcuts(self.scheduler, self.in_flight)
         elif ranks.is_main:
             say(f"vLLM {vllm.__version__} was not tested with our shortcuts: generation takes about a third longer")
@@ -153,6 +162,9 @@ class Engine(Base):
                 found = output.new_logprobs  # a number with shortcuts
                 x.token_ids.extend(output.new_token_ids)
                 x.logprobs.append(found if isinstance(found, float) else float(found.logprobs[0, 0]))
+                if output.routed_experts is not None:  # of tokens up to the one before those that are new
+                    fresh = len(x.request.prompt_ids) + len(x.token_ids) - 1 - sum(map(len, x.routed))
+                    x.routed.append(output.routed_experts[-fresh:])
             if output.finish_reason is not None:
                 ended[output.request_id] = reason = str(output.finish_reason)
                 if reason not in ("stop", "length"):
@@ -198,7 +210,10 @@ class Engine(Base):
                 loaded = model.load_weights(stream())
             # Of its own buffers, such as scales of a cache, vLLM says nothing; those that we push have to arrive.
             expected |= pushed & {name for name, _ in model.named_buffers()}
-            return (expected - set(loaded)) | _missing_parts(model, loaded, pushed)
+            # vLLM before 0.32 leaves out a module of experts where it says what was loaded.
+            missing = {name.replace(".routed_experts.", ".") for name in expected}
+            missing -= {name.replace(".routed_experts.", ".") for name in loaded}
+            return missing | _missing_parts(model, loaded, pushed)
 
         (missing,) = self.llm.apply_model(push)
         if missing:
@@ -266,19 +281,23 @@ def _load_and_process(
     them, loads them, and makes of them again what it computes with, in the memory that it has.
 
     The CPU kernels keep packed copies; quantized layers keep numbers of eight bits and scales. A tied LM head packs a
-    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand.
+    copy of the embedding that this reload forgets on a CPU, so it is packed again by hand; so would experts be.
     Returns: names that were loaded, and names of all parameters as files have them.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    is_cpu = config.device_config.device_type == "cpu"
+    for module in model.modules() if is_cpu else ():
+        if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            method.moe_kernel = None  # else vLLM would not pack the experts again, for the sake of CUDA graphs
     with set_current_vllm_config(config):
         initialize_layerwise_reload(model)
         of_files = {name for name, _ in model.named_parameters()}
         loaded = model.load_weights(iter(named_tensors))
         finalize_layerwise_reload(model, config.model_config)
-    for module in model.modules() if config.device_config.device_type == "cpu" else ():
+    for module in model.modules() if is_cpu else ():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
     return loaded, of_files

@@ -1,0 +1,148 @@
+"""Mixtures of experts: which experts a layer's router chooses, as the engine did (router replay), and how evenly.
+
+A router gives the hidden state x of a token a score for each of E experts, and its layer adds up what the best k give:
+
+    y = sum over e in S of g_e * expert_e(x)        S: the k experts with the largest scores, k = top_k
+    g_e = s * p_e / (sum over S of p)               p = softmax(W x), or sigmoid(W x);  s: a constant, mostly 1
+
+Engine and trainer round differently, so some tokens get other experts in the trainer than they had in the engine, and
+other log-probs. With router replay S is what the engine chose, and g is computed from the trainer's own p, which keeps
+its gradient (Ma et al. 2025, arXiv 2510.11370, "rollout routing replay"; R3 in verl).
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from rl.ranks import Ranks
+
+ROUTER = re.compile(r"Top[kK]Router$")  # ends the names of the classes of routers in transformers
+COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")  # a config's names for the number of experts
+
+
+class Choice(NamedTuple):
+    """What a router made of N tokens."""
+
+    logits: Tensor  # (N, E)
+    gates: Tensor  # (N, k) of those that it chose
+    chosen: Tensor  # (N, k) experts by its own scores
+    replayed: Tensor | None  # (N, k) experts that were used instead
+
+
+def count_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer by the config; 0 if its class has no such number."""
+    return next((n for name in COUNTS if (n := getattr(config.get_text_config(), name, None))), 0)
+
+
+def shape_of(path: str) -> tuple[int, int, int]:
+    """Layers, experts that a token gets in each, and experts of a layer, by the config of a model."""
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    return config.num_hidden_layers, getattr(config, "num_experts_per_tok", 0), count_experts(config)
+
+
+def unknown(num_experts: int) -> np.generic:
+    """What stands for "not known" among the numbers of experts, as the smallest type that holds both."""
+    return np.uint8(255) if num_experts < 256 else np.int16(2**15 - 1)
+
+
+def add_routers(model: nn.Module) -> tuple[tuple[int, nn.Module], ...]:
+    """The routers of a model with the numbers of their layers, made ready for `replay` and `watched`."""
+    found = []
+    for name, module in model.named_modules():
+        if ROUTER.search(type(module).__name__) and (layer := re.search(r"\.(\d+)\.", f".{name}")):
+            if not hasattr(module, "replayed"):
+                module.replayed, module.seen = None, None
+                module.forward = partial(_route, module, module.forward)
+            found.append((int(layer[1]), module))
+    return tuple(found)
+
+
+def _route(router: nn.Module, own_forward, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's forward: hidden (N, H) -> logits (N, E), gates (N, k) and experts (N, k)."""
+    logits, gates, chosen = own_forward(hidden)
+    if router.seen is not None:
+        router.seen.append(Choice(logits, gates, chosen, router.replayed))
+    if router.replayed is None:
+        return logits, gates, chosen
+    replayed = router.replayed.to(chosen.dtype)
+    experts = torch.where(replayed < logits.shape[-1], replayed, chosen)
+    return logits, gates_of(router, logits, experts).to(gates.dtype), experts
+
+
+def gates_of(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """g of experts (N, k) that a router with these logits (N, E) would give if it chose them: (N, k) float32."""
+    is_sigmoid = hasattr(router, "e_score_correction_bias")  # DeepSeek-V3 and its heirs; the bias only helps to choose
+    scores = logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)
+    gates = scores.gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20 * is_sigmoid)
+    return gates * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def replay(routers: tuple[tuple[int, nn.Module], ...], experts: Tensor | None) -> None:
+    """Let the next forward passes, and what their backward passes compute again, use these experts (N, layers, k): N
+    tokens as the decoder gets them. A number without an expert leaves a token to the router; None leaves all.
+    """
+    for layer, router in routers:
+        router.replayed = None if experts is None else experts[:, layer]
+        if experts is not None:
+            torch._dynamo.maybe_mark_dynamic(router.replayed, 0)
+
+
+@contextlib.contextmanager
+def watched(routers: tuple[tuple[int, nn.Module], ...]) -> Iterator[dict[int, list[Choice]]]:
+    """By layer, what its router chooses in the forward passes meanwhile. Nothing that is compiled runs compiled."""
+    seen = {layer: [] for layer, _ in routers}
+    for layer, router in routers:
+        router.seen = seen[layer]
+    with torch.compiler.set_stance("force_eager" if routers else "default"):
+        yield seen
+    for _, router in routers:
+        router.seen = None
+
+
+def check_gates(routers: tuple[tuple[int, nn.Module], ...], seen: dict[int, list[Choice]]) -> None:
+    """Raise RuntimeError if a router has given the experts that it chose other weights than `gates_of`."""
+    for layer, router in routers:
+        for x in seen[layer]:
+            if not torch.allclose(gates_of(router, x.logits, x.chosen), x.gates.float(), rtol=0.02, atol=1e-4):
+                kind = type(router).__name__
+                raise RuntimeError(f"--router-replay: {kind} weighs experts in a way that is not known here; drop it")
+
+
+@torch.no_grad()
+def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
+    """Metrics of what routers chose, over the tokens of all ranks, which must enter; means are over tokens and layers.
+
+        router/load_max       tokens of the busiest expert of a layer, by those of an average one: 1 if all are alike
+        router/entropy        of softmax(W x), in nats, at most log E
+        router/changed_frac   share of the tokens to which any layer would give other experts than the engine did
+    """
+    if not seen:
+        return {}
+    loads, entropies, changed, known = [], [], 0.0, 0.0
+    for choices in seen.values():
+        logits, chosen = (torch.cat([x[i] for x in choices]) for i in (0, 2))
+        logp = logits.float().log_softmax(-1)
+        loads.append(torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).double())
+        entropies.append(-(logp.exp() * logp).sum(-1).double().sum())
+        if all(x.replayed is not None for x in choices):
+            replayed = torch.cat([x.replayed for x in choices]).to(chosen.dtype)
+            known = (replayed < logits.shape[-1]).all(-1)
+            other = known & (replayed.sort(-1).values != chosen.sort(-1).values).any(-1)
+            changed = other if isinstance(changed, float) else changed | other
+    count = entropies[0].new_tensor(float(len(logits)))
+    own = torch.stack([count, sum(entropies), *(torch.as_tensor(x).double().sum().to(count) for x in (known, changed))])
+    sums = ranks.all_reduce_sum(torch.cat([own, *loads])).tolist()
+    layers, E = len(seen), len(loads[0])
+    shares = torch.tensor(sums[4:]).view(layers, E)
+    busiest = (shares.amax(1) / shares.mean(1).clamp(min=1e-9)).mean().item()
+    found = {"router/load_max": busiest, "router/entropy": sums[1] / max(sums[0] * layers, 1.0)}
+    return found | ({"router/changed_frac": sums[3] / sums[2]} if sums[2] else {})

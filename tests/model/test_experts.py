@@ -1,0 +1,196 @@
+"""Router replay: the trainer uses the experts that the engine chose, with its own weights for them."""
+
+import functools
+from dataclasses import replace
+
+import helpers_families as families
+import helpers_scripts as h
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
+
+import train_grpo
+from rl.data.types import Sampling
+from rl.flags import build
+from rl.model import experts
+from rl.model.load import weights_for_engine
+from rl.model.logprobs import token_logprobs
+from rl.sampling.engines import Rollout, hf
+from rl.sampling.rollout import check_engine, sample_groups
+
+CASE = ("all terms", "token-mean")
+NAMES = ("experts", "experts of Mixtral", "experts in groups")
+SAMPLING = Sampling(temperature=0.7)  # as in workers/objectives.py
+NONE = 255  # stands for no expert
+E, K, LAYERS = 6, 2, 2
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("experts")
+    return {name: families.save(name, root / name.replace(" ", "_")) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model):
+    found = make_batch(families.plain(tiny_model).double())
+    single = {key: x.float() for key, x in vars(found).items() if x is not None and x.is_floating_point()}
+    return replace(found, **single)
+
+
+def replaying(path, ranks, **memory):
+    model = families.load(path, ranks, **memory)
+    model.packed = replace(model.packed, replays=True)
+    return model
+
+
+def forced(model, routed):
+    """A plain model whose routers use the experts `routed` (n, layers, k) of the one sequence that it reads next."""
+    kind = model.config.model_type
+
+    def forward(own, layer, hidden):
+        logits, gates, chosen = own(hidden)
+        chosen, rows = chosen.clone(), []
+        for t, given in enumerate(routed[:, layer].tolist()):
+            if NONE not in given:
+                chosen[t] = torch.tensor(given)
+            p = logits[t].sigmoid() if kind == "glm4_moe" else logits[t].softmax(-1)
+            row = torch.stack([p[e] for e in chosen[t].tolist()])
+            row = row if kind == "qwen3_moe" else row / row.sum()  # whose norm_topk_prob is false by default
+            rows.append(row * getattr(model.config, "routed_scaling_factor", 1.0))
+        return logits, torch.stack(rows).to(gates), chosen
+
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            own = type(module).forward.__get__(module)
+            module.forward = functools.partial(forward, own, int(name.split(".")[2]))
+    return model
+
+
+def own_choices(model, ids):
+    """(n, layers, k): what a plain model chooses for a sequence."""
+    found, hooks = np.zeros((len(ids), LAYERS, K), np.uint8), []
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            note = functools.partial(lambda layer, m, i, out: found.__setitem__((slice(None), layer), out[2]))
+            hooks.append(module.register_forward_hook(functools.partial(note, int(name.split(".")[2]))))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(ids)]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def random_experts(batch):
+    """(B, T, layers, k): different experts for each token, the same in rows that begin alike; some are not known."""
+    random = np.random.default_rng(0)
+    routed = np.array([random.permutation(E)[:K] for _ in range(batch.input_ids.numel() * LAYERS)], np.uint8)
+    routed = routed.reshape(*batch.input_ids.shape, LAYERS, K)
+    routed[:, 3::4] = NONE
+    return torch.from_numpy(routed)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_gives_the_log_probs_and_gradients_of_the_forced_experts(name, checkpointing, folder_of, batch, world):
+    model = replaying(folder_of[name], world, activation_checkpointing=checkpointing)
+    routed = random_experts(batch)
+    replayed = replace(batch, routed_experts=routed)
+    results, expected = token_logprobs(model, replayed, sampling=SAMPLING), torch.zeros_like(batch.rollout_logp)
+    without = token_logprobs(model, batch, sampling=SAMPLING)[0]
+    plain = families.plain(folder_of[name])
+    sums = {}
+    for i, n in enumerate(batch.lengths.tolist()):
+        forced(plain, routed[i, :n])
+        expected[i, :n] = plain_logprobs(plain, batch.input_ids[i, :n].tolist())[0].detach()
+        if batch.response_mask[i].any():
+            _, grads = plain_gradients(plain, batch, [i], CASE)
+            share = batch.response_mask[i].sum() / batch.response_mask.sum()
+            sums = {key: sums.get(key, 0.0) + share * x for key, x in grads.items()}
+    torch.testing.assert_close(results[0], expected * batch.response_mask, rtol=0, atol=2e-5)
+    assert (results[0] - without).abs().max() > 0.05  # other experts make a difference
+    model.zero_grad()
+    packed_backward(model, replayed, range(8), CASE, max_tokens=40)
+    assert largest_error(families.gradients(model), sums) < 5e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replay_of_what_the_router_would_choose_changes_nothing(name, folder_of, batch, world):
+    model, plain = replaying(folder_of[name], world), families.plain(folder_of[name])
+    routed = torch.full((*batch.input_ids.shape, LAYERS, K), NONE, dtype=torch.uint8)
+    for i, n in enumerate(batch.lengths.tolist()):
+        routed[i, :n] = torch.from_numpy(own_choices(plain, batch.input_ids[i, :n]))
+    expected, _ = token_logprobs(model, batch, sampling=SAMPLING)
+    found, _ = token_logprobs(model, replace(batch, routed_experts=routed), sampling=SAMPLING)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_only_the_policy_replays(folder_of, batch, world):
+    replayed = replace(batch, routed_experts=random_experts(batch))
+    reference = families.load(folder_of["experts"], world)
+    expected = token_logprobs(reference, batch, sampling=SAMPLING)[0]
+    assert torch.equal(token_logprobs(reference, replayed, sampling=SAMPLING)[0], expected)
+    adapted = families.load_with_adapters(folder_of["experts"], world)
+    adapted.packed = replace(adapted.packed, replays=True)
+    base = families.models.load_reference(folder_of["experts"], world, adapted)
+    changed = token_logprobs(adapted, replayed, sampling=SAMPLING)[0]
+    torch.testing.assert_close(token_logprobs(base, replayed, sampling=SAMPLING)[0], expected, rtol=0, atol=1e-6)
+    assert (changed - expected).abs().max() > 0.05
+
+
+def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
+    path = folder_of["experts in groups"]
+    policy = replaying(path, world)
+    engine, rollout = hf.Engine(path, world, Rollout(router_replay=True), longest=64), Rollout(router_replay=True)
+    engine.update_weights(weights_for_engine(policy, world))
+    rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 8][: 2 + i]) for i in range(2)]
+    sampling = Sampling(n=2, max_tokens=9)
+    samples, _ = sample_groups(engine, rows, sampling, seed=1)
+    plain = families.plain(path)
+    for s in samples:
+        ids = [*s.prompt_ids, *s.response_ids]
+        assert s.routed_experts.dtype == np.uint8 and s.routed_experts.shape == (len(ids), LAYERS, K)
+        assert (s.routed_experts[-1] == NONE).all()  # the engine has not read the last token
+        expected = own_choices(plain, ids)[:-1]
+        assert (np.sort(s.routed_experts[:-1, 1]) == np.sort(expected[:, 1])).all()  # the first layer is dense
+    assert check_engine(policy, samples, sampling, rollout, world) < 1e-6
+    found = policy.routing_metrics
+    assert found["router/changed_frac"] == 0 and 1 <= found["router/load_max"] < E / K
+    with torch.no_grad():  # the engine does not get this
+        dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].to_local().add_(0.5 * torch.randn(E, 32))
+    with pytest.raises(RuntimeError, match="disagree"):
+        check_engine(policy, samples, sampling, rollout, world)
+    assert policy.routing_metrics["router/changed_frac"] > 0.1
+
+
+def test_metrics_of_routers_by_hand(world):
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 2.0, 0.0]])
+    chosen = torch.tensor([[0, 1], [1, 0], [0, 2], [0, 1]])
+    replayed = torch.tensor([[1, 0], [1, 2], [NONE, NONE], [0, 1]], dtype=torch.uint8)  # one of three is another set
+    same = experts.Choice(logits, torch.zeros(4, 2), chosen, chosen.to(torch.uint8))
+    seen = {0: [same], 3: [experts.Choice(logits, torch.zeros(4, 2), chosen, replayed)]}
+    found = experts.describe(seen, world)
+    p = logits.softmax(-1)
+    # Experts have 4, 3 and 1 of 8 tokens: the busiest has 4 / (8 / 3).
+    entropy = pytest.approx(float(-(p * p.log()).sum(-1).mean()), abs=1e-6)
+    changed = pytest.approx(1 / 3)
+    assert found == {"router/load_max": pytest.approx(1.5), "router/entropy": entropy, "router/changed_frac": changed}
+    del seen[0], seen[3]
+    assert experts.describe(seen, world) == {}
+
+
+def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
+    """Two updates a step: the log-probs that stay fixed are of the replayed experts too, so the first ratio is 1."""
+    task = h.make_task(tmp_path)
+    with pytest.raises(ValueError, match="--router-replay needs a mixture of experts"):
+        train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "dense", router_replay=True)))
+    AutoConfig.from_pretrained(folder_of["experts"]).save_pretrained(task.model)
+    families.plain(folder_of["experts"]).save_pretrained(task.model)
+    settings = h.grpo_settings(task, tmp_path / "run", router_replay=True, ppo_mini_batch_size=1, lr=0.0)
+    train_grpo.main(build(train_grpo.Args, **settings))
+    for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        if "actor/ppo_kl" in line:
+            assert abs(line["actor/ppo_kl"]) < 1e-6 and line["rollout/logprob_gap_mean"] < 1e-5
+            assert line["router/changed_frac"] == 0 and line["router/load_max"] >= 1
