@@ -73,10 +73,10 @@ class Sample:
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
-        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
-        routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
-        own = dict(numbers=s.numbers, routed=routed, **by_turn)
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
+    turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
+    # (tokens of prompt and response, layers, k) uint8 or int16: the experts that the engine used for a token as input;
+    # see `model.experts.unknown`. None without --router-replay
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -173,9 +173,8 @@ class Response:
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        by_turn = dict(turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths)
         routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
-        own = dict(numbers=s.numbers, routed=routed, **by_turn)
+        own = dict(numbers=s.numbers, turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths, routed=routed)
         return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
 
     @property
