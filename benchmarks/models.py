@@ -146,6 +146,7 @@ class Args:
     write: bool = False  # write the table into docs/models.md and run nothing
     # for these families, instead: SFT, then ten steps of GRPO, on the arithmetic task
     learn: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
     sft_steps: int = 250  # of 128 demonstrations, before those ten steps
     rollout_engine: Literal["vllm", "hf"] = "vllm"  # of those ten steps
 
@@ -281,8 +282,8 @@ def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
         return json.loads(result.read_text()) if result.exists() else {"family": name, "error": "the process died"}
 
 
-def learn(name: str, args: Args) -> None:
-    """Teach a new model of a family the arithmetic task; leaves NAME.log and NAME.metrics.jsonl, of GRPO."""
+def learn(name: str, seed: int, args: Args) -> None:
+    """Teach a new model of a family the arithmetic task; leaves NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     def run(log: Path, *command: object) -> None:
@@ -294,25 +295,25 @@ def learn(name: str, args: Args) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data, model, task = Path(folder) / "data", Path(folder) / "data" / "model", Path(folder) / "task"
         run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
-        common = ("--activation-checkpointing", "none", "--default-local-dir")
+        common = ("--seed", seed, "--activation-checkpointing", "none", "--default-local-dir")
         run(
             task, "sft.py", "--model", model, "--train-files", data / "sft.parquet", "--max-length", 128,
             "--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps,
             *common, Path(folder) / "sft",
         )  # fmt: skip
         run(
-            out / f"{name}.log", "train_grpo.py", "--engine", args.rollout_engine,
+            out / f"{name}-{seed}.log", "train_grpo.py", "--engine", args.rollout_engine,
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
             "--max-prompt-length", 32, "--max-response-length", 40, "--train-batch-size", 32, "--rollout-n", 8,
             "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()
-        (out / f"{name}.metrics.jsonl").write_text(metrics.replace(folder, "runs"))
-        log = out / f"{name}.log"
+        (out / f"{name}-{seed}.metrics.jsonl").write_text(metrics.replace(folder, "runs"))
+        log = out / f"{name}-{seed}.log"
         log.write_text(log.read_text().replace(folder, "runs"))
 
 
@@ -327,7 +328,8 @@ def main(args: Args) -> None:
     """Run what has no line yet, or write the table."""
     if args.learn:
         for name in args.learn:
-            learn(name, args)
+            for seed in args.seeds:
+                learn(name, seed, args)
         return
     if args.write:
         PAGE.write_text(with_table(PAGE.read_text(), table(read(args.out))))

@@ -20,6 +20,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from rl.console import say
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
+from rl.model import lora_experts
 from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import check_same_tokenizer, check_trainable
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
@@ -80,6 +81,8 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *,
     with torch.device("meta"):
         model = auto_class.from_config(AutoConfig.from_pretrained(path))
     adapters.layers_of(model, lora.target_modules, flag=f"{flag} {path}")
+    if lora.lora_experts:
+        lora_experts.check(model, lora.lora_rank, flag=f"{flag} {path}")
     return True
 
 

@@ -11,6 +11,7 @@ Source: Hu et al. 2021, arXiv 2106.09685.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl.flags import AtLeast1, Count, spelled
+from rl.model import lora_experts
+from rl.model.lora_experts import ExpertAdapter
 
 ALL = "all-linear"
 PARTS = ("lora_A", "lora_B")
@@ -38,6 +41,7 @@ class LoRA:
     lora_alpha: AtLeast1 = 32  # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)
+    lora_experts: bool = False  # mixtures of experts: adapters for each expert too
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ class Adapters:
     targets: tuple[str, ...]  # last parts of the names of the layers that have them
     base: str  # id or folder of the model without adapters
     base_sha256: str  # of its weights; on rank 0 only
+    experts: bool = False  # whether experts have adapters too
 
 
 def check_flags(lora: LoRA) -> None:
     """Raise ValueError for flags of adapters without a rank."""
-    for name in ("lora_alpha", "target_modules") if lora.lora_rank == 0 else ():
-        if (value := getattr(lora, name)) != getattr(LoRA, name):
+    for name, default in vars(LoRA()).items() if lora.lora_rank == 0 else ():
+        if (value := getattr(lora, name)) != default:
             raise ValueError(f"{spelled(name)} {value} needs adapters; add --lora-rank, such as 32")
 
 
@@ -85,6 +90,9 @@ class Adapted(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+ADAPTED = (Adapted, ExpertAdapter)  # what can be switched off
+
+
 def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
     """Names of the linear layers that `targets` means; never the head, which stands directly below the model. Raises
     ValueError, which names the target and what there is, if one of them means no layer.
@@ -110,13 +118,16 @@ def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = Fa
     """
     base_sha256 = hash_of(model) if hashed else ""
     names, generator = layers_of(model, lora.target_modules), torch.Generator().manual_seed(seed)
+    experts = lora_experts.experts_of(model) if lora.lora_experts else []
     model.requires_grad_(False)
     for name in names:
         layer = Adapted(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
         model.set_submodule(name, layer)
+    for name in experts:
+        lora_experts.adapt(model.get_submodule(name), lora.lora_rank, lora.lora_alpha / lora.lora_rank, generator)
     kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
     targets = kinds if list(lora.target_modules) == [ALL] else lora.target_modules
-    model.lora = Adapters(lora.lora_rank, lora.lora_alpha, targets, path, base_sha256)
+    model.lora = Adapters(lora.lora_rank, lora.lora_alpha, targets, path, base_sha256, lora.lora_experts)
 
 
 def hash_of(model: nn.Module) -> str:
@@ -141,7 +152,7 @@ def watched(model: nn.Module, *, flag: str = "--model") -> Iterator[None]:
     """The model must run meanwhile. Raises ValueError at the end if a layer with an adapter was not called: the model
     has multiplied by the layer's weight itself, so that the adapter would have no effect.
     """
-    layers = {name: x for name, x in model.named_modules() if isinstance(x, Adapted)}
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, ADAPTED)}
     idle = dict.fromkeys(layers)
     hooks = [x.register_forward_hook(lambda *_, name=name: idle.pop(name, None)) for name, x in layers.items()]
     yield
@@ -163,7 +174,7 @@ class Base:
         self.parameters, self.modules = model.parameters, model.modules  # both models share them
 
     def _forward(self, *args: Any) -> Any:
-        layers = [x for x in self.model.modules() if isinstance(x, Adapted)]
+        layers = [x for x in self.model.modules() if isinstance(x, ADAPTED)]
         for layer in layers:
             layer.is_on = False
         try:
@@ -178,12 +189,14 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Ite
     becomes bfloat16 by `rounded`, or another type of W by the nearest number. Other tensors pass. Raises RuntimeError
     if W, A or B of a layer has not come at the end.
     """
-    scaling = {name: x.scaling for name, x in model.named_modules() if isinstance(x, Adapted)}
+    found = {name: x.scaling for name, x in model.named_modules() if isinstance(x, ADAPTED)}
+    scaling = {name.removesuffix(lora_experts.SUFFIX): x for name, x in found.items()}
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in scaling}
     for name, x in named_tensors:
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in PARTS:
             layer, part = name.removesuffix(".weight"), "weight"
+        layer = layer.removesuffix(lora_experts.SUFFIX)
         if layer not in parts:
             yield name, x
             continue
@@ -191,8 +204,10 @@ def merged(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> Ite
         if len(parts[layer]) == 3:
             weight, a, b = (parts[layer][part] for part in ("weight", *PARTS))
             del parts[layer]
-            total = torch.addmm(weight.to(a.dtype), b, a, alpha=scaling[layer])
-            yield f"{layer}.weight", rounded(total) if weight.dtype == torch.bfloat16 else total.to(weight.dtype)
+            product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+            total = product(weight.to(a.dtype), b, a, alpha=scaling[layer])
+            total = rounded(total) if weight.dtype == torch.bfloat16 else total.to(weight.dtype)
+            yield layer + ".weight" * (weight.ndim == 2), total
     if parts:
         layer, there = next(iter(parts.items()))
         raise RuntimeError(f"{len(parts)} weights came without their adapters, {layer} with {sorted(there)} only")
@@ -218,10 +233,13 @@ def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, Tensor]) ->
     folder.mkdir(parents=True)
     own, is_lm = model.lora, model.can_generate()
     config = dict(peft_type="LORA", task_type="CAUSAL_LM" if is_lm else "SEQ_CLS", base_model_name_or_path=own.base)
+    if own.experts:
+        config |= dict(target_parameters=[f"experts.{weight}" for weight in lora_experts.WEIGHTS])
     config |= dict(r=own.rank, lora_alpha=own.alpha, target_modules=list(own.targets))
     config |= dict(modules_to_save=None if is_lm else ["score"], lora_dropout=0.0, bias="none")
     config |= dict(fan_in_fan_out=False, inference_mode=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
     saved = {name: x for name, x in weights.items() if is_adapter(name) or name == "score.weight"}
+    saved = dict(itertools.starmap(lora_experts.for_peft, saved.items()))
     saved = {f"base_model.model.{name}": x.contiguous() for name, x in saved.items()}
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})

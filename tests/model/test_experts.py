@@ -8,13 +8,14 @@ import helpers_scripts as h
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoConfig
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import train_grpo
 from rl.data.types import Sampling
 from rl.flags import build
-from rl.model import experts
+from rl.model import experts, lora, lora_experts
 from rl.model.load import weights_for_engine
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines import Rollout, hf
@@ -163,6 +164,46 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, samples, sampling, rollout, world)
     assert policy.routing_metrics["router/changed_frac"] > 0.1
+
+
+@pytest.fixture(scope="module")
+def adapted(folder_of, world):
+    """A policy whose experts have adapters that add something."""
+    model = families.load_with_adapters(folder_of["experts"], world, lora_rank=8, lora_alpha=12, lora_experts=True)
+    return families.make_them_count(model)
+
+
+def test_experts_with_adapters_compute_and_learn_as_in_peft(folder_of, batch, adapted, world, tmp_path):
+    """Ours, PEFT with the files that we write, and the merged weights in transformers."""
+    learning = {name: x for name, x in adapted.named_parameters() if x.requires_grad}
+    assert sum("_proj_adapter" in name for name in learning) == 2 * LAYERS * 2
+    lora.write(tmp_path / "adapter", adapted, {name: x.detach().full_tensor() for name, x in learning.items()})
+    base = families.plain(folder_of["experts"])
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval().requires_grad_(True)
+    ours = token_logprobs(adapted, batch, sampling=SAMPLING)[0]
+    engine = hf.Engine(folder_of["experts"], world, longest=64)
+    engine.update_weights(weights_for_engine(adapted, world))
+    for i, n in enumerate(batch.lengths.tolist()):
+        for model in (theirs, engine.model):
+            expected = plain_logprobs(model, batch.input_ids[i, :n].tolist())[0].detach()
+            expected = expected * batch.response_mask[i, :n]
+            torch.testing.assert_close(ours[i, :n], expected, rtol=0, atol=2e-5)
+    reference = families.models.load_reference(folder_of["experts"], world, adapted)
+    without = token_logprobs(families.load(folder_of["experts"], world), batch, sampling=SAMPLING)[0]
+    torch.testing.assert_close(token_logprobs(reference, batch, sampling=SAMPLING)[0], without, rtol=0, atol=1e-6)
+    assert (ours - without).abs().max() > 0.05
+    _, expected = plain_gradients(theirs, batch, range(8), CASE)
+    expected = {name.replace(".default", ""): x for name, x in expected.items() if "lora" in name}
+    adapted.zero_grad()
+    packed_backward(adapted, batch, range(8), CASE, max_tokens=60)
+    found = dict(lora_experts.for_peft(name, x) for name, x in families.gradients(adapted).items())
+    assert largest_error({f"base_model.model.{name}": x for name, x in found.items()}, expected) < 5e-4
+
+
+def test_adapters_of_experts_are_refused_before_weights_are_read(folder_of, tiny_model, world):
+    for path, rank, words in ((tiny_model, 8, "has none"), (folder_of["experts"], 4, "a multiple of 8, not 4")):
+        with pytest.raises(ValueError, match=f"--lora-experts.*{words}"):
+            families.load_with_adapters(path, world, lora_rank=rank, lora_experts=True)
 
 
 def test_metrics_of_routers_by_hand(world):
