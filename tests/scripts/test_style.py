@@ -288,7 +288,8 @@ def test_a_collective_without_a_group_is_found():
 
 IMPORTS = """
 import atexit, ctypes, importlib, os, signal, sys, threading
-import numpy, zmq.utils.monitor, pyarrow.parquet, safetensors.torch, torch, torch.distributed.fsdp, torch.nn.attention.varlen, tyro
+import zmq.utils.monitor
+import numpy, pyarrow.parquet, safetensors.torch, torch, torch.distributed.fsdp, torch.nn.attention.varlen, tyro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 registered = []
