@@ -9,6 +9,7 @@ Read train_grpo.py first: the phases and words here are the same, and without fl
 numbers. It is for comparing the members of the family. They differ in a few functions, which flags choose:
 
     advantage of a response     --adv-estimator          rl/formulas/advantages.py
+    the same for each turn      --advantage-by           rl/formulas/advantages.py, turn_returns
     loss of a token             --loss-mode              rl/formulas/losses.py
     mean of the losses          --loss-agg-mode          rl/formulas/losses.py, aggregate
     KL term in the loss         --use-kl-loss, --kl-loss-type, --ref-update-steps               losses.py, kl
@@ -46,7 +47,7 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of, turns_of
 from rl.scoring.pool import raise_if_failing
 
 # --adv-estimator -> function: rewards (P, G), lengths (P, G), flags and parts of gdpo -> advantages (P, G)
@@ -84,6 +85,8 @@ AGGREGATIONS = {"gspo": "seq-mean-token-mean", "luspo": "seq-mean-token-sum", "g
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     # --- the flags of the family
     adv_estimator: Literal[*ADVANTAGES] = "grpo"  # how a response is compared with its group
+    # turn: of a conversation with an environment each turn is compared with the group's, by what it earned from then on
+    advantage_by: Literal["trajectory", "turn"] = "trajectory"
     gdpo_reward_keys: tuple[str, ...] = ()  # of gdpo: components of the score that are compared, each by itself
     gdpo_reward_weights: tuple[float, ...] = ()  # of gdpo: their weights; default: 1 each
     loss_mode: Literal[*LOSSES] = "ppo_clip"  # loss of a token
@@ -136,6 +139,8 @@ def validate(args: Args) -> None:
         raise ValueError(f"--gdpo-reward-keys {keys} are for --adv-estimator gdpo, with a weight for each or for none")
     if keys and args.kl.use_kl_in_reward:
         raise ValueError("--use-kl-in-reward is no part of what gdpo compares; use --use-kl-loss")
+    if args.advantage_by == "turn" and (keys or args.kl.use_kl_in_reward):
+        raise ValueError("--advantage-by turn has no form with gdpo, nor with --use-kl-in-reward: use --use-kl-loss")
 
 
 def main(args: Args) -> dict[str, float]:
@@ -230,8 +235,15 @@ def main(args: Args) -> dict[str, float]:
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
         parts = parts_of(responses, args.gdpo_reward_keys).unflatten(1, scores_PG.shape)  # of gdpo: K keys, (K, P, G)
         of_gdpo = dict(parts=parts, weights=args.gdpo_reward_weights)
-        advantages_PG = ADVANTAGES[args.adv_estimator](rewards_PG, lengths_PG, **of_gdpo)  # (P, G)
-        batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
+        estimator = partial(ADVANTAGES[args.adv_estimator], **of_gdpo)
+        advantages_PG = estimator(rewards_PG, lengths_PG)  # (P, G)
+        if args.advantage_by == "turn":  # each of K turns is compared with the same turn of its group
+            rewards_PGK, lengths_PGK = (x.unflatten(0, scores_PG.shape) for x in turns_of(responses))
+            returns = advantages.turn_returns(rewards_PGK)  # (P K, G): what was earned from a turn on
+            of_turns = estimator(returns, lengths_PGK.mT.flatten(0, 1))
+            advantages_PG = of_turns.unflatten(0, (len(rows), -1)).mT  # (P, G, K)
+        own_advantages = advantages_PG.reshape(len(responses), -1)[batch.rows]  # (b, K), or (b, 1)
+        batch = replace(batch, advantages=advantages.at_turns(own_advantages, batch.response_mask))  # (b, T)
         # --top-entropy-quantile sets the advantages of tokens with less entropy to 0. clip_cov leaves out, and kl_cov
         # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
         entropies = partial(fixed_entropies, policy, sampling=sampling)

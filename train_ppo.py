@@ -35,7 +35,7 @@ from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
-from rl.formulas import losses, schedule
+from rl.formulas import advantages, losses, schedule
 from rl.model.critic import check_critic, fixed_values, load_critic, token_values
 from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
@@ -48,7 +48,7 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of
+from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of, turns_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -198,11 +198,11 @@ def main(args: Args) -> dict[str, float]:
             clock("ref")
 
         # === algorithm ================================================================================================
-        # 6. Advantages: the reward is the score, at the last token. From each token on, how much better did it go than
-        # the critic predicted?
+        # 6. Advantages: the reward is the score, at the last token; what an environment gave with a turn stands at the
+        # end of that turn. From each token on, how much better did it go than the critic predicted?
         mask = batch.response_mask  # (b, T): 1 for the tokens that the actor sampled
-        is_end = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # the last of these
-        rewards, kl_metrics = torch.where(is_end, scores_B[batch.rows].view(-1, 1), 0.0), {}  # (b, T)
+        rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
+        rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
         if args.kl.use_kl_in_reward:
             token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl

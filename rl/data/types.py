@@ -73,6 +73,7 @@ class Sample:
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
+    turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
     # (tokens of prompt and response, layers, k) uint8 or int16: the experts that the engine used for a token as input;
     # see `model.experts.unknown`. None without --router-replay
     routed_experts: np.ndarray | None = None
@@ -94,7 +95,14 @@ class Sample:
 
     @property
     def token_versions(self) -> np.ndarray:
-        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled."""
+        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled. Raises
+        RuntimeError if the mask does not mark as many tokens as were sampled.
+        """
+        if self.num_sampled != (count := sum(count for _, count in self.policy_versions)):
+            raise RuntimeError(
+                f"a response to row {self.row_index} has {self.num_sampled} tokens of mask 1, and the engine sampled "
+                f"{count}: the response mask has tokens that it did not sample, as of a tool, or lacks some"
+            )
         versions = np.full(len(self.response_ids), -1, np.int32)
         versions[self.response_mask > 0] = [v for v, count in self.policy_versions for _ in range(count)]
         return versions
@@ -102,7 +110,22 @@ class Sample:
     @property
     def conversation(self) -> dict[str, Any]:
         """What generations.jsonl says of a conversation with an environment; nothing of another response."""
-        return {} if self.report is None else {"turns": self.turns, "messages": list(self.messages)}
+        if self.report is None:
+            return {}
+        given = {"turn_rewards": list(self.turn_rewards)} if self.turn_rewards else {}
+        return {"turns": self.turns, "messages": list(self.messages), "environment": self.numbers} | given
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those of the environment's report; no NaN, and nothing like 10**400."""
+        report = {name: x for name, x in (self.report or {}).items() if isinstance(x, (int, float))}
+        return {name: float(x) for name, x in report.items() if abs(x) <= 1e30}
+
+    @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """How many tokens the policy sampled in each turn: the lengths of the runs of mask 1."""
+        edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0))
+        return tuple((edges[1::2] - edges[::2]).tolist())
 
 
 class Score(NamedTuple):
@@ -142,16 +165,17 @@ class Response:
     prompt_ids: np.ndarray | None = None  # int32; every rank has them, from the data
     sample: Sample | None = None  # the tokens, on `rank` only
     numbers: dict[str, float] | None = None  # of the environment's report
+    turn_rewards: tuple[float, ...] = ()  # see Sample
+    turn_lengths: tuple[int, ...] = ()
     routed: tuple[int, int, str] | None = None  # layers, k and dtype of the sample's routed_experts
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
         known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        report = {name: x for name, x in (s.report or {}).items() if isinstance(x, (int, float))}
-        numbers = {name: float(x) for name, x in report.items() if abs(x) <= 1e30}  # no NaN, and nothing like 10**400
         routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
-        return cls(s.row_index, score._replace(text=""), *known, rank, number, numbers=numbers, routed=routed)
+        own = dict(numbers=s.numbers, turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths, routed=routed)
+        return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
 
     @property
     def num_tokens(self) -> int:

@@ -252,10 +252,12 @@ def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
 
 def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
     """Of conversations with environments: turns of the policy, tokens that it was told, the share that failed, and the
-    mean of each number that environments report, "seconds" of waiting among them. Nothing without environments.
+    mean of each number that environments report, "seconds" of waiting among them, and of the sum of the rewards that
+    they gave with turns, if any. Nothing without environments.
     """
     if not any(r.numbers for r in responses):
         return {}
+    given = {"environment/turn_rewards": _mean([sum(r.turn_rewards) for r in responses])}
     numbers = [r.numbers or {} for r in responses]
     names = dict.fromkeys(name for found in numbers for name in found)
     told = [float(r.response_length - r.num_sampled) for r in responses]
@@ -264,6 +266,7 @@ def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
         "environment/observation_tokens": _mean(told),
         "environment/error_frac": sum(r.finish_reason == "error" for r in responses) / len(responses),
         **{f"environment/{name}": _mean([x[name] for x in numbers if name in x]) for name in names},
+        **(given if any(r.turn_rewards for r in responses) else {}),
     }
 
 

@@ -22,8 +22,9 @@ def describe(
     log-prob when it was sampled; and, if this rank trains on the response, `advantage`, and where the script computes
     them `trainer_logp` (by the policy that starts the step), `reference_logp` and `value` (the critic's).
 
-    A conversation with an environment also has `turns`, how often the policy spoke, `messages`, and for each token its
-    `mask`: 1 if it was sampled, 0 if the policy was told it. Its `response` is the last turn.
+    A conversation with an environment also has `turns`, how often the policy spoke, `messages`, `environment`, the
+    numbers of the report, `turn_rewards`, and for each token its `mask`: 1 if it was sampled, 0 if the policy was told
+    it. Its `response` is the last turn.
 
     Args: samples, of this rank; scores, theirs; batch, what this rank trains on in the step; None if in nothing.
     """

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -224,13 +224,16 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
             try:
                 environment = environment or make()
                 found = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
-                found = _awaited(found, runner.run)
+                found, reward = _awaited(found, runner.run), None
+                is_pair = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Mapping)
+                if is_pair and method == "step":
+                    found, reward = found[0], float(found[1])
                 messages = None if found is None else [dict(x) for x in found]
                 texts = [x.get(name) for x in messages or () for name in ("role", "content")]
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
                 report = environment.report() if hasattr(environment, "report") else {}
-                answer = {"messages": messages, "report": dict(_awaited(report, runner.run))}
+                answer = {"messages": messages, "reward": reward, "report": dict(_awaited(report, runner.run))}
                 line = json.dumps(answer, default=_plain, ensure_ascii=False)  # a lone surrogate becomes a "?"
             except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
                 line = json.dumps({"problem": traceback.format_exc(limit=-4)[-4000:]})

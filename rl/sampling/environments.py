@@ -8,7 +8,8 @@ A user's class; every method but `step` may be missing, and each may be `async`:
     class Environment:                            made anew for each response, in a process of its own
         tools = (calculate,)                      functions with types and docstring, or JSON schemas
         def reset(self, row, seed):               messages behind row["prompt"]; () by default. Equal within a group
-        def step(self, reply):                    messages that answer reply.text, or reply.calls; None ends it
+        def step(self, reply):                    messages that answer reply.text, or reply.calls; None ends it.
+                                                  With a reward for the turn: (messages, reward)
         def report(self):                         {"calls": 2}: for the reward and the log
         def close(self):                          called when the conversation has ended
 
@@ -21,6 +22,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pickle
 import resource
@@ -68,6 +70,7 @@ class Answer(NamedTuple):
     key: Hashable
     messages: list[dict] | None  # None: the conversation has ended
     has_failed: bool = False
+    reward: float | None = None  # for the turn, if the environment gives any
 
 
 class _Conversation:
@@ -233,13 +236,15 @@ class Environments:
             answer = json.loads(x.received)
             if "problem" in answer:
                 return [self._fail(key, answer["problem"])]
-            x.report, messages = dict(answer["report"]), answer["messages"]
+            x.report, messages, reward = dict(answer["report"]), answer["messages"], answer["reward"]
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"the reward {reward} of a turn")
             if messages is not None:
                 messages = [x | {"role": str(x["role"]), "content": str(x["content"])} for x in messages]
             self.selector.unregister(x.socket)
             x.waited_s, x.asked_at = x.waited_s + time.monotonic() - x.asked_at, 0.0
             x.received.clear()
-            return [Answer(key, messages)]
+            return [Answer(key, messages, reward=reward)]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             return [self._fail(key, f"it sent something else: {error!r}")]
 

@@ -159,6 +159,25 @@ def scores_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor([r.score.value_or_nan for r in responses])
 
 
+def turns_of(responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The score of each response by turns of the policy, and how many tokens it sampled in each of them: (B, K) float64
+    and float32, K the most turns of a response.
+
+    The reward of a turn is what the environment gave with it; the rest of the score stands at the last turn, so all of
+    it where there is no environment. Behind the last turn the reward is NaN and the length 0; without a score all
+    rewards are NaN.
+    """
+    most = max((r.turns for r in responses), default=1)
+    rewards, lengths = torch.full((len(responses), most), math.nan, dtype=torch.float64), []
+    for i, r in enumerate(responses):
+        lengths.append([*r.turn_lengths, *[0.0] * most][:most])
+        if r.score.value is not None:
+            given = [*r.turn_rewards, *[0.0] * r.turns][: r.turns]
+            given[-1] += r.score.value - sum(given)
+            rewards[i, : r.turns] = torch.tensor(given, dtype=torch.float64)
+    return rewards, torch.tensor(lengths, dtype=torch.float32).view(rewards.shape)
+
+
 def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
     """How right each response is, (B,) float32 within 0 and 1: see `Score.accuracy`; NaN without a score."""
     found = [math.nan if r.score.value is None else r.score.accuracy for r in responses]

@@ -38,6 +38,7 @@ class Trajectory:
         self.messages: list[dict] = []  # of a conversation, behind the prompt
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
+        self.turn_rewards: list[float] = []  # by the environment, if it gives any
         self.routed: np.ndarray | None = None  # experts of prompt and response, as far as the engine has told
         self.versions: Versions = ()
 
@@ -79,7 +80,7 @@ class Trajectory:
     def sample(self, report: dict | None = None) -> Sample:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (self.versions, max(self.turns, 1), tuple(self.messages), report)
+        about = (self.versions, max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
         if (routed := self.routed) is not None:
             rest = len(self.row["prompt_ids"]) + len(self.ids) - len(routed)  # the last token, what was told after
             routed = np.pad(routed, ((0, rest), (0, 0), (0, 0)), constant_values=np.iinfo(routed.dtype).max)
@@ -145,15 +146,17 @@ class Rollouts:
         for answer in self.environments.answers(IDLE_WAIT_S * self.engine.is_idle) if self.environments else ():
             x = self.trajectories[answer.key]
             self.waiting.discard(answer.key)
+            if answer.reward is not None and x.turns > 0:
+                x.turn_rewards += [0.0] * (x.turns - 1 - len(x.turn_rewards)) + [answer.reward]
             x.finish_reason = "error" if answer.has_failed else x.finish_reason
             if answer.messages is None or x.turns == self.environments.max_turns:
                 done += self._finish(answer.key)
                 continue
-            x.messages += answer.messages
             if (told := self.environments.ids_of(answer, x.ids)) is None:
                 x.finish_reason = "error"
                 done += self._finish(answer.key)
             elif x.tell(told):
+                x.messages += answer.messages
                 self.pending.append(answer.key)
             else:
                 done += self._finish(answer.key)

@@ -287,8 +287,9 @@ class Scorer:
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         results, status = iter(results), reply.get("status", "none")
         scores = []
-        for text, failed in zip(texts, has_failed, strict=True):
+        for s, text, failed in zip(samples, texts, has_failed, strict=True):
             value, parts = (None, {}) if failed else next(results)
+            value = None if value is None else value + sum(s.turn_rewards)
             why = "ok" if value is not None else "none" if failed else status
             scores.append(Score(text, value, parts, why, seconds))
         if problem is not None:
@@ -298,7 +299,8 @@ class Scorer:
 
 def _facts(sample: Sample) -> dict[str, Any]:
     """What extra_info says of a response: how many tokens the policy sampled, and the conversation, if it is one."""
-    conversation = {"messages": list(sample.messages), "environment": sample.report}
+    given = {"turn_rewards": list(sample.turn_rewards)} if sample.turn_rewards else {}
+    conversation = {"messages": list(sample.messages), "environment": given | (sample.report or {})}
     conversation = {} if sample.report is None else conversation
     return {"response_length": sample.num_sampled} | conversation
 

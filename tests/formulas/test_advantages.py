@@ -449,6 +449,61 @@ def test_whiten_does_not_hide_a_valid_nan(world):
     assert whiten(world, f64([[1.0, NAN, 2.0]]), torch.ones(1, 3)).isnan().all()
 
 
+# --- turns of a conversation ---
+
+# A group of three: turns of [1, 0, 2], [0, 3], and [0.5]; then one of [1], [NAN] that is not scored, and [2].
+TURNS = f64([[[1, 0, 2], [0, 3, NAN], [0.5, NAN, NAN]], [[1, NAN, NAN], [NAN, NAN, NAN], [2, NAN, NAN]]])
+TURN_LENGTHS = f64([[[4, 1, 2], [2, 2, 0], [3, 0, 0]], [[1, 0, 0], [5, 5, 0], [2, 0, 0]]])
+
+
+def by_turn(estimator, rewards, lengths):
+    """The advantages of turns, (P, G, K)."""
+    P, G, K = rewards.shape
+    returns = advantages.turn_returns(rewards)
+    found = estimator(returns, torch.stack([lengths[i, :, k] for i in range(P) for k in range(K)]))
+    return torch.stack([torch.stack([found[i * K + k] for k in range(K)], -1) for i in range(P)])
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_its_group_by_what_it_earned_from_then_on():
+    returns = [[3, 3, 0.5], [2, 3, NAN], [2, NAN, NAN], [1, NAN, 2], [NAN] * 3, [NAN] * 3]
+    torch.testing.assert_close(advantages.turn_returns(TURNS), f64(returns), rtol=0, atol=0, equal_nan=True)
+    std = [math.sqrt(2 * (5 / 6) ** 2 + (5 / 3) ** 2) / math.sqrt(2), math.sqrt(0.5), 1, math.sqrt(0.5)]
+    first = [[x / (std[0] + 1e-6) for x in (5 / 6, 5 / 6, -5 / 3)], [x / (std[1] + 1e-6) for x in (-0.5, 0.5)]]
+    half = 0.5 / (std[3] + 1e-6)
+    expected = [
+        [[first[0][0], first[1][0], 2 / (1 + 1e-6)], [first[0][1], first[1][1], 0], [first[0][2], 0, 0]],
+        [[-half, 0, 0], [0, 0, 0], [half, 0, 0]],
+    ]
+    check(by_turn(advantages.grpo, TURNS, TURN_LENGTHS), expected)
+    check(by_turn(advantages.rloo, f64([[[1, 0], [0, 3]]]), torch.ones(1, 2, 2)), [[[-2, -3], [2, 3]]])
+    baseline = (4 * 3 + 2 * 3 + 3 * 0.5) / 9  # weighted by the lengths of turns
+    found = by_turn(advantages.opo, TURNS, TURN_LENGTHS)
+    check(found[0, :, 0], [3 - baseline, 3 - baseline, 0.5 - baseline])
+    check(found[0, :2, 1], [2 - 8 / 3, 3 - 8 / 3])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_single_turn_is_a_response(name):
+    rewards, lengths = f64([[1, 0, NAN], [0.2, 0.7, 0.2]]), f64([[3, 4, 5], [1, 2, 3]])
+    found = by_turn(GROUPED[name], rewards[..., None], lengths[..., None])
+    torch.testing.assert_close(found[..., 0], GROUPED[name](rewards, lengths), rtol=0, atol=0)
+
+
+def test_equal_returns_of_other_parts_are_equal():
+    """0.1 + 0.2 is not 0.3, and no advantage comes of that."""
+    rewards = f64([[[0.1, 0.2], [0.3, 0.0], [0.0, 0.3]]])
+    assert by_turn(advantages.grpo, rewards, torch.ones(1, 3, 2))[0, :, 0].abs().max() < 1e-9
+
+
+def test_tokens_get_the_value_of_their_turn():
+    values, mask = f64([[5, 7, NAN], [1, 2, 3], [4, NAN, NAN]]), [[0, 1, 1, 0, 1, 0], [1, 0, 1, 0, 0, 1], [0] * 6]
+    at_turns, at_ends = advantages.at_turns(values, f64(mask)), advantages.at_turn_ends(values, f64(mask))
+    check(at_turns, [[0, 5, 5, 0, 7, 0], [1, 0, 2, 0, 0, 3], [0] * 6])
+    check(at_ends, [[0, 0, 5, 0, 7, 0], [1, 0, 2, 0, 0, 3], [0] * 6])
+    check(advantages.at_turns(f64([[9]]), f64([[0, 1, 0, 1]])), [[0, 9, 0, 9]])  # one value of all turns
+    check(advantages.at_turn_ends(f64([[9]]), f64([[0, 1, 1, 1]])), [[0, 0, 0, 9]])
+
+
 # --- every public function ---
 
 PG, BT = torch.linspace(0, 1, 12).reshape(3, 4), torch.linspace(-1, 1, 30).reshape(5, 6)
@@ -467,6 +522,9 @@ CALLS = {
     "opo": (advantages.opo, [PG, torch.ones(3, 4)], {}),
     "gpg": (advantages.gpg, [PG, torch.ones(3, 4)], {}),
     "reinforce_plus_plus_baseline": (advantages.reinforce_plus_plus_baseline, [PG, torch.ones(3, 4)], {}),
+    "turn_returns": (advantages.turn_returns, [torch.stack([PG, PG + 1], -1)], {}),
+    "at_turns": (advantages.at_turns, [BT[:, :2], MASK], {}),
+    "at_turn_ends": (advantages.at_turn_ends, [BT[:, :2], MASK], {}),
     "sums_by_group": (
         lambda *x: advantages.sums_by_group(*x, torch.tensor([0, 0, 2, 2, 2]), 3),
         [BT, BT + 1, MASK],
@@ -504,7 +562,7 @@ def test_functions_keep_the_dtype(name):
             assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"of_groups", "gae"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"of_groups", "turn_returns", "gae"}))
 def test_functions_raise_on_shape_mismatch(name):
     function, tensors, options = CALLS[name]
     for i, tensor in enumerate(tensors):

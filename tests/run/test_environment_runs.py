@@ -1,10 +1,12 @@
 """Whole runs with conversations: every script, tools that are slow, a wrong mask, and runs that are killed."""
 
 import importlib
+import itertools
 import os
 import signal
+import statistics
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import helpers_scripts as h
 import launch
@@ -102,6 +104,103 @@ def test_eval_py_scores_conversations_as_the_run_itself(task, tmp_path):
     assert 0 < again["accuracy"] == found["val-core/arithmetic/reward/mean@1"] < 1
     assert again["response_length/mean"] == found["val/response_length"]
     assert len(pids(tmp_path)) == 2 * 16 + 4 * 4  # both have had a conversation for each row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards and advantages by turn
+
+PAID = """
+class Environment:
+    def step(self, reply):
+        reward = len(reply.text) % 3 / 2
+        return (None if reply.turn == 3 or len(reply.text) % 4 == 1 else [{"role": "user", "content": "on"}]), reward
+"""
+
+
+def turns_of_record(record):
+    """[what was paid for a turn, [the advantages of its tokens]] of a response in generations.jsonl."""
+    mask, found = record["tokens"]["mask"], []
+    for i, advantage in enumerate(record["tokens"]["advantage"]):
+        if mask[i]:
+            if i == 0 or not mask[i - 1]:
+                found.append([])
+            found[-1].append(advantage)
+        else:
+            assert advantage == 0
+    paid = [*record["turn_rewards"], *[0.0] * len(found)][: len(found)]
+    said = [x["content"] for x in record["messages"] if x["role"] == "assistant"]
+    assert record["turn_rewards"] == [len(x) % 3 / 2 for x in said][: len(record["turn_rewards"])]
+    return list(zip(paid, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def paid(task, tmp_path_factory):
+    """paid(script, **flags): metrics and recorded responses of one step in which turns are paid."""
+
+    @cache
+    def run(script, **flags):
+        folder = tmp_path_factory.mktemp("paid")
+        (folder / "paid.py").write_text(PAID)
+        about = dict(environment=str(folder / "paid.py"), max_response_length=96, log_samples_freq=1)
+        settings = getattr(h, f"{script.removesuffix('_variants')}_settings")
+        module = importlib.import_module(f"train_{script}")
+        module.main(build(module.Args, **settings(task, folder / "run", **about, total_training_steps=1, **flags)))
+        h.leave_distributed()
+        return h.read_jsonl(folder / "run" / "metrics.jsonl")[0], h.read_jsonl(folder / "run" / "generations.jsonl")
+
+    return run
+
+
+def test_each_turn_is_compared_with_the_same_turn_of_its_group(paid):
+    metrics, records = paid("grpo_variants", advantage_by="turn")
+    turns = [turns_of_record(x) for x in records]
+    assert len(records) == 4 and {len(x) for x in turns} >= {2, 3}
+    for k in range(3):
+        earned = {i: records[i]["score"] - sum(r for r, _ in x[:k]) for i, x in enumerate(turns) if len(x) > k}
+        mean, std = (statistics.mean(earned.values()), statistics.stdev(earned.values())) if len(earned) > 1 else (0, 1)
+        for i, value in earned.items():
+            assert turns[i][k][1] == pytest.approx([(value - mean) / (std + 1e-6)] * len(turns[i][k][1]), abs=2e-5)
+    assert len({values[0] for x in turns for _, values in x}) > 4
+    assert metrics["environment/turn_rewards"] > 0.5
+    for x in records:
+        told = "".join(text for text, m in zip(x["tokens"]["text"], x["tokens"]["mask"], strict=True) if not m)
+        assert told.count("user\non") == sum(message["content"] == "on" for message in x["messages"]) == x["turns"] - 1
+        assert x["environment"]["seconds"] > 0
+
+
+def test_by_trajectory_all_turns_get_what_the_response_earned_in_all(paid):
+    """The score has the rewards of the turns in it, in every script."""
+    records = {name: paid(name) for name in ("grpo", "grpo_variants")}
+    by_turn = paid("grpo_variants", advantage_by="turn")
+    [one, two] = h.timeless([metrics | {"environment/seconds": 0} for metrics, _ in records.values()])
+    assert one == pytest.approx(two, rel=0, abs=1e-5)
+    for name in ("critic/score/mean", "environment/turn_rewards", "num_turns/mean", "response_length/mean"):
+        assert records["grpo"][0][name] == by_turn[0][name]
+    scores = [x["score"] for x in records["grpo"][1]]
+    mean, std = statistics.mean(scores), statistics.stdev(scores)
+    for x, other in zip(records["grpo"][1], by_turn[1], strict=True):
+        assert (x["messages"], x["score"], x["turn_rewards"]) == (
+            other["messages"],
+            other["score"],
+            other["turn_rewards"],
+        )
+        assert (x["score"] - sum(x["turn_rewards"])) in (0, 1)  # what the reward function gave
+        assert {a for _, values in turns_of_record(x) for a in values} == {round((x["score"] - mean) / (std + 1e-6), 5)}
+
+
+@pytest.mark.parametrize("script", ["ppo", "reinforce"])
+def test_with_a_reward_for_each_token_that_of_a_turn_stands_at_its_end(script, paid):
+    """gamma = lam = 1: the return of a token is what was earned from its turn on."""
+    metrics, [record, *_] = paid(script)
+    assert metrics["environment/turn_rewards"] > 0.5
+    assert metrics["critic/rewards/mean"] == pytest.approx(metrics["critic/score/mean"], rel=1e-6)
+    turns = turns_of_record(record)
+    if script == "reinforce":  # A = (R - mean) / std over all tokens: so differences of A are those of R
+        steps = [(values[0] - later[0]) for (_, values), (_, later) in itertools.pairwise(turns)]
+        paid_for = [reward for reward, _ in turns[:-1]]
+        assert all(len(set(values)) == 1 for _, values in turns) and len(turns) == 3 and any(paid_for)
+        spread = max(steps) / max(paid_for)
+        assert steps == pytest.approx([reward * spread for reward in paid_for], abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

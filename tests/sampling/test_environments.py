@@ -50,7 +50,10 @@ class Environment:
                     "surrogate": lambda: [{"role": "user", "content": "1\ud8002"}],
                     "None": lambda: [{"role": "user", "content": None}], "no role": lambda: [{"content": "1"}],
                     "text": lambda: "text", "number": lambda: 5, "garbage": self.garbage, "forged": self.forged,
-                    "dies later": self.later, "kill first": lambda: os.kill(os.getppid(), 9),
+                    "NaN reward": lambda: ([], float("nan")), "text as reward": lambda: ([], "much"),
+                    "two messages": lambda: ({"role": "user", "content": "1"}, {"role": "user", "content": "2"}),
+                    "paid end": lambda: (None, 2), "dies later": self.later,
+                    "kill first": lambda: os.kill(os.getppid(), 9),
                     "refused": lambda: [{"role": "user", "content": "1", "refuse": "this"}]}.get(
                         self.about.get("does"), lambda: None)()
         return [{"role": "user", "content": f"{reply.turn}+{len(reply.text)}"}]
@@ -301,12 +304,12 @@ def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_
 # Faults
 
 FAULTS = ["hang", "exit", "kill", "raise", "SystemExit", "None", "no role", "text", "number", "garbage", "forged"]
-FAULTS += ["dies later", "refused", "no reset"]
+FAULTS += ["dies later", "refused", "no reset", "NaN reward", "text as reward"]
 
 
 def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, capfd):
     push(hf_engine, policy)
-    harmless = ["children", "print", "megabyte", "surrogate", "none"]
+    harmless = ["children", "print", "megabyte", "surrogate", "none", "two messages", "paid end"]
     rows = rows_of(tokenizer, *({"turns": 1, "does": x} for x in [*FAULTS, *harmless]))
     samples = sample(hf_engine, made, rows, n=1, max_tokens=300)
     found = {row["extra_info"]["does"]: s for row, s in zip(rows, samples, strict=True)}
@@ -316,6 +319,8 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
         assert failed == (name in FAULTS) or s.finish_reason == "length", (name, s.finish_reason, s.turns)
     assert {name for name, s in found.items() if s.finish_reason == "error"} >= {*FAULTS} - {"dies later"}
     assert reached and found["megabyte"].finish_reason == "length" and len(found["no reset"].response_ids) == 0
+    assert [x.turn_rewards for x in samples if x.turn_rewards] == [(2.0,)] == [found["paid end"].turn_rewards]
+    assert [x["content"] for x in found["two messages"].messages[2:4]] == ["1", "2"]
     assert found["surrogate"].messages[2]["content"] == "1?2" or found["surrogate"].turns == 1
     launch.until(lambda: not any(map(launch.alive, made.pids())), 15, "a process is left behind")
     assert capfd.readouterr().err.count("environment: the conversation of") == 1

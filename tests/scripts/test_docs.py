@@ -43,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 GAME = """
 class Environment:
     def step(self, reply):
-        return None
+        return None, 0.5
 
     def report(self):
         return {"tries": 1}
