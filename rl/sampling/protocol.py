@@ -69,6 +69,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     turns: int
     messages: list[dict[str, Any]]
     report: dict[str, Any] | None
+    turn_rewards: list[float]
 
 
 class Group(msgspec.Struct):
@@ -122,7 +123,8 @@ def pack(sample: Sample) -> PackedSample:
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
     versions = [list(span) for span in sample.policy_versions]
     messages = list(sample.messages)
-    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report)
+    about = (versions, sample.turns, messages, sample.report, list(sample.turn_rewards))
+    return PackedSample(*arrays, sample.finish_reason, *about)
 
 
 def unpack(packed: PackedSample, row: Row) -> Sample:
@@ -132,8 +134,8 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
     if not len(ids) == len(mask) == len(logprobs):
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     versions = tuple(tuple(span) for span in packed.policy_versions)
-    about = (packed.finish_reason, row["row_index"], versions, packed.turns, tuple(packed.messages), packed.report)
-    return Sample(row["prompt_ids"], ids, mask, logprobs, *about)
+    about = (versions, packed.turns, tuple(packed.messages), packed.report, tuple(packed.turn_rewards))
+    return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
 
 
 def sampling_of(packed: dict[str, Any]) -> Sampling:
