@@ -280,7 +280,8 @@ def train(task, tmp_path, monkeypatch, capsys):
             (tmp_path / "odd.py").write_text(function + CASES[case])
             changes["custom_reward_function"] = (str(tmp_path / "odd.py"),)
         if case == "empty":
-            complete, empty = hf.Engine._complete, dict(token_ids=[], logprobs=[], finish_reason="stop")
+            complete = hf.Engine._complete
+            empty = dict(token_ids=[], logprobs=[], finish_reason="stop", policy_versions=())
             monkeypatch.setattr(hf.Engine, "_complete", lambda *args: complete(*args)._replace(**empty))
         if case == "cut":
             changes["max_response_length"] = 1
