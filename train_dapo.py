@@ -45,7 +45,8 @@ from rl.sampling import correction, waiting_groups
 from rl.sampling.correction import Correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -131,6 +132,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
+    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, round_size, ranks, run.states)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
     saved = [state["surplus"] for state in run.states]  # of all ranks; [] in a new run
     waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)  # sampled in an earlier step
@@ -139,7 +141,8 @@ def main(args: Args) -> dict[str, float]:
     for step in range(run.start, total_steps + 1):  # the last iteration only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step, state={"drawn": drawn, "surplus": waiting_groups.to_state(waiting)})
+        surplus = waiting_groups.to_state(waiting)
+        clock = run.save_and_begin(step, state={"drawn": drawn, "surplus": surplus} | in_flight.state())
 
         # Give the engine the policy's weights. It keeps them until the batch is full.
         engine.wake()
@@ -164,11 +167,11 @@ def main(args: Args) -> dict[str, float]:
                     "the data is too easy or too hard, or the bound too low"
                 )
             # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would have.
-            rows = prompts_for_step(train_rows, drawn, round_size, args.seed)
+            rows = prompts_for_step(train_rows, drawn, round_size, args.seed, ahead=in_flight.ahead)
 
             # 2. Rollouts: sample G responses to each prompt.
-            own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, drawn, engine.first_rank)
-            own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+            seed = derive_seed(args.seed, drawn, engine.first_rank)
+            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
             run.exit_if_asked()
             clock("gen")
 
@@ -206,6 +209,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
+            version=engine.policy_version,
         )  # (b, T)
         clock("batch")
 
@@ -261,7 +265,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

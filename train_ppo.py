@@ -48,7 +48,8 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of, turns_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, scores_of, turns_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -131,15 +132,16 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     offloaded = ("critic",) if args.critic_offload else ()
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}", offloaded=offloaded)
+    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
+        clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
         # 2. Rollouts: give the engine the actor's weights, and sample G responses to each prompt. Then the trainer
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
@@ -154,8 +156,8 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+        seed = derive_seed(args.seed, step, engine.first_rank)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -264,7 +266,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(actor, loss, is_last=is_last)
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = {"actor": clip_grad_norm(actor, args.grad_clip)} if "actor" in lrs else {}
             norm["critic"] = clip_grad_norm(critic, args.grad_clip)
             if math.isfinite(sum(norm.values())) and update.num_tokens > 0:
