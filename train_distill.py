@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
@@ -145,7 +145,7 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}", visiting=visiting)
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -168,8 +168,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

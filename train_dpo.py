@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.prompts import add_given, count_steps
 from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
@@ -164,7 +164,7 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {num_sampled} sampled responses and up to "
     about += f"{num_mini_batches * args.ppo_epochs} update(s) a step, {len(train_rows)} prompts to draw from"
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}")
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -188,8 +188,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        asked, own_samples, tickets = in_flight.sample(engine, asked, sampling, scorer.submit, envs, seed=seed)
+        asked, own_samples, tickets = in_flight.sample(engine, asked, sampling, scorer.submit, envs, step=step)
         rows = asked or rows
         run.exit_if_asked()
         clock("gen")

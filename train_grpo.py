@@ -30,7 +30,7 @@ from typing import Literal
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
 from rl.formulas import advantages, schedule
@@ -96,7 +96,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -108,8 +108,9 @@ def main(args: Args) -> dict[str, float]:
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. With --tools or an
-        # --environment (envs) a response is a conversation of several turns. Then the trainer computes the log-probs of
-        # a few responses: the run ends if they differ too much from the engine's.
+        # --environment (envs) a response is a conversation of several turns. With --partial-rollouts more prompts are
+        # in flight, the step gets the P that are complete first, and the others go on in the next one. Then the trainer
+        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -120,8 +121,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

@@ -163,7 +163,7 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     refreshed = {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     run.resume({"actor": (policy, optimizer)} | refreshed, engine=engine, about=f"{about}\n{scorer.report}")
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -186,8 +186,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

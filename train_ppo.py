@@ -19,8 +19,7 @@ Where this departs from the papers, as most code does: advantages are whitened (
 variance 1 over all tokens of a step); there is no KL term unless --use-kl-in-reward or --use-kl-loss; actor and critic
 are two models; where A is negative the actor's loss is at most 3 |A| (dual clip, arXiv 1912.09729).
 
-P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
-position t describes token t given the tokens before it. docs/train_ppo.md explains more.
+Shapes are those of train_grpo.py. docs/train_ppo.md explains more.
 """
 
 import math
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
@@ -132,7 +131,7 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     offloaded = ("critic",) if args.critic_offload else ()
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}", offloaded=offloaded)
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -156,8 +155,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

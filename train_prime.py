@@ -19,8 +19,7 @@ The policy's loss is that of train_grpo.py. Where this departs from the paper, a
 1. r and o have weights, and returns are whitened; 2. the largest sum is that of all ranks, not of one; 3. the last
 token has no r; 4. r_it counts n / (n - 1) times, and m_i is subtracted too; 5. the PRM learns before it is asked.
 
-P prompts a step, G responses to each, B = P * G, b of them on this process (rank), T tokens. Tensors of tokens are
-(b, T), and position t describes token t given the tokens before it. docs/train_prime.md explains all of this.
+Shapes are those of train_grpo.py. docs/train_prime.md explains all of this.
 """
 
 import math
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
@@ -123,7 +122,7 @@ def main(args: Args) -> dict[str, float]:
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
     about = f"{args.train_batch_size} of {num_prompts} prompts x {args.rollout_n} responses, {num_updates} update(s)"
     run.resume(trained, engine=engine, about=f"{about}\n{scorer.report}", offloaded=["prm"] if args.prm_offload else [])
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, num_prompts, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, num_prompts, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -147,8 +146,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        seed = derive_seed(args.seed, step, engine.first_rank)
-        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

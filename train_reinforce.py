@@ -107,7 +107,7 @@ def main(args: Args) -> dict[str, float]:
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}")
-    in_flight = InFlight(args.decoding.partial_rollouts, train_rows, args.train_batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
             ways = [sampling] * len(own_rows) + [greedy_sampling] * len(own_rows)  # how each prompt is answered
             own_samples, tickets = sample_groups(engine, own_rows * 2, ways, scorer.submit, envs, seed=seed)
         else:
-            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, seed=seed)
+            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

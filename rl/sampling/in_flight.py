@@ -1,6 +1,6 @@
 """Partial rollouts: a step does not wait for its longest responses; they go on in the next one.
 
-    in_flight = InFlight(args.decoding.partial_rollouts, rows, batch_size, ranks, run.states)
+    in_flight = InFlight(args.decoding, rows, batch_size, ranks, run.states, seed)
     for step ...:
         clock = run.save_and_begin(step, state=in_flight.state())
         rows = prompts_for_step(..., ahead=in_flight.ahead)                     # new prompts
@@ -27,7 +27,7 @@ from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.environments import Environments
-from rl.sampling.rollout import STOP_EVERY, sample_groups, seeded
+from rl.sampling.rollout import STOP_EVERY, Decoding, sample_groups, seeded
 from rl.sampling.rollouts import Rollouts, saved_group
 
 
@@ -35,14 +35,23 @@ class InFlight:
     """See above. Each rank has groups of its own, and as many of them in every step.
 
     Args:
-        share: F of --partial-rollouts, at least 0.
         rows: the training data, in which a checkpoint's groups are found again by `row_index`.
         batch_size: groups that a step gets (P), of all ranks.
         states: what `state` gave on each rank of the run that is resumed; [] in a new one.
+        seed: of the run.
     """
 
-    def __init__(self, share: float, rows: Sequence[Row], batch_size: int, ranks: Ranks, states: Sequence[dict]):
-        self.ahead = math.ceil(share * batch_size)  # prompts that are begun before their step
+    def __init__(
+        self,
+        decoding: Decoding,
+        rows: Sequence[Row],
+        batch_size: int,
+        ranks: Ranks,
+        states: Sequence[dict[str, Any]],
+        seed: int,
+    ):
+        self.ahead = math.ceil(decoding.partial_rollouts * batch_size)  # prompts that are begun before their step
+        self.seed = seed
         self.rows, self.batch_size, self.ranks = {row["row_index"]: row for row in rows}, batch_size, ranks
         self.rollouts: Rollouts | None = None
         self.count = 0  # groups that this rank has begun: the name of the next one
@@ -58,15 +67,16 @@ class InFlight:
         on_group: Callable[[Row, list[Sample]], Any],
         environments: Environments | None = None,
         *,
-        seed: int,
+        step: int,
     ) -> tuple[list[Row], list[Sample], list[Any]]:
         """Begin `sampling.n` responses to each of the new rows, and sample until P groups are complete.
 
-        Args: as for `sample_groups`, but rows of all ranks. Returns: the rows of the P groups, of all ranks; this
-        rank's samples, groups side by side in their order; and what `on_group` has returned for these. All are
-        incomplete if the run was asked to stop: call `run.exit_if_asked` then. All data ranks must enter.
+        Args: as for `sample_groups`, but rows of all ranks; step, on which the engine's seed depends. Returns: the rows
+        of the P groups, of all ranks; this rank's samples, groups side by side in their order; and what `on_group` has
+        returned for these. All are incomplete if the run was asked to stop: call `run.exit_if_asked` then. All data
+        ranks must enter.
         """
-        own_rows = self.ranks.own_slice(rows)
+        own_rows, seed = self.ranks.own_slice(rows), derive_seed(self.seed, step, engine.first_rank)
         if not self.ahead:
             return rows, *sample_groups(engine, own_rows, sampling, on_group, environments, seed=seed)
         if self.rollouts is None:

@@ -16,7 +16,7 @@ from rl.run import loop_state
 from rl.sampling.engines import Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import sample_groups
+from rl.sampling.rollout import Decoding, sample_groups
 
 STOPS = (2, *range(20, 32))
 ROWS = [{"prompt_ids": [1, 35, 33 + i % 5], "row_index": i, "extra_info": {}} for i in range(40)]
@@ -37,7 +37,7 @@ def steps_of(engine, flight, steps, *, batch=4, way=WAY, environments=None):
     for step in steps:
         engine.policy_version = step + 1
         rows = prompts_for_step(ROWS, step, batch, 0, ahead=flight.ahead)
-        rows, samples, tickets = flight.sample(engine, rows, way, named, environments, seed=step)
+        rows, samples, tickets = flight.sample(engine, rows, way, named, environments, step=step)
         assert [row["row_index"] for row in rows] == tickets == [s.row_index for s in samples[:: way.n]]
         yield tickets, samples
 
@@ -50,7 +50,7 @@ def test_ahead_changes_when_rows_begin_and_not_their_order():
 
 
 def test_every_group_is_trained_once_and_long_responses_as_often_as_short_ones(engine):
-    flight = InFlight(0.5, ROWS, 4, init_ranks(), [])
+    flight = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
     assert flight.ahead == 2
     found = list(steps_of(engine, flight, range(40)))
     begun = [row["row_index"] for step in range(42) for row in prompts_for_step(ROWS, step, 4, 0)][: 40 * 4 + 2]
@@ -75,11 +75,11 @@ def saved_and_read(flight, folder):
 
 
 def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
-    unbroken = InFlight(0.5, ROWS, 4, init_ranks(), [])
+    unbroken = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, unbroken, range(3)))
     states = saved_and_read(unbroken, tmp_path)
     assert any(group["open"] for group in states[0]["in_flight"])
-    resumed = InFlight(0.5, ROWS, 4, init_ranks(), states)
+    resumed = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), states, 5)
     assert saved_and_read(resumed, tmp_path)[0].keys() == states[0].keys()  # a stop before the first step loses nothing
     expected = [list(steps_of(engine, unbroken, [step])) for step in range(3, 6)]
     found = [list(steps_of(engine, resumed, [step])) for step in range(3, 6)]
@@ -91,19 +91,19 @@ def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
 
 
 def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engine, tmp_path):
-    flight = InFlight(1.0, ROWS, 4, init_ranks(), [])
+    flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
     list(steps_of(engine, flight, range(2)))
     (state,) = saved_and_read(flight, tmp_path)
     numbers = [group["row_index"] for group in state["in_flight"]]
     assert len(numbers) == 4
     halves = [{"in_flight": state["in_flight"][:2]}, {"in_flight": state["in_flight"][2:]}]
     three = [replace(init_ranks(), rank=rank, size=3, data_rank=rank, data_size=3) for rank in range(3)]
-    dealt = [InFlight(1.0, ROWS, 4, ranks, halves).saved for ranks in three]
+    dealt = [InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, ranks, halves, 5).saved for ranks in three]
     assert [[group["row_index"] for group in own] for own in dealt] == [numbers[:1], numbers[1:2], numbers[2:]]
     changed = [row | {"prompt_ids": [5, 6]} if row["row_index"] == numbers[0] else row for row in ROWS]
-    other = InFlight(1.0, changed, 4, init_ranks(), [state])
+    other = InFlight(Decoding(partial_rollouts=1.0), changed, 4, init_ranks(), [state], 5)
     engine.policy_version = 3
-    rows, samples, _ = other.sample(engine, [], WAY, named, seed=9)
+    rows, samples, _ = other.sample(engine, [], WAY, named, step=9)
     again = [s for s in samples if s.row_index == numbers[0]]
     assert [s.prompt_ids.tolist() for s in again] == [[5, 6]] * 2
     assert all([v for v, _ in s.policy_versions] == [3] for s in again)
@@ -125,7 +125,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path):
     environments = make_environments(flags, tokenizer, STOPS)
     try:
         way = replace(WAY, max_tokens=60)
-        flight = InFlight(1.0, ROWS, 4, init_ranks(), [])
+        flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
         found = list(steps_of(engine, flight, range(6), way=way, environments=environments))
         assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
         samples = [s for _, own in found for s in own]
