@@ -194,7 +194,8 @@ def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> tor
     ages = torch.zeros_like(batch.response_mask)
     for i, row in enumerate(batch.rows.tolist()):
         own = [version - v for v, count in responses[row].policy_versions for _ in range(count)]
-        if (places := batch.response_mask[i].nonzero()[:, 0]).numel():  # none, if the response has no score
+        places = batch.response_mask[i].nonzero()[:, 0]
+        if len(places) == len(own):  # else it has no score, or its mask is wrong, which `check_engine` finds out
             ages[i, places] = torch.tensor(own, dtype=ages.dtype)
     return ages
 
