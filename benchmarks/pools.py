@@ -45,9 +45,11 @@ class Args:
     mean_length: float = 512.0
     """Mean of the geometric lengths before that cut."""
     steps: int = 8
-    """Steps of each run, warm-up included."""
+    """Steps of train_async.py, warm-up included."""
     warmup: int = 3
-    """First steps that are left out."""
+    """First steps that are left out: until as many prompts are in flight as --max-staleness allows."""
+    sync_steps: int = 4
+    """Steps of train_grpo.py; the first is its warm-up."""
     out: Path = Path("runs/pools")
     """Folder to write."""
 
@@ -79,23 +81,25 @@ def main(args: Args, flags: list[str]) -> dict[str, dict[str, float]]:
     model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "geometric", args.mean_length)
     prompts = args.out / "prompts.jsonl"
     step_time.write_prompts(prompts, 512, 128, str(model))
-    words = f"--max-prompt-length 128 --max-response-length {args.max_length} --total-training-steps {args.steps}"
+    words = f"--max-prompt-length 128 --max-response-length {args.max_length}"
     words += " --train-batch-size 64 --rollout-n 8 --no-val-before-train --test-freq -1 --save-freq 0"
     words += f" --log-samples-freq 0 --model {model} --train-files {prompts} --custom-reward-function "
     common = [*(words + str(ROOT / "benchmarks" / "noise_reward.py")).split(), *flags]
     ranks = 1 if args.one_gpu else args.trainers + args.samplers
     env = {"CUDA_VISIBLE_DEVICES": "0"} if args.one_gpu else {}
-    jobs: list[tuple[str, str, int, list[str]]] = [("sync", "train_grpo.py", ranks, common)]
+    jobs: list[tuple[str, str, int, list[str]]] = []
     for staleness in args.staleness:
         own = f"--samplers {args.samplers} --max-staleness {staleness}".split()
         own += "--sampler-devices 0 --gpu-memory-utilization 0.35".split() if args.one_gpu else []
+        own += ["--total-training-steps", str(args.steps)]
         jobs.append((f"async_{staleness}", "train_async.py", args.trainers, [*common, *own]))
+    jobs.append(("sync", "train_grpo.py", ranks, [*common, "--total-training-steps", str(args.sync_steps)]))
     report: dict[str, Any] = {"args": {name: str(x) for name, x in vars(args).items()}, "flags": flags}
     for name, script, size, own in jobs:
         folder = (args.out / name).resolve()
         run(script, size, own, folder, env)
         try:
-            report[name] = measure(folder, args.warmup)
+            report[name] = measure(folder, 1 if name == "sync" else args.warmup)
         except (FileNotFoundError, IndexError):
             report[name] = {"failed": Path(f"{folder}.log").read_text()[-3000:]}
         print(name, json.dumps(report[name], indent=1), flush=True)

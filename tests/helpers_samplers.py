@@ -2,12 +2,21 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
 import launch
 
+from rl.sampling import sampler
 from rl.sampling.samplers import Samplers
+
+
+def ends_soon(seconds, fault):
+    """From now on a sampler ends when it has had no connection for so long, after what `fault` does."""
+    sampler.GONE_S = seconds
+    if fault is not None:
+        fault()
 
 
 class Pools:
@@ -23,10 +32,10 @@ class Pools:
         settings = h.grpo_settings(self.task, self.root / "run", samplers=0, sampler_address=address, **changes)
         return launch.fork("train_async", settings, self.root / "run.log", ranks=ranks, fault=fault)
 
-    def sampler(self, fault=None, **settings):
+    def sampler(self, fault=None, *, gone_s=0.5, **settings):
         log = self.root / f"sampler{next(self.count)}.log"
         settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
-        return launch.fork("rl.sampling.sampler", settings, log, fault=fault, ranks=0)
+        return launch.fork("rl.sampling.sampler", settings, log, fault=partial(ends_soon, gone_s, fault), ranks=0)
 
     def lines(self):
         return h.read_jsonl(self.root / "run" / "metrics.jsonl")

@@ -10,6 +10,7 @@ without it no connection comes about.
 
 import hashlib
 import secrets
+import socket as sockets
 from typing import Any
 
 import msgspec
@@ -47,9 +48,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Lease(msgspec.Struct):
-    """A prompt that a sampler is to answer. `number`: its place among the run's prompts, or -1 - its place among the
-    held-out ones.
-    """
+    """A prompt that a sampler is to answer. `number`: its place among the run's prompts; below 0 a held-out one."""
 
     number: int
     row: dict[str, Any]
@@ -69,6 +68,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     turns: int
     messages: list[dict[str, Any]]
     report: dict[str, Any] | None
+    turn_rewards: list[float]
 
 
 class Group(msgspec.Struct):
@@ -117,12 +117,18 @@ ToRun = Join | Report
 ToSampler = Setup | Orders | End
 
 
+def name_of(pid: int) -> str:
+    """How a sampler of this machine is called."""
+    return f"{sockets.gethostname()}:{pid}"
+
+
 def pack(sample: Sample) -> PackedSample:
     """A sample as it travels."""
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
     versions = [list(span) for span in sample.policy_versions]
     messages = list(sample.messages)
-    return PackedSample(*arrays, sample.finish_reason, versions, sample.turns, messages, sample.report)
+    about = (versions, sample.turns, messages, sample.report, list(sample.turn_rewards))
+    return PackedSample(*arrays, sample.finish_reason, *about)
 
 
 def unpack(packed: PackedSample, row: Row) -> Sample:
@@ -132,8 +138,8 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
     if not len(ids) == len(mask) == len(logprobs):
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     versions = tuple(tuple(span) for span in packed.policy_versions)
-    about = (packed.finish_reason, row["row_index"], versions, packed.turns, tuple(packed.messages), packed.report)
-    return Sample(row["prompt_ids"], ids, mask, logprobs, *about)
+    about = (versions, packed.turns, tuple(packed.messages), packed.report, tuple(packed.turn_rewards))
+    return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
 
 
 def sampling_of(packed: dict[str, Any]) -> Sampling:

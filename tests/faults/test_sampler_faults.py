@@ -1,4 +1,7 @@
-"""Samplers and trainers that die, hang, come late, lie or lose messages: no prompt is trained twice, none is lost."""
+"""Samplers and trainers that die, hang, come late, lie or lose messages: no prompt is trained twice, none is lost.
+
+With GLASSRL_RANDOM_KILLS=50, as in `make faults`, trainers are killed 20 times at random, else four times.
+"""
 
 import errno
 import itertools
@@ -7,6 +10,7 @@ import random
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import helpers_scripts as h
 import launch
@@ -20,6 +24,8 @@ from rl.sampling import dispatcher, sampler
 from rl.sampling.engines import hf
 from rl.sampling.protocol import TOKEN
 from rl.sampling.weight_files import WeightWriter
+
+KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +75,23 @@ def wait_for(text, *forked, seconds=60):
 
 def test_samplers_that_die_or_stop_cost_their_leases_and_late_ones_are_used(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
-    run = pools.run(
-        total_training_steps=12, max_staleness=1, sampler_timeout=1.5, fault=partial(note_slowly, file, 0.5)
-    )
-    first, second = pools.sampler(partial(slow, 0.05)), pools.sampler(partial(slow, 0.05))
-    wait_for(" 2/12", run)
+    run = pools.run(total_training_steps=9, max_staleness=1, sampler_timeout=2, fault=partial(note_slowly, file, 0.2))
+    first, second = pools.sampler(partial(slow, 0.02)), pools.sampler(partial(slow, 0.02))
+    wait_for(" 2/9", run)
     first.ask(signal.SIGSTOP)
-    wait_for("is lost: it has said nothing", run)
+    name = f":{first.processes[0].pid}"
+    wait_for(f"{name} is lost: it has said nothing", run)
     third = pools.sampler()
     first.ask(signal.SIGCONT)
-    wait_for(" 6/12", run)
+    wait_for(" 5/9", run)
     second.ask(signal.SIGKILL)
     assert run.ends() == [0], run.log.read_text()
     assert first.ends(10) == third.ends(10) == [0]
-    found = batches(file)
-    assert [found[v]["rows"] for v in range(12)] == expected(task, 12)
-    assert len(h.read_jsonl(file)) == 12 and all(age <= 1 for x in found.values() for ages in x["ages"] for age in ages)
-    assert run.log.read_text().count("has joined") == 4  # the first one twice
+    found, log = batches(file), run.log.read_text()
+    assert [found[v]["rows"] for v in range(9)] == expected(task, 9)
+    assert len(h.read_jsonl(file)) == 9 and all(age <= 1 for x in found.values() for ages in x["ages"] for age in ages)
+    joins = [log.count(f":{x.processes[0].pid} has joined") for x in (first, second, third)]
+    assert joins[0] >= 2 and min(joins) >= 1, joins  # on a busy machine any of them may be late
 
 
 def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tmp_path):
@@ -93,7 +99,8 @@ def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tm
     settings = dict(total_training_steps=8, sampler_timeout=1, save_freq=100, fault=partial(note_slowly, file, 0.2))
     run, one = pools.run(**settings), pools.sampler()
     wait_for(" 3/8", run)
-    one.ask(signal.SIGKILL)
+    one.ask(signal.SIGTERM)
+    assert one.ends(10) == [0] and "is lost: it was asked to end" in run.log.read_text()
     assert run.ends() == [1] and "there has been no sampler for 1 s" in run.log.read_text()
     assert not launch.children(run.processes[0].pid)
     again, two = pools.run(**settings), pools.sampler()
@@ -103,11 +110,16 @@ def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tm
 
 
 def test_samplers_end_with_their_run(pools, task):
-    run, one = pools.run(total_training_steps=1000, fault=partial(note_slowly, os.devnull, 0.1)), pools.sampler()
+    run = pools.run(total_training_steps=1000, fault=partial(note_slowly, os.devnull, 0.1))
+    one = pools.sampler(gone_s=sampler.GONE_S)
     wait_for(" 2/1000", run)
+    below = launch.descendants(run.processes[0].pid)
+    assert launch.listens(one.processes[0].pid) == {"0100007F"}  # gloo; nothing can be reached from another machine
+    assert "samplers: tcp://127.0.0.1:" in run.log.read_text()
     asked = run.ask(signal.SIGKILL)
     assert one.ends(15) == [0] and time.monotonic() - asked < 10
     assert "the run has ended" in one.log.read_text()
+    assert below and not any(map(launch.alive, below))  # processes of rewards
 
 
 def test_a_wrong_token_is_refused(pools, task, tmp_path):
@@ -116,6 +128,22 @@ def test_a_wrong_token_is_refused(pools, task, tmp_path):
     assert stranger.ends(30) == [1] and "refuses this sampler" in stranger.log.read_text()
     assert run.ends() == friend.ends() == [0], run.log.read_text()
     assert run.log.read_text().count("has joined") == 1
+
+
+def blind():
+    """From now on no weights can be read, as on a machine that does not share the run's memory."""
+
+    def fail(about):
+        raise FileNotFoundError(about["path"])
+
+    sampler.UNREADABLE_S, sampler.read_weights = 0.5, fail
+
+
+def test_a_sampler_that_cannot_read_the_weights_ends_with_the_flag(pools):
+    run, one, friend = pools.run(total_training_steps=2), pools.sampler(blind), pools.sampler()
+    assert one.ends() == [1] and "need --weights-dir" in one.log.read_text()
+    assert run.ends() == friend.ends() == [0], run.log.read_text()
+    assert "is lost: RuntimeError: the run's weights cannot be read" in run.log.read_text()
 
 
 def skip_a_push():
@@ -187,25 +215,25 @@ def test_weights_without_room_end_the_run_with_the_flag(pools, task, tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_trainer_that_is_killed_at_random_moments_trains_each_prompt_once(pools, task, tmp_path, staleness):
-    chance, file = random.Random(staleness), tmp_path / "batches.jsonl"
-    settings = dict(
-        total_training_steps=10, max_staleness=staleness, save_freq=1, fault=partial(note_slowly, file, 0.1)
-    )
-    for _ in range(6):
-        run, one = pools.run(**settings), pools.sampler(partial(slow, 0.01))
-        wait_for("has joined", run)
-        time.sleep(chance.uniform(0, 1.5))
+    chance, file, steps = random.Random(staleness), tmp_path / "batches.jsonl", 4 + 2 * KILLS
+    settings = dict(total_training_steps=steps, max_staleness=staleness, save_freq=1)
+    slowly = partial(note_slowly, file, 0.1)
+    for kill in range(KILLS):
+        run, one = pools.run(**settings, fault=slowly), pools.sampler(partial(slow, 0.01))
+        name = f":{one.processes[0].pid} has joined"
+        wait_for(name, run)
+        time.sleep(chance.uniform(0, 1.0))
         run.ask(signal.SIGKILL)
-        run.ends()
-        assert one.ends(15) == [0]
-    run, one = pools.run(**settings), pools.sampler()
-    assert run.ends() == [0] and one.ends() == [0], run.log.read_text()
+        assert run.ends() == [-signal.SIGKILL] and one.ends(15) == [0], kill
+    run, one = pools.run(**settings, fault=slowly), pools.sampler()
+    assert run.ends(120) == [0] and one.ends() == [0], run.log.read_text()
     found = batches(file)
-    assert [found[v]["rows"] for v in range(10)] == expected(task, 10)
+    assert [found[v]["rows"] for v in range(steps)] == expected(task, steps)
     assert all(age <= staleness for x in found.values() for ages in x["ages"] for age in ages)
     if staleness == 0:  # then it is what an unbroken run computes
         whole = Pools(task, tmp_path / "whole")
         (tmp_path / "whole").mkdir()
-        unbroken, two = whole.run(**settings | {"fault": None}), whole.sampler()
-        assert unbroken.ends() == two.ends() == [0]
-        h.assert_same(*(h.weights(folder / "run" / "global_step_10") for folder in (tmp_path, tmp_path / "whole")))
+        unbroken, two = whole.run(**settings), whole.sampler()
+        assert unbroken.ends(120) == two.ends() == [0]
+        last = Path("run", f"global_step_{steps}")
+        h.assert_same(h.weights(tmp_path / last), h.weights(tmp_path / "whole" / last))

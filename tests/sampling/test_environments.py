@@ -332,6 +332,7 @@ def test_when_the_first_process_is_killed_another_takes_over(hf_engine, policy, 
     first = made.environments.process.pid
     (s,) = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1, "does": "kill first"}), n=1, max_tokens=300)
     assert s.finish_reason in ("stop", "error")  # its answer and its death are on the way at the same time
+    launch.until(lambda: not launch.alive(first))  # until then it may take requests that die with it
     after = sample(hf_engine, made, rows_of(tokenizer, {"turns": 1}, {"turns": 2}), max_tokens=300)
     assert {x.finish_reason for x in after} <= {"stop", "length"} and "stop" in {x.finish_reason for x in after}
     assert made.environments.process.pid != first and not launch.alive(first)

@@ -1,9 +1,14 @@
 """The ledger of train_async.py: whatever happens to samplers, each prompt is trained once, in order and in time."""
 
+import dataclasses
 import random
 
+import msgspec
+import numpy as np
 import pytest
 
+from rl.data.types import Sample
+from rl.sampling import protocol
 from rl.sampling.ledger import MAX_LOSSES, Leases, Ledger
 
 
@@ -106,3 +111,17 @@ def test_random_events(seed):
         assert trained == sorted(trained) == [n for n in range(trained[-1] + 1 if trained else 0) if n not in dropped]
         assert ledger.next - ledger.num_dropped == P * (version + 1 + S) and ledger.num_dropped == len(dropped)
     assert version > 5
+
+
+def test_a_sample_travels_whole():
+    arrays = np.int32([1, 2]), np.int32([7, 8, 9]), np.int8([1, 0, 1]), np.float32([-0.5, 0.0, -2.0])
+    about = dict(finish_reason="stop", row_index=3, policy_versions=((4, 1), (5, 1)), turns=2)
+    told = dict(messages=({"role": "tool", "content": "8"},), report={"calls": 1.0}, turn_rewards=(0.5, 1.0))
+    sample = Sample(*arrays, **about, **told)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(protocol.pack(sample)), type=protocol.PackedSample)
+    found = protocol.unpack(sent, {"prompt_ids": arrays[0], "row_index": 3})
+    for field in dataclasses.fields(Sample):
+        np.testing.assert_array_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
+    sent.ids = sent.ids[:-4]
+    with pytest.raises(ValueError, match="2 tokens, 3 mask entries and 3 log-probs"):
+        protocol.unpack(sent, {"prompt_ids": arrays[0], "row_index": 3})

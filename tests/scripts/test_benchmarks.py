@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2C
 
 import eval as evaluation
 import sft
+import train_async
 import train_dapo
 import train_distill
 import train_dpo
@@ -60,7 +61,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 MODULES = (
-    train_grpo, train_grpo_variants, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill, sft
+    train_grpo, train_grpo_variants, train_dapo, train_ppo, train_reinforce, train_dpo, train_prime, train_distill,
+    train_async, sft,
 )  # fmt: skip
 SCRIPTS = {f"{x.__name__}.py": x.Args for x in MODULES}
 SHAPE = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
@@ -554,7 +556,7 @@ def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     assert seen == {
         (script, 256 if script == "train_ppo.py" else 512)
         for script in SCRIPTS
-        if script not in ("sft.py", "train_grpo_variants.py")
+        if script not in ("sft.py", "train_grpo_variants.py", "train_async.py")
     }
 
 
@@ -715,7 +717,6 @@ def test_the_memory_plan_refuses_numbers_that_mean_nothing(name):
         memory_plan.tables(memory_plan.Args(**{name: 0}))
 
 
-def test_the_page_has_the_tables_of_the_memory_plan():
-    tables = memory_plan.tables(memory_plan.Args()).split("\n\n")
-    page = (launch.ROOT / "docs" / "memory.md").read_text()
-    assert len(tables) == 2 and all(table in page for table in tables)
+def test_the_page_has_the_first_table_of_the_memory_plan():
+    fits, by_phase = memory_plan.tables(memory_plan.Args()).split("\n\n")
+    assert fits in (launch.ROOT / "docs" / "memory.md").read_text() and "updating" in by_phase

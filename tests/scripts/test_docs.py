@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import os
 import re
 import shlex
 import shutil
@@ -282,15 +281,16 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
     (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True)
     changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
-    os.environ[TOKEN] = "metrics"
-    launch.fork("rl.sampling.sampler", {"connect": address}, folder / "sampler.log", ranks=0)
+    launch.fork("rl.sampling.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}
     for script, change in changes.items():
         settings = h.grpo_settings(task, folder / script, ppo_mini_batch_size=2, save_freq=0, **common, **change)
         module = module_of(script)
-        module.main(build(module.Args, **settings))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(TOKEN, "metrics")
+            module.main(build(module.Args, **settings))
         h.leave_distributed()
         names[script] = set().union(*h.read_jsonl(folder / script / "metrics.jsonl"))
     sft = module_of("sft")

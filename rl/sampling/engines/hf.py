@@ -6,6 +6,7 @@ the end of the batch.
 
 import itertools
 import math
+import random
 from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
@@ -43,7 +44,7 @@ class Engine(Base):
         self.batch: list[InFlight | None] = []  # None: this one has ended
         # (b, t) of the batch, prompts padded on the left; positions may be (3, b, t)
         self.ids = self.attention_mask = self.positions = self.cache = None
-        self.generators: dict[int, torch.Generator] = {}  # of those with a seed of their own
+        self.generators: dict[int, random.Random] = {}  # of those with a seed of their own
 
     def _places(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor | None]]]:
         """For each published name the tensor of the replica that holds it, and which entries, if not all: files have
@@ -109,9 +110,7 @@ class Engine(Base):
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
-        self.generators = {
-            i: torch.Generator(self.device).manual_seed(x.seed) for i, x in enumerate(begin) if x.seed is not None
-        }
+        self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
         version = self.policy_version
         self.batch = [InFlight(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
@@ -132,8 +131,11 @@ class Engine(Base):
         tokens = logp.argmax(-1)
         if not greedy.all():
             drawn = torch.multinomial(logp.exp(), 1)[:, 0]
-            for i, generator in self.generators.items():
-                drawn[i] = torch.multinomial(logp[i].exp(), 1, generator=generator)[0]
+            if own := [i for i in self.generators if self.batch[i] is not None]:
+                # The first token whose cumulative probability is above a random number; one call of torch for all rows.
+                below = logp[own].double().exp().cumsum(-1)
+                numbers = torch.tensor([[self.generators[i].random()] for i in own], dtype=torch.float64)
+                drawn[own] = torch.searchsorted(below, numbers.to(below) * below[:, -1:], right=True)[:, 0]
             tokens = torch.where(greedy, tokens, drawn)
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
