@@ -27,7 +27,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 FIRST = 2**30  # id of the tokens of image 0
 PLACE = "<image>"  # in the text of a message, as verl has it
 MAX_PIXELS = 2**26  # of an image file; more may be a decompression bomb
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO")  # of Pillow; others may start programs
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow; others may start programs
 KEPT = 64  # images whose inputs are kept
 
 Source = str | bytes | Image.Image  # a path, what a file holds, or an image
@@ -199,7 +199,7 @@ def tokens(number: int) -> Tokens:
 @functools.lru_cache(KEPT)
 def _inputs(processor: ProcessorMixin, number: int) -> dict[str, torch.Tensor]:
     found = processor.image_processor(images=[picture(number)], return_tensors="pt")
-    return {name: x for name, x in found.items() if name not in processor.unused_input_names}
+    return {name: x for name, x in found.items() if name not in getattr(processor, "unused_input_names", ())}
 
 
 def inputs(number: int) -> dict[str, torch.Tensor]:
