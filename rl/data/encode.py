@@ -218,6 +218,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
     followed by the response and the end-of-sequence token. Text in the response that spells a control token stays
     text: see `without_control_tokens`. Raises ValueError as `encode_sft`.
     """
+    if row.get("images"):
+        raise ValueError(f"{named(row)}: has images, and reward models read text only; leave such rows out")
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
         response = without_control_tokens(tokenizer, response.removesuffix(end)) + end
