@@ -1,7 +1,9 @@
 """Models that see images train on what their own forward gives for one sequence at a time."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import helpers_engines as e
 import helpers_scripts as h
@@ -24,7 +26,7 @@ from rl.model import load as models
 from rl.model import lora
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
-from rl.sampling.engines import Rollout, hf
+from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.rollout import check_engine, sample_groups
 
 FAMILIES = list(dots.FAMILIES)
@@ -129,6 +131,32 @@ def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family
         e.change(policy, scale=0.02, seed=seed)
         engine.update_weights(models.weights_for_engine(policy, world))
     assert places > 0  # the policy has sampled some, and they were text
+
+
+def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
+    """Needs torchvision, which vLLM imports for them. On a CPU: PyPI's wheel, unzipped to a folder on PYTHONPATH,
+    without the two lines `@torch.library.register_fake` of its _meta_registrations.py.
+    """
+    if find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    folder = folder_of["qwen3_vl"]
+    policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
+    engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
+    sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
+
+    def gap(seed: int) -> float:
+        samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
+        return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=9.0), world, num_probe=len(samples))
+
+    for seed in range(3):
+        e.change(policy, scale=0.02, seed=seed)
+        engine.update_weights(models.weights_for_engine(policy, world))
+        assert gap(seed) < 5e-6
+    e.change(policy, scale=0.02, seed=3)
+    with mock.patch.object(engine.core, "reset_encoder_cache"):  # what a push would leave without it
+        engine.update_weights(models.weights_for_engine(policy, world))
+    assert gap(3) > 1e-3
+    engine.llm.llm_engine.engine_core.shutdown()
 
 
 def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of):
