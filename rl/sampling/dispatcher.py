@@ -62,9 +62,8 @@ class SamplerFlags:
     sampler_devices: Free[tuple[str, ...] | None] = None
     max_staleness: Count = 1  # versions of weights that a token may be older than those that train on it (S)
     sampler_address: Free[str] = "tcp://127.0.0.1:*"  # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
-    sampler_timeout: Free[Seconds] = (
-        60.0  # seconds without a word after which a sampler is lost; a run without any ends
-    )
+    # seconds without a word after which a sampler is lost; a run without any for so long ends
+    sampler_timeout: Free[Seconds] = 60.0
     # folder that all machines see, for the weights; default: shared memory, for samplers on the first machine
     weights_dir: Free[str | None] = None
 

@@ -97,7 +97,7 @@ class Samplers:
         self.waited_s, self.measured_at, self.measured = 0.0, time.monotonic(), (0.0, 0.0)
         if ranks.is_main:
             self._load(state)
-            self.writer = WeightWriter(flags.weights_dir)
+            self.writer = WeightWriter(flags.weights_dir, folder)
             devices = _devices(flags, ranks)
             self.desk = Dispatcher(flags, setup, self.ledger, self.row, sampling, scorer.submit, devices)
             _write_private(folder / "sampler_token", self.desk.token)
