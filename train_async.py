@@ -1,7 +1,7 @@
 """GRPO that never waits: samplers are processes of their own, and sample while the trainers train.
 
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
-    python -m rl.sampler --connect tcp://HOST:PORT --token TOKEN                                # one more, anywhere
+    GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT                  # one more, anywhere
 
 The algorithm is that of train_grpo.py, and so are the loss and the names. What differs is who samples. The ranks of
 torchrun train. Each sampler has an engine; it gets prompts and weights from rank 0, and sends groups of responses. New

@@ -97,8 +97,8 @@ class Rollouts:
     def __init__(self, engine: Engine, environments: Environments | None = None, *, seed: int = 0):
         self.engine, self.environments, self.seed = engine, environments, seed
         self.count = 0  # responses that were ever started
-        self.rows: dict[Hashable, Row] = {}  # of all groups that were ever started
-        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}  # their size, and the responses that are done
+        # Groups that are not complete: their size, and the responses that are done. Nothing is kept of others.
+        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}
         self.trajectories: dict[Hashable, Trajectory] = {}  # those that are not, by group and number
         self.waiting: set[Hashable] = set()  # those of them whose environment is asked
         self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
@@ -109,7 +109,7 @@ class Rollouts:
         """
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
         has_seed = self.environments is not None or seed is not None
-        self.rows[name], self.groups[name] = row, (sampling.n, {})
+        self.groups[name] = sampling.n, {}
         self.count += sampling.n
         for j in range(sampling.n):
             self.trajectories[name, j] = Trajectory(row, sampling, derive_seed(*origin, j) if has_seed else None)
@@ -132,7 +132,7 @@ class Rollouts:
         for completion in self.engine.step():
             key = completion.key
             if (x := self.trajectories.get(key)) is None or key in self.waiting:
-                which = f"response {key[1]} to row {self.rows[key[0]]['row_index']}"
+                which = f"response {key[1]} to prompt {key[0]}"
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion)
             x.turns += 1
