@@ -1,7 +1,7 @@
 """GRPO that never waits: samplers are processes of their own, and sample while the trainers train.
 
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
-    python -m rl.sampler --connect tcp://HOST:PORT --token TOKEN                                # one more, anywhere
+    GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT                  # one more, anywhere
 
 The algorithm is that of train_grpo.py, and so are the loss and the names. What differs is who samples. The ranks of
 torchrun train. Each sampler has an engine; it gets prompts and weights from rank 0, and sends groups of responses. New
@@ -143,8 +143,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
         # it are not needed here: they are l in phase 7.
-        if args.proximal_policy == "loglinear":
-            batch = replace(batch, ages=ages_of(responses, batch, version=step))
+        batch = replace(batch, ages=ages_of(responses, batch, version=step))  # (b, T)
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
@@ -203,7 +202,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             if not norms:  # the last moment in which the policy has the weights that were pushed
                 samplers.verify(policy, args.rollout)
                 run.exit_if_asked()

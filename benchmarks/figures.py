@@ -34,6 +34,25 @@ def draw_learning(path: Path) -> None:
     learning.plot(runs, learning.SETTINGS[path.stem].title, path)
 
 
+def draw_async(path: Path) -> None:
+    """Accuracy of train_async.py beside train_grpo.py: a row a setting, against responses and against seconds."""
+    import matplotlib.pyplot as plt
+
+    files = [file for file in (path.with_name("easy.json"), path.with_name("hard.json")) if file.exists()]
+    figure, axes = plt.subplots(len(files), 2, figsize=(11, 3.3 * len(files)), squeeze=False, layout="constrained")
+    for row, file in zip(axes, files, strict=True):
+        runs = json.loads(file.read_text())["runs"]
+        for i, name in enumerate(dict.fromkeys(x["name"] for x in runs)):
+            seeds = [x for x in runs if x["name"] == name]
+            for axis, key in zip(row, ("responses", "train_seconds"), strict=True):
+                learning.curve(axis, seeds, key, f"{name} ({len(seeds)})", f"C{i}")
+                axis.set(xlabel={"responses": "sampled responses", "train_seconds": "seconds"}[key])
+                axis.grid(alpha=0.3)
+        row[0].set(title=file.stem, ylabel="held-out accuracy, greedy")
+        row[1].legend(loc="lower right", fontsize="small", title="run (seeds)")
+    figure.savefig(path, dpi=110)
+
+
 def read_smollm2(folder: Path, names: tuple[str, ...], until: int) -> list[dict]:
     """Results of runs on word problems, up to a step."""
     runs = [x for x in json.loads((folder / "word_problems.json").read_text())["runs"] if x["name"] in names]
@@ -72,6 +91,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "2026-11-21_f36d6f3_learning-hard/hard.png": draw_learning,
     "2026-11-23_3fe5f8f_learning-family/hard.png": draw_learning,
     "2026-11-23_8de4ae2_lora/easy.png": draw_learning,
+    "2026-11-25_e651c41_async-learning/async.png": draw_async,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems.png": draw_accuracy,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_memory.png": draw_less_memory,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_training.png": draw_training,

@@ -285,8 +285,12 @@ def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
 
 
 def learn(name: str, seed: int, args: Args) -> None:
-    """Teach a new model of a family the arithmetic task; leaves NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO."""
+    """Teach a new model of a family the arithmetic task, or one that sees images to count dots (data/dots.py); leaves
+    NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from data import dots
 
     def run(log: Path, *command: object) -> None:
         with open(log, "w") as file:
@@ -296,22 +300,26 @@ def learn(name: str, seed: int, args: Args) -> None:
     out = args.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
         data, model, task = Path(folder) / "data", Path(folder) / "data" / "model", Path(folder) / "task"
-        run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
-        torch.manual_seed(seed)
-        config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+        if sees := name in dots.FAMILIES:
+            run(task, "data/dots.py", "--output-dir", data, "--family", name, "--seed", seed)
+        else:
+            run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
+            torch.manual_seed(seed)
+            config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
         common = ("--seed", seed, "--activation-checkpointing", "none", "--default-local-dir")
         run(
             task, "sft.py", "--model", model, "--train-files", data / "sft.parquet", "--max-length", 128,
-            "--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps,
+            "--lr", 1e-3 if sees else 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30,
+            "--total-training-steps", args.sft_steps, *(("--no-freeze-vision-tower",) if sees else ()),
             *common, Path(folder) / "sft",
         )  # fmt: skip
         run(
             out / f"{name}-{seed}.log", "train_grpo.py", "--engine", args.rollout_engine,
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
-            "--max-prompt-length", 32, "--max-response-length", 40, "--train-batch-size", 32, "--rollout-n", 8,
-            "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
+            "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()
         (out / f"{name}-{seed}.metrics.jsonl").write_text(metrics.replace(folder, "runs"))

@@ -11,6 +11,8 @@ REWARDS = {
     "openai/gsm8k": "gsm8k",
     "arithmetic": "gsm8k",
     "word_problems": "gsm8k",
+    "dots": "gsm8k",
+    "hiyouga/geometry3k": "geometry3k",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
     "lighteval/MATH": "math_reward",
     "EleutherAI/hendrycks_math": "math_reward",

@@ -129,18 +129,22 @@ def init_ranks() -> Ranks:
     world of one; under torchrun, this process dies with it from here on.
     """
     die_with_launcher()
-    if "RANK" not in os.environ:
+    if is_alone := "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= alone | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if "lo" in dict(socket.if_nameindex()).values():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+        # torch's usual store listens on all of the machine's networks; one process needs none.
+        own = dict(store=dist.HashStore(), rank=0, world_size=1) if is_alone else {}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **own)
     rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16 if use_cuda else torch.float32
     everyone = dist.group.WORLD
     wait_without_end(everyone)

@@ -22,6 +22,8 @@ LONGEST = (
     "test_rewards_learn",
     "test_stop",
     "test_distributed",
+    "test_sampler_faults",
+    "test_async",
     "test_checkpoint_faults",
     "test_ppo",
     "test_checkpoint",

@@ -266,6 +266,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def listens(pid: int) -> set[str]:
+    """The addresses at which a process waits for TCP connections, as the kernel writes them: 0100007F is 127.0.0.1."""
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for _, address, _, state, *rest in map(str.split, Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]):
+            found |= {rest[5]: address.split(":")[0]} if state == "0A" else {}
+    files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return {found[x[8:-1]] for x in files if x.startswith("socket:[") and x[8:-1] in found}
+
+
 def children(pid: int) -> list[int]:
     """Ids of the processes that one has started, zombies too; none if there is no such process."""
     try:

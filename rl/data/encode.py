@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from rl.data import images
 from rl.data.rows import Row, shown
 
 
@@ -55,12 +56,16 @@ def encode_prompts(
     way = {} if tools is None else dict(add_generation_prompt=False, tools=list(tools))
     if tools is not None and (plain := [row for row in rows if not isinstance(row["prompt"], list)]):
         raise ValueError(f"{named(plain[0])}: the prompt is a text; --environment and --tools need messages")
+    if plain := [row for row in rows if row.get("images") and not isinstance(row["prompt"], list)]:
+        raise ValueError(f"{named(plain[0])}: the prompt is a text; rows with images need messages")
     encoded = [dict(row) for row in rows]
     for is_chat in (True, False):
         picked = [row for row in encoded if isinstance(row["prompt"], list) == is_chat]
         texts = [_chat_text(tokenizer, row, row["prompt"], **way) if is_chat else row["prompt"] for row in picked]
         batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
         for row, prompt_ids in zip(picked, batch, strict=True):
+            if row.get("images"):
+                prompt_ids, _ = images.place(prompt_ids, row["images"], named(row))
             if not prompt_ids:
                 raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
             row["prompt_ids"] = prompt_ids
@@ -86,10 +91,14 @@ def _chat_text(
             f"{named(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
+    if pictures := row.get("images", []):
+        own = images.load_processor(tokenizer.name_or_path, tokenizer).chat_template
+        messages, kept = images.in_parts(messages), kept | ({"chat_template": own} if own else {})
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kept
         )
+        return images.fill(text, pictures) if pictures else text
     except jinja2.TemplateError as error:
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
 
@@ -178,7 +187,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
     if not full.startswith(done):
         raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = encode_behind(tokenizer, done, full[len(done) :])
-    return ids + rest, mask + [0] * len(rest)
+    ids, mask = ids + rest, mask + [0] * len(rest)
+    if not row.get("images"):
+        return ids, mask
+    return images.place(ids, row["images"], named(row), mask)
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -206,6 +218,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
     followed by the response and the end-of-sequence token. Text in the response that spells a control token stays
     text: see `without_control_tokens`. Raises ValueError as `encode_sft`.
     """
+    if row.get("images"):
+        raise ValueError(f"{named(row)}: has images, and reward models read text only; leave such rows out")
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
         response = without_control_tokens(tokenizer, response.removesuffix(end)) + end

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl.data import images
+
 Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
@@ -19,9 +21,10 @@ Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl fi
 def read_rows(files: Paths, *, in_turns: bool = False) -> list[Row]:
     """Read and check RL prompts in verl's schema. Args: in_turns, whether an environment or tools answer the policy.
 
-    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `data_source` (str),
-    `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), and
-    `row_index`, the row's position in the concatenated data, and `row_place`, its file and its number there.
+    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `images` (numbers, see
+    images.py) if the row has any, `data_source` (str), `reward_model` (dict with "ground_truth", in the type the file
+    has), `extra_info` (dict, {} if absent or null), `row_index`, the row's position in the concatenated data, and
+    `row_place`, its file and its number there.
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
@@ -61,6 +64,7 @@ def as_paths(files: Paths) -> list[Path]:
 def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> list[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
     checked: list[Row] = []
+    places: dict[int, str] = {}  # of images
     for file in as_paths(files):
         if not file.exists():
             raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
@@ -71,10 +75,13 @@ def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: boo
             raise ValueError(f"{file}: has no rows")
         for i, row in enumerate(rows):
             place = f"{file}: row {i}"
-            _check_text_only(row, place, in_turns)
-            checked.append({**check(row, place), "row_index": len(checked), "row_place": place})
+            _check_supported(row, place, in_turns)
+            pictures = {"images": images.check(row, place, file.parent)} if row.get("images") else {}
+            places |= {k: f"{place}: images[{j}]" for j, k in enumerate(pictures.get("images", ()))}
+            checked.append({**check(row, place), **pictures, "row_index": len(checked), "row_place": place})
     if not checked:
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
+    images.check_pixels(places)
     return checked
 
 
@@ -122,15 +129,15 @@ def _read_jsonl(file: Path) -> list[Row]:
     return rows
 
 
-def _check_text_only(row: Row, where: str, in_turns: bool) -> None:
+def _check_supported(row: Row, where: str, in_turns: bool) -> None:
     """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
     extra_info = row.get("extra_info")
     needed = row | (extra_info if isinstance(extra_info, dict) else {})
-    absent = ("images", "videos") if in_turns else ("images", "videos", "need_tools_kwargs")
+    absent = ("videos",) if in_turns else ("videos", "need_tools_kwargs")
     if found := [name for name in absent if needed.get(name)]:
         raise ValueError(
-            f"{where}: has {', '.join(found)}, but prompts are text only, and the policy calls tools only with "
-            "--environment or --tools; leave such rows out, or remove the column if the prompt does without"
+            f"{where}: has {', '.join(found)}, but prompts have texts and images only, and the policy calls tools only "
+            "with --environment or --tools; leave such rows out, or remove the column if the prompt does without"
         )
 
 

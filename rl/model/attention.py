@@ -102,7 +102,8 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def use_attention(model: nn.Module, name: str) -> None:
-    """Let a model of transformers compute its attention by the implementation `name` from now on."""
-    for module in model.modules():
+    """Let a model of transformers compute its attention by the implementation `name` from now on: that of its text."""
+    text = getattr(model.base_model, "language_model", None) or getattr(model.base_model, "text_model", model)
+    for module in text.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             config._attn_implementation = name

@@ -10,17 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from rl.console import say
+from rl.data import images
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
-from rl.model import lora_experts
+from rl.model import lora_experts, vision
 from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import check_same_tokenizer, check_trainable
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
@@ -57,7 +59,8 @@ def load_policy(
 ) -> nn.Module:
     """A causal LM by Hugging Face id or folder, sharded over the ranks, to be trained, or `frozen` without gradients.
 
-    What learns is in float32: all weights, or with --lora-rank the adapters. Frozen weights have the compute precision.
+    What learns is in float32: all weights but those of a vision tower (--freeze-vision-tower), or with --lora-rank the
+    adapters. Frozen weights have the compute precision.
     Args: longest, tokens of the longest sequence; seed, of new adapters; flag, that has named the model. All ranks must
     enter. Raises ValueError if the model's files lack weights, or as `lora.layers_of` or `choose_forward`.
     """
@@ -65,6 +68,8 @@ def load_policy(
     model = load_causal_lm(path, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32, flag=flag)
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
+    elif lora.freeze_vision_tower:
+        vision.freeze(model, ranks.dtype)
     if frozen:
         model.requires_grad_(False)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
@@ -81,13 +86,14 @@ def load_reference(
     return load_policy(path, ranks, memory=memory, longest=longest, frozen=True)
 
 
-def check_lora(lora: LoRA, path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str = "--model") -> bool:
+def check_lora(lora: LoRA, path: str, auto_class: Any = None, *, flag: str = "--model") -> bool:
     """Whether the flags ask for adapters. If they do, raises ValueError as `lora.layers_of`, from the config alone."""
     if lora.lora_rank == 0:
         return False
     with torch.device("meta"):
-        model = auto_class.from_config(AutoConfig.from_pretrained(path))
-    adapters.layers_of(model, lora.target_modules, flag=f"{flag} {path}")
+        model = (auto_class or vision.auto_class(path)).from_config(AutoConfig.from_pretrained(path))
+    kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=f"{flag} {path}")
+    adapters.layers_of(model, lora.target_modules, **kept)
     if lora.lora_experts:
         lora_experts.check(model, lora.lora_rank, flag=f"{flag} {path}")
     return True
@@ -97,7 +103,7 @@ def check_second_model(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     lora: LoRA,
-    auto_class: Any = AutoModelForCausalLM,
+    auto_class: Any = None,
     *,
     longest: int,
     flag: str,
@@ -109,16 +115,16 @@ def check_second_model(
     check_same_tokenizer(tokenizer, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
-    if auto_class is AutoModelForCausalLM:  # of others the head may be missing
+    if auto_class is None:  # of others the head may be missing
         check_weights(path, flag=flag)
 
 
-def check_weights(path: str, auto_class: Any = AutoModelForCausalLM, *, flag: str, new_head: bool = False) -> None:
+def check_weights(path: str, auto_class: Any = None, *, flag: str, new_head: bool = False) -> None:
     """`check_whole` of the model in `path` without loading it: only the names in its files are read. With `new_head` it
     may be without a score head.
     """
     _hush_transformers()
-    _, info = auto_class.from_pretrained(path, device_map="meta", output_loading_info=True)
+    _, info = (auto_class or vision.auto_class(path)).from_pretrained(path, device_map="meta", output_loading_info=True)
     check_whole(path, set(info["missing_keys"]) - ({"score.weight"} if new_head else set()), flag=flag)
 
 
@@ -155,8 +161,9 @@ def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32, flag: str = "--model") -> nn.Module:
     """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError if the files lack weights."""
-    model, missing = load_pretrained(AutoModelForCausalLM, path, ranks, dtype=dtype)
+    model, missing = load_pretrained(vision.auto_class(path), path, ranks, dtype=dtype)
     check_whole(path, missing, flag=flag)
+    vision.prepare(model)
     return add_packed_forward(model)
 
 
@@ -214,7 +221,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     head = model.get_output_embeddings()  # None: hidden states are compared
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
-    batch = _random_batch(model.config, longest or positions, ranks.device)
+    batch = _random_batch(model.config, longest or positions, ranks.device, has_images=vision.sees(model))
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
         expected = _own_outputs(model, batch)
@@ -263,8 +270,10 @@ def _ways_to_try(model: nn.Module) -> list[str]:
     return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart]
 
 
-def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) -> Batch:
-    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's."""
+def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, *, has_images: bool = False) -> Batch:
+    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's. With
+    `has_images` a blank image stands in the first and in two that begin alike, if there is room.
+    """
     leaves, _ = tree_flatten_with_path(config.to_dict())  # whole numbers in the config and the configs in it, by name
     entries = [([str(k.key) for k in path if isinstance(k, MappingKey)][-1], n) for path, n in leaves if type(n) is int]
     windows = [n for name, n in entries if ("window" in name or "chunk" in name) and n < longest]
@@ -276,9 +285,14 @@ def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device) 
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(int(allowed.sum()), (len(lengths), int(lengths.max())), generator=generator)
     ids = allowed.nonzero()[:, 0][drawn]
+    if has_images and 30 + (width := len(images.tokens(0).ids)) <= min(longest, LONGEST_TEST):
+        ids, lengths = F.pad(ids, (0, width)), lengths + torch.tensor([1, 0, 0, 1, 1, 0]) * width
+        for row, start in ((0, 4), (3, 7), (4, 7)):
+            ids[row, start + width :] = ids[row, start:-width].clone()
+            ids[row, start : start + width] = images.FIRST
     ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
     position = torch.arange(ids.shape[1])
-    sampled = ((position > 0) & (position < lengths[:, None])).float()
+    sampled = ((position > 0) & (position < lengths[:, None]) & (ids < images.FIRST)).float()
     batch = Batch(ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))
     return take_rows(batch, range(len(lengths)), device)
 
@@ -319,6 +333,7 @@ def _own_outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
         return [_outputs(model, take_rows(batch, [i]))[0] for i in range(len(batch.lengths))]
     found = []
     for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True):
-        logp = model(input_ids=row[None, :n], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found.append(logp.gather(-1, row[1:n, None])[:, 0])
+        inputs = vision.own_inputs(model, row[None, :n])
+        logp = model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(logp.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * (row[1:n] < images.FIRST))
     return found

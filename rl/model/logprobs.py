@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from rl.data.batching import Update, shared_prefix
+from rl.data.images import FIRST
 from rl.data.types import Batch, Sampling, places, take_rows
-from rl.model import experts, recurrent
+from rl.model import experts, recurrent, vision
 from rl.model.attention import Packing, use_attention
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
@@ -113,7 +114,9 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
-    outputs = run_packed(model, batch, before, head, batch.input_ids[scored], *args)
+    targets = batch.input_ids[scored]
+    targets = targets.where(targets < FIRST, 0)  # where a row of no weight begins with an image
+    outputs = run_packed(model, batch, before, head, targets, *args)
     return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
 
 
@@ -141,7 +144,10 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     What neighbouring rows have in common at their start, such as the prompt of a group, is computed once (unless the
     model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
     """
-    inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch, shares=not model.packed.apart)
+    if vision.sees(model):
+        batch, rows = vision.with_image(batch), len(wanted)
+        wanted = F.pad(wanted, (0, batch.input_ids.shape[1] - wanted.shape[1], 0, len(batch.lengths) - rows))
+    inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch, model)
     recurrent.separate(model.packed.mixers, model.packed.apart, inputs[0].get("packing"))
     routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
     experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
@@ -153,14 +159,15 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     return out
 
 
-def _pack(batch: Batch, *, shares: bool) -> tuple[list[dict[str, Any]], Tensor]:
+def _pack(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """The decoder's arguments for a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
     # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
-    own = real & (position >= shared_prefix(batch)[:, None] * shares)  # (b, T) computed here, not above
+    shared = shared_prefix(batch) * (model.packed.apart == "")  # a recurrent layer shares nothing
+    own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
     owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
     place = place.gather(0, owner)  # of all tokens
@@ -168,6 +175,9 @@ def _pack(batch: Batch, *, shares: bool) -> tuple[list[dict[str, Any]], Tensor]:
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
     inputs = dict(input_ids=ids, position_ids=positions, packing=packing)
+    if vision.sees(model):
+        positions = vision.positions_of(model, batch.input_ids, real)  # (b, T) or (3, b, T)
+        inputs |= vision.inputs_of(model, ids) | dict(position_ids=positions[..., own].unsqueeze(-2))
     return [inputs if batch.routed_experts is None else inputs | dict(routed_experts=batch.routed_experts[own])], place
 
 
@@ -176,7 +186,8 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     the place (b, T) of every token among those of all passes, one after the other.
     """
     ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
-    similar = SIMILAR if routed is None else 0.0  # routers remember the experts of one pass
+    sees = vision.sees(model)
+    similar = SIMILAR if routed is None and not sees else 0.0  # routers remember the experts of one pass
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
         if not groups or length < similar * batch.lengths[groups[-1][0]]:
             groups.append([])
@@ -187,6 +198,9 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
         place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
         real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
         inputs.append(dict(input_ids=ids[rows, :width], attention_mask=real.long()))
+        if sees:
+            inputs[-1] |= vision.inputs_of(model, ids[rows, :width])
+            inputs[-1]["position_ids"] = vision.positions_of(model, ids[rows, :width], real)
         if routed is not None:
             inputs[-1]["routed_experts"] = routed[rows, :width].flatten(0, 1)
         start += len(rows) * width
@@ -207,7 +221,8 @@ def add_packed_forward(
     compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
     again; fields of `Packed`, the device by default that of the model.
     """
-    attention = model.packed.attention if hasattr(model, "packed") else model.config._attn_implementation
+    config = model.config.get_text_config()
+    attention = model.packed.attention if hasattr(model, "packed") else config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
     chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)

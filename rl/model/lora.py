@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl.flags import AtLeast1, Count, spelled
-from rl.model import lora_experts
+from rl.model import lora_experts, vision
 from rl.model.lora_experts import ExpertAdapter
 
 ALL = "all-linear"
@@ -35,13 +35,14 @@ PARTS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class LoRA:
-    """LoRA: train small matrices beside frozen weights"""
+    """what learns: with LoRA small matrices beside frozen weights"""
 
     lora_rank: Count = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
     lora_alpha: AtLeast1 = 32  # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)
     lora_experts: bool = False  # mixtures of experts: adapters for each expert too
+    freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Adapters:
 def check_flags(lora: LoRA) -> None:
     """Raise ValueError for flags of adapters without a rank."""
     for name, default in vars(LoRA()).items() if lora.lora_rank == 0 else ():
-        if (value := getattr(lora, name)) != default:
+        if name != "freeze_vision_tower" and (value := getattr(lora, name)) != default:
             raise ValueError(f"{spelled(name)} {value} needs adapters; add --lora-rank, such as 32")
 
 
@@ -93,11 +94,15 @@ class Adapted(nn.Linear):
 ADAPTED = (Adapted, ExpertAdapter)  # what can be switched off
 
 
-def layers_of(model: nn.Module, targets: Sequence[str], *, flag: str = "--model") -> list[str]:
-    """Names of the linear layers that `targets` means; never the head, which stands directly below the model. Raises
-    ValueError, which names the target and what there is, if one of them means no layer.
+def layers_of(
+    model: nn.Module, targets: Sequence[str], *, freeze_vision_tower: bool = True, flag: str = "--model"
+) -> list[str]:
+    """Names of the linear layers that `targets` means; never the head, which stands directly below the model, nor those
+    of a frozen vision tower. Raises ValueError, which names the target and what there is, if one means no layer.
     """
     linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
+    if freeze_vision_tower and (tower := vision.tower_of(model)):
+        linear = [name for name in linear if not name.startswith(f"{tower[0]}.")]
     kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if not linear:
         raise ValueError(f"--lora-rank: {flag}, a {type(model).__name__}, has no linear layers; train all of it")
@@ -117,7 +122,8 @@ def add(model: nn.Module, lora: LoRA, *, path: str, seed: int, hashed: bool = Fa
     least. `seed` is that of A; `hashed`: take the hash of the weights. Raises ValueError as `layers_of`.
     """
     base_sha256 = hash_of(model) if hashed else ""
-    names, generator = layers_of(model, lora.target_modules), torch.Generator().manual_seed(seed)
+    names = layers_of(model, lora.target_modules, freeze_vision_tower=lora.freeze_vision_tower)
+    generator = torch.Generator().manual_seed(seed)
     experts = lora_experts.experts_of(model) if lora.lora_experts else []
     model.requires_grad_(False)
     for name in names:

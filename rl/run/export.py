@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from rl.model import load as models
 from rl.model import lora
@@ -18,6 +19,11 @@ from rl.run import checkpoint_tensors as tensors
 from rl.run.checkpoint_tensors import Trained
 
 FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
+PROCESSOR = (  # files of a model that sees images
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"),
+)
+# For `cached_file`: a file that is not there is none.
+CALM = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
 
 
 class Export(NamedTuple):
@@ -124,8 +130,11 @@ def _alone(x: torch.Tensor) -> torch.Tensor:
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """What `save_pretrained` writes, by name."""
+    """What `save_pretrained` writes, by name, and what the folder of the model has for images."""
+    paths = {name: cached_file(tokenizer.name_or_path, name, **CALM) for name in PROCESSOR}
+    found = {name: pathlib.Path(path) for name, path in paths.items() if path}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder
-        return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+        own = {str(p.relative_to(folder)): p for p in paths}
+        return {name: p.read_bytes() for name, p in (found | own).items()}

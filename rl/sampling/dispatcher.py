@@ -38,6 +38,7 @@ from rl.sampling.protocol import (
     Setup,
     ToRun,
     listen,
+    name_of,
     row_of,
     unpack,
 )
@@ -61,9 +62,8 @@ class SamplerFlags:
     sampler_devices: Free[tuple[str, ...] | None] = None
     max_staleness: Count = 1  # versions of weights that a token may be older than those that train on it (S)
     sampler_address: Free[str] = "tcp://127.0.0.1:*"  # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
-    sampler_timeout: Free[Seconds] = (
-        60.0  # seconds without a word after which a sampler is lost; a run without any ends
-    )
+    # seconds without a word after which a sampler is lost; a run without any for so long ends
+    sampler_timeout: Free[Seconds] = 60.0
     # folder that all machines see, for the weights; default: shared memory, for samplers on the first machine
     weights_dir: Free[str | None] = None
 
@@ -131,10 +131,13 @@ class Dispatcher:
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
-        """Let samplers answer held-out prompts, before others."""
+        """Let samplers answer held-out prompts, before others. Their numbers are below 0, and new for each version, so
+        that no answer of an earlier one is taken for theirs.
+        """
         with self.lock:
             self.held_out, self.held_out_sampling = rows, sampling
-            self.evaluation = Leases(range(-len(rows), 0))
+            first = -len(rows) * (self.ledger.version + 1)
+            self.evaluation = Leases(range(first, first + len(rows)))
 
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
@@ -151,6 +154,7 @@ class Dispatcher:
                 with self.lock:
                     now = time.monotonic()
                     if (gap := now - last) > SILENT_S:  # this process was suspended: its samplers are not late
+                        self.alone_since += gap
                         for member in self.members.values():
                             member.seen_at += gap
                     last = now
@@ -210,10 +214,10 @@ class Dispatcher:
         return self.ledger if number >= 0 else self.evaluation
 
     def _row_of(self, number: int) -> Row:
-        return self.row(number) if number >= 0 else self.held_out[-1 - number]
+        return self.row(number) if number >= 0 else self.held_out[number % len(self.held_out)]
 
     def _lease(self, number: int) -> Lease:
-        """A number of the training prompts, or -1 - i for the held-out prompt i, as a sampler gets it."""
+        """The prompt of a number as a sampler gets it."""
         sampling = self.sampling if number >= 0 else self.held_out_sampling
         row = row_of(self._row_of(number), whole=self.whole_rows)
         return Lease(number, row, vars(sampling), derive_seed(self.setup.seed, number), self.ledger.version)
@@ -242,14 +246,18 @@ class Dispatcher:
             if now - member.seen_at > self.flags.sampler_timeout:
                 self._lose(identity, f"it has said nothing for {now - member.seen_at:.0f} s (--sampler-timeout)")
         for local in self.locals:
-            if local.process is not None and local.process.poll() is None:
-                continue
-            if local.process is not None:
-                ended = [x for x, m in self.members.items() if m.name.endswith(f":{local.process.pid}")]
-                for identity in ended:
-                    self._lose(identity, f"its process has ended with {local.process.returncode}")
-                if not ended and local.starts <= MAX_RESTARTS:
-                    say(f"a sampler has ended with {local.process.returncode} before it was ready")
+            if (process := local.process) is not None:
+                if process.poll() is None:
+                    continue
+                name, local.process = name_of(process.pid), None
+                why = f"its process has ended with {process.returncode}"
+                known = [identity for identity, member in self.members.items() if member.name == name]
+                for identity in known:
+                    self._lose(identity, why)
+                if not known:
+                    say(f"sampler {name}: {why}", sys.stderr)
+                if local.starts > MAX_RESTARTS and not self.members:
+                    self.alone_since = min(self.alone_since, now)  # nobody builds an engine any more
             if local.starts <= MAX_RESTARTS:
                 local.starts += 1
                 local.process = self._start(local.device)
@@ -263,7 +271,8 @@ class Dispatcher:
         if dropped:
             say(f"prompts {dropped} are dropped: their samplers were lost each time", sys.stderr)
         if failed:
-            raise RuntimeError(f"held-out prompts {[-1 - n for n in failed]}: their samplers were lost each time")
+            rows = [self._row_of(number)["row_index"] for number in failed]
+            raise RuntimeError(f"held-out rows {rows}: their samplers were lost each time")
         if not self.members:
             self.alone_since = time.monotonic()
 

@@ -10,6 +10,7 @@ without it no connection comes about.
 
 import hashlib
 import secrets
+import socket as sockets
 from typing import Any
 
 import msgspec
@@ -47,9 +48,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Lease(msgspec.Struct):
-    """A prompt that a sampler is to answer. `number`: its place among the run's prompts, or -1 - its place among the
-    held-out ones.
-    """
+    """A prompt that a sampler is to answer. `number`: its place among the run's prompts; below 0 a held-out one."""
 
     number: int
     row: dict[str, Any]
@@ -116,6 +115,11 @@ class End(msgspec.Struct, tag=True):
 
 ToRun = Join | Report
 ToSampler = Setup | Orders | End
+
+
+def name_of(pid: int) -> str:
+    """How a sampler of this machine is called."""
+    return f"{sockets.gethostname()}:{pid}"
 
 
 def pack(sample: Sample) -> PackedSample:

@@ -15,12 +15,13 @@ samples the others. What it answers is appended with mask 0, and the policy goes
 
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions
+from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions, sample_of
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
 
@@ -87,6 +88,12 @@ class Trajectory:
         return Sample(self.row["prompt_ids"], *numbers, *about, routed_experts=routed)
 
 
+def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
+    """A group as a checkpoint has it: its prompt, the responses that are done by number, and none in flight."""
+    about = {"row_index": row["row_index"], "prompt_ids": np.asarray(row["prompt_ids"], np.int32)}
+    return about | {"done": [[j, vars(sample)] for j, sample in done.items()], "open": []}
+
+
 class Rollouts:
     """Groups of responses in flight over one engine. Ranks that share it make all calls together.
 
@@ -97,8 +104,8 @@ class Rollouts:
     def __init__(self, engine: Engine, environments: Environments | None = None, *, seed: int = 0):
         self.engine, self.environments, self.seed = engine, environments, seed
         self.count = 0  # responses that were ever started
-        self.rows: dict[Hashable, Row] = {}  # of all groups that were ever started
-        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}  # their size, and the responses that are done
+        # Groups that are not complete: their size, and the responses that are done. Nothing is kept of others.
+        self.groups: dict[Hashable, tuple[int, dict[int, Sample]]] = {}
         self.trajectories: dict[Hashable, Trajectory] = {}  # those that are not, by group and number
         self.waiting: set[Hashable] = set()  # those of them whose environment is asked
         self.pending: list[Hashable] = []  # those of them that the engine is still to be asked for
@@ -109,7 +116,7 @@ class Rollouts:
         """
         origin = (self.seed, row["row_index"]) if seed is None else (seed,)
         has_seed = self.environments is not None or seed is not None
-        self.rows[name], self.groups[name] = row, (sampling.n, {})
+        self.groups[name] = sampling.n, {}
         self.count += sampling.n
         for j in range(sampling.n):
             self.trajectories[name, j] = Trajectory(row, sampling, derive_seed(*origin, j) if has_seed else None)
@@ -132,7 +139,7 @@ class Rollouts:
         for completion in self.engine.step():
             key = completion.key
             if (x := self.trajectories.get(key)) is None or key in self.waiting:
-                which = f"response {key[1]} to row {self.rows[key[0]]['row_index']}"
+                which = f"response {key[1]} to prompt {key[0]}"
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion)
             x.turns += 1
@@ -173,6 +180,37 @@ class Rollouts:
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""
         self.pending = [key for key in self.trajectories if key not in self.waiting]
+
+    def state(self) -> dict[Hashable, dict[str, Any]]:
+        """The groups in flight, by name, for a checkpoint: see `saved_group`."""
+        found = {}
+        for (name, j), x in self.trajectories.items():
+            if name not in found:
+                found[name] = saved_group(x.row, {} if self.environments else self.groups[name][1])
+            if not self.environments:  # a conversation begins again
+                arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
+                found[name]["open"].append([j, *arrays, x.versions, x.seed, x.turns])
+        return found
+
+    def restore(self, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
+        """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or
+        `sampling.n` are no longer the same.
+        """
+        done = {j: sample_of(x) for j, x in saved["done"]}
+        numbers = sorted([*done, *(j for j, *_ in saved["open"])])
+        if numbers != list(range(sampling.n)) or list(saved["prompt_ids"]) != list(row["prompt_ids"]):
+            self.start(name, row, sampling)
+            return []
+        if not saved["open"]:
+            return [done[j] for j in range(sampling.n)]
+        self.groups[name] = sampling.n, done
+        self.count += sampling.n
+        for j, ids, mask, logprobs, versions, seed, turns in saved["open"]:
+            x = self.trajectories[name, j] = Trajectory(row, sampling, seed)
+            x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
+            x.versions, x.turns = tuple(map(tuple, versions)), turns
+            self.pending.append((name, j))
+        return []
 
     def check_complete(self) -> None:
         """Raise RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come."""

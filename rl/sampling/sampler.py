@@ -1,6 +1,6 @@
 """A sampler: a process of its own that answers prompts for train_async.py, with one engine.
 
-    python -m rl.sampler --connect tcp://HOST:PORT --token TOKEN
+    GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT
 
 The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any;
 responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
@@ -8,7 +8,7 @@ responses in flight go on with them behind the tokens that they have. It ends wh
 
 import heapq
 import os
-import socket as sockets
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from rl.sampling.protocol import (
     Setup,
     ToSampler,
     connect,
+    name_of,
     pack,
     sampling_of,
 )
@@ -51,6 +52,7 @@ SEND_AGAIN_S = 5.0  # what the run has not said that it has
 GONE_S = 5.0  # the run's process has ended if its connection was lost for so long
 SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machine may have lost power
 REFUSALS = 3  # connections that end before a word is said
+UNREADABLE_S = 20.0  # a sampler that cannot read weights for so long does not share a folder with the run
 IDLE_WAIT_S = 0.05
 
 
@@ -59,7 +61,8 @@ class Args:
     """Samples for a run of train_async.py, which says where, and with which token, when it starts."""
 
     connect: str = "tcp://127.0.0.1:5555"  # address of the run
-    token: str = ""  # that the run has written to `sampler_token` in its folder; default: $GLASSRL_SAMPLER_TOKEN
+    # from `sampler_token` in the run's folder; default: $GLASSRL_SAMPLER_TOKEN, which other users do not see
+    token: str = ""
     patience: Seconds = 600.0  # seconds to wait for a run that does not answer yet
 
 
@@ -84,6 +87,11 @@ class Line:
     def send(self, message: Join | Report) -> None:
         """Send a message, at once or when there is a connection."""
         self.socket.send(self.writer.encode(message))
+
+    def leave(self, report: Report) -> None:
+        """Tell the run why this sampler ends."""
+        self.send(report)
+        self.context.destroy(linger=2000)
 
     def receive(self, wait_s: float) -> list[Setup | Orders]:
         """What has come, waiting so long for the first message."""
@@ -134,6 +142,7 @@ class Sampler:
         self.done: dict[int, tuple[Group, float]] = {}  # groups that the run may not have yet, and when they were sent
         self.weights: dict[str, Any] | None = None  # the newest that the run has told of
         self.version, self.probe = -1, None
+        self.unread_since: float | None = None  # since when weights could not be read
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
 
     def run(self) -> None:
@@ -168,9 +177,14 @@ class Sampler:
         """Take the newest weights, and sample a few tokens with them, which the run compares with its own."""
         try:
             named_tensors = read_weights(self.weights)
-        except OSError:  # newer ones have replaced them, of which the run will tell
+        except OSError as error:  # newer ones have replaced them, of which the run will tell
+            self.unread_since = self.unread_since or time.monotonic()
+            if time.monotonic() - self.unread_since > UNREADABLE_S:
+                why = "samplers on other machines need --weights-dir, a folder that all machines see"
+                raise RuntimeError(f"the run's weights cannot be read: {error}; {why}") from error
             self.weights = None
             return
+        self.unread_since = None
         self.rollouts.interrupt()
         self.engine.policy_version = self.weights["version"] - 1
         self.engine.update_weights(named_tensors)
@@ -222,19 +236,22 @@ def main(flags: Args) -> None:
     """Join a run, and sample for it until it ends. Raises ValueError if it refuses the token."""
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
-    name = f"{sockets.gethostname()}:{os.getpid()}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
+    name = name_of(os.getpid())
     line = Line(flags.connect, flags.token or os.environ.get(TOKEN, ""), flags.patience)
     try:
         sampler = make_sampler(line, name)
         try:
             sampler.run()
+        except KeyboardInterrupt:
+            line.leave(sampler.report([], problem="it was asked to end"))
+            raise
         except Exception as error:  # whatever it is, the run is told
             if not isinstance(error, Gone):
-                line.send(sampler.report([], problem=f"{type(error).__name__}: {error}"))
-                line.socket.close(linger=2000)
+                line.leave(sampler.report([], problem=f"{type(error).__name__}: {error}"))
             raise
-    except Gone as end:
-        say(f"sampler {name} ends: {end}", sys.stderr)
+    except (Gone, KeyboardInterrupt) as end:
+        say(f"sampler {name} ends: {end if isinstance(end, Gone) else 'it was asked to'}", sys.stderr)
         os._exit(0)  # engines and workers end with it; taking them down one by one could hang
 
 

@@ -24,7 +24,7 @@ from rl import stop
 from rl.console import say
 from rl.data.order import prompts_for_step
 from rl.data.rows import Row
-from rl.data.types import Sample, Sampling
+from rl.data.types import Sample, Sampling, sample_of
 from rl.ranks import Ranks
 from rl.sampling.dispatcher import SILENT_S, Dispatcher, Group, SamplerFlags
 from rl.sampling.engines.base import Rollout
@@ -89,14 +89,15 @@ class Samplers:
         self.flags, self.setup, self.ranks, self.scorer, self.sampling = flags, setup, ranks, scorer, sampling
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
-        of_step = functools.lru_cache(2)(lambda step: prompts_for_step(rows, step, batch_size, setup.seed))
+        cached = functools.lru_cache(flags.max_staleness + 2)
+        of_step = cached(lambda step: prompts_for_step(rows, step, batch_size, setup.seed))
         self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
         self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)
         self.held_out: list[Row] = []
         self.waited_s, self.measured_at, self.measured = 0.0, time.monotonic(), (0.0, 0.0)
         if ranks.is_main:
             self._load(state)
-            self.writer = WeightWriter(flags.weights_dir)
+            self.writer = WeightWriter(flags.weights_dir, folder)
             devices = _devices(flags, ranks)
             self.desk = Dispatcher(flags, setup, self.ledger, self.row, sampling, scorer.submit, devices)
             _write_private(folder / "sampler_token", self.desk.token)
@@ -148,8 +149,9 @@ class Samplers:
         if self.ranks.is_main:
             ready = self.desk.evaluation.ready
             if self._wait(lambda: len(ready) == len(self.held_out)):
-                own = [ready[-1 - i] for i in range(len(self.held_out))]
+                own = [ready[number] for number in sorted(ready)]
         samples = [sample for _, group, _ in own for sample in group]
+        assert {version for s in samples for version, _ in s.policy_versions} <= {self.policy_version}
         scores = self.scorer.collect([ticket for _, _, ticket in own])
         if stop.requested(self.ranks.group):
             return Evaluation({}, [])
@@ -248,15 +250,11 @@ class Samplers:
             return
         ready: dict[int, Group] = {}
         for number, saved in state["groups"]:
-            row, samples = self.row(number), [_as_saved(x) for x in saved]
+            row, samples = self.row(number), [sample_of(x) for x in saved]
             fits = all(list(s.prompt_ids) == list(row["prompt_ids"]) for s in samples)
             if fits and len(samples) == self.sampling.n:
                 ready[number] = row, samples, self.scorer.submit(row, samples)
         self.ledger.load(state["ledger"], ready)
-
-
-def _as_saved(x: dict[str, Any]) -> Sample:
-    return Sample(**x | {"policy_versions": tuple(map(tuple, x["policy_versions"]))})
 
 
 def _devices(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:

@@ -5,6 +5,9 @@ becomes of the file. Shared memory is freed when the run dies, whatever kills it
 containers has 64 MB.
 """
 
+import atexit
+import contextlib
+import hashlib
 import mmap
 import os
 import pathlib
@@ -19,11 +22,18 @@ ALIGNMENT = 64  # bytes; also the length of the mark at the beginning of a file
 
 
 class WeightWriter:
-    """Keeps the newest weights for readers. Args: folder, that all machines see; None: the memory of this machine."""
+    """Keeps the newest weights for readers. Args: folder, that all machines see; None: the memory of this machine;
+    run, the folder of the run: weights that an earlier process of it has left behind are removed.
+    """
 
-    def __init__(self, folder: str | None):
-        self.folder = None if folder is None else pathlib.Path(folder)
-        self.file: Any = None
+    def __init__(self, folder: str | None, run: pathlib.Path):
+        self.folder, self.file = None, None
+        if folder is not None:
+            name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
+            self.folder = pathlib.Path(folder) / f"{run.name}_{name}"
+            for left in self.folder.glob("weights_*"):
+                left.unlink(missing_ok=True)
+            atexit.register(self.close)
 
     def write(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Write (name, whole tensor) pairs; returns what `read_weights` needs, as a message has it.
@@ -65,6 +75,9 @@ class WeightWriter:
         """Remove what is kept."""
         self._remove(self.file)
         self.file = None
+        if self.folder is not None:
+            with contextlib.suppress(OSError):  # it is gone already
+                self.folder.rmdir()
 
 
 def read_weights(about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

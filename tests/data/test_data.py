@@ -242,12 +242,13 @@ def test_jsonl_lines(tmp_path):
         (rl_row(prompt=[{"role": "user", "content": "hi"}, {"role": "", "content": "hi"}]), r"prompt\[1\] is "),
         (rl_row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r"prompt\[0\] is "),
         (rl_row(content=" "), r"prompt is .* it must hold some text"),
-        (rl_row(images=[{"bytes": "x"}]), r"has images, but prompts are text only"),
+        (rl_row(images=["i.png"]), r"images\[0\]: no such file .*i\.png; give its path"),
+        (rl_row(images=[7]), r"images\[0\] is 7 \(int\); it must be a path, a dict"),
         (rl_row(videos=["a.mp4"], images=None), r"has videos, but"),
         (
             rl_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": {"search": {}}}),
-            r"has need_tools_kwargs, but prompts are text only, and the policy calls tools only with --environment or "
-            "--tools; leave such rows out",
+            r"has need_tools_kwargs, but prompts have texts and images only, and the policy calls tools only with "
+            "--environment or --tools; leave such rows out",
         ),
         (rl_row(content="\ud800"), r"prompt\[0\] holds a lone surrogate"),
         (rl_row(prompt="\ud800"), r"prompt holds a lone surrogate"),
@@ -264,8 +265,8 @@ def test_columns_of_images_and_tools_may_be_empty(tmp_path):
     for name in ("x.jsonl", "x.parquet"):
         assert len(read_rows(write(tmp_path / name, rows))) == 2
     for read, bad in ((read_sft_rows, {"response": "b"}), (read_preference_rows, {"chosen": "b", "rejected": "c"})):
-        path = write(tmp_path / "x.jsonl", [{"prompt": "a", "images": ["i.png"], **bad}])
-        with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has images, but prompts are text only"):
+        path = write(tmp_path / "x.jsonl", [{"prompt": "a", "videos": ["a.mp4"], **bad}])
+        with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has videos, but prompts have texts and images only"):
             read(path)
 
 
@@ -276,8 +277,8 @@ def test_rows_of_verl_with_tools_are_taken_if_something_answers_the_policy(tmp_p
     data = Data(train_files=(str(path),), val_files=(str(path),))
     of_run = load_prompts(data, make_tokenizer(), 100, tools=[])
     assert [row["extra_info"] for rows in of_run for row in rows] == [wanted] * 2
-    with pytest.raises(ValueError, match="has images, but"):
-        read_rows(write(tmp_path / "y.jsonl", [rl_row(images=["i.png"])]), in_turns=True)
+    with pytest.raises(ValueError, match="has videos, but"):
+        read_rows(write(tmp_path / "y.jsonl", [rl_row(videos=["a.mp4"])]), in_turns=True)
 
 
 def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(tmp_path, capsys):

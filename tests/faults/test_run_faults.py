@@ -180,14 +180,14 @@ def again(completions, *keys):
     [
         (lambda c: without(c, (3, 0), (3, 1)), "lost 2 of 8 responses, one to row 13 among them"),
         (lambda c: without(c, (1, 1)), "lost 1 of 8 responses, one to row 11 among them"),
-        (lambda c: again(c, (2, 0)), "returned response 0 to row 12, which it had returned before"),
-        (lambda c: [*c, c[4]._replace(key=(2, 2))], "returned response 2 to row 12, .* was not asked for"),
+        (lambda c: again(c, (2, 0)), "returned response 0 to prompt 2, which it had returned before"),
+        (lambda c: [*c, c[4]._replace(key=(2, 2))], "returned response 2 to prompt 2, .* was not asked for"),
         (lambda c: edited(c, (0, 0), no_number), r"row 10, or log-probs that are not finite: \[nan"),
         (
             lambda c: edited(c, (3, 0), lambda x: x._replace(logprobs=x.logprobs[1:])),
             r"returned (\d+) tokens and \d+ log-probs for a response to row 13",
         ),
-        (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to row 12, which it had returned before"),
+        (lambda c: again(c, (2, 0), (2, 1)), "returned response 0 to prompt 2, which it had returned before"),
     ],
     ids=["lost", "too-few", "again", "too-many", "nan", "lengths", "twice"],
 )

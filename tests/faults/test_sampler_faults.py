@@ -99,7 +99,8 @@ def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tm
     settings = dict(total_training_steps=8, sampler_timeout=1, save_freq=100, fault=partial(note_slowly, file, 0.2))
     run, one = pools.run(**settings), pools.sampler()
     wait_for(" 3/8", run)
-    one.ask(signal.SIGKILL)
+    one.ask(signal.SIGTERM)
+    assert one.ends(10) == [0] and "is lost: it was asked to end" in run.log.read_text()
     assert run.ends() == [1] and "there has been no sampler for 1 s" in run.log.read_text()
     assert not launch.children(run.processes[0].pid)
     again, two = pools.run(**settings), pools.sampler()
@@ -113,6 +114,8 @@ def test_samplers_end_with_their_run(pools, task):
     one = pools.sampler(gone_s=sampler.GONE_S)
     wait_for(" 2/1000", run)
     below = launch.descendants(run.processes[0].pid)
+    assert launch.listens(one.processes[0].pid) == {"0100007F"}  # gloo; nothing can be reached from another machine
+    assert "samplers: tcp://127.0.0.1:" in run.log.read_text()
     asked = run.ask(signal.SIGKILL)
     assert one.ends(15) == [0] and time.monotonic() - asked < 10
     assert "the run has ended" in one.log.read_text()
@@ -125,6 +128,22 @@ def test_a_wrong_token_is_refused(pools, task, tmp_path):
     assert stranger.ends(30) == [1] and "refuses this sampler" in stranger.log.read_text()
     assert run.ends() == friend.ends() == [0], run.log.read_text()
     assert run.log.read_text().count("has joined") == 1
+
+
+def blind():
+    """From now on no weights can be read, as on a machine that does not share the run's memory."""
+
+    def fail(about):
+        raise FileNotFoundError(about["path"])
+
+    sampler.UNREADABLE_S, sampler.read_weights = 0.5, fail
+
+
+def test_a_sampler_that_cannot_read_the_weights_ends_with_the_flag(pools):
+    run, one, friend = pools.run(total_training_steps=2), pools.sampler(blind), pools.sampler()
+    assert one.ends() == [1] and "need --weights-dir" in one.log.read_text()
+    assert run.ends() == friend.ends() == [0], run.log.read_text()
+    assert "is lost: RuntimeError: the run's weights cannot be read" in run.log.read_text()
 
 
 def skip_a_push():
@@ -191,7 +210,7 @@ def test_weights_without_room_end_the_run_with_the_flag(pools, task, tmp_path):
     one = pools.sampler()
     assert run.ends() == [1] and one.ends(20) == [0]
     assert f"weights could not be written to {folder} (--weights-dir)" in run.log.read_text()
-    assert len(os.listdir(folder)) <= 1
+    assert len(list(folder.rglob("weights_*"))) <= 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -83,6 +83,7 @@ LIMITS = {
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
         seed kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
         distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
+        partial_rollouts
     """,
     "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
     "accuracy_lower_bound accuracy_upper_bound",
@@ -228,7 +229,7 @@ def test_a_resumed_run_may_change_these_and_no_other(name):
 
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
-        grad_clip seed lora_rank lora_alpha target_modules lora_experts""".split()
+        grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower""".split()
     for script in (sft, train_reward):
         assert names_of(script) - flags.free(script.Args()) == set(kept)
 

@@ -6,10 +6,12 @@ import random
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from rl.data.types import Sample
 from rl.sampling import protocol
 from rl.sampling.ledger import MAX_LOSSES, Leases, Ledger
+from rl.sampling.weight_files import WeightWriter, read_weights
 
 
 def test_numbers_are_drawn_as_far_as_staleness_allows():
@@ -125,3 +127,34 @@ def test_a_sample_travels_whole():
     sent.ids = sent.ids[:-4]
     with pytest.raises(ValueError, match="2 tokens, 3 mask entries and 3 log-probs"):
         protocol.unpack(sent, {"prompt_ids": arrays[0], "row_index": 3})
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_weights_are_read_as_they_were_written_until_newer_ones_replace_them(tmp_path, in_memory):
+    def weights(version):
+        yield "a", torch.full((3, 5), float(version)).bfloat16().t()
+        yield "empty", torch.empty(0, 4)
+        yield "b", torch.arange(version, version + 7)
+
+    folder = None if in_memory else str(tmp_path / "weights")
+    writer = WeightWriter(folder, tmp_path / "run")
+    first = writer.write(1, weights(1))
+    before = read_weights(first)  # has begun, so it may finish
+    second = writer.write(2, weights(2))
+    with pytest.raises(FileNotFoundError):
+        read_weights(first)
+    for about, version in ((before, 1), (read_weights(second), 2)):
+        found = list(about)
+        assert [name for name, _ in found] == ["a", "empty", "b"]
+        for (_, x), (_, y) in zip(found, weights(version), strict=True):
+            assert x.dtype == y.dtype and torch.equal(x, y)
+    if not in_memory:
+        assert len(list(tmp_path.rglob("weights_*"))) == 1
+        other = WeightWriter(folder, tmp_path / "other" / "run")
+        other.write(1, weights(1))
+        WeightWriter(folder, tmp_path / "run")  # the first one was killed, and goes on
+        assert len(list(tmp_path.rglob("weights_*"))) == 1
+        other.close()
+        assert list(tmp_path.rglob("weights_*")) == []
+    with pytest.raises(FileNotFoundError):
+        read_weights(second) if not in_memory else (writer.close(), read_weights(second))

@@ -60,6 +60,22 @@ def assert_scored(policy, request, completion):
 # --- each request by itself
 
 
+def test_requests_with_seeds_of_their_own_are_drawn_from_the_policy(hf_engine, policy):
+    """And a seed gives the same tokens beside whatever others."""
+    push(hf_engine, policy)
+    way = Sampling(temperature=TEMPERATURE, max_tokens=2)
+    requests = [Request(i, PROMPTS[1], way, seed=i) for i in range(800)]
+    done = by_key(run(hf_engine, requests))
+    p = (logits_of(plain(policy), PROMPTS[1], [0])[0].double() / TEMPERATURE).softmax(-1).numpy()
+    counts = np.bincount([c.token_ids[0] for c in done.values()], minlength=len(p))
+    expected = p * len(requests)
+    often = expected >= 5
+    chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    assert chi2 < often.sum() + 4 * np.sqrt(2 * often.sum())  # mean and standard deviation of chi squared
+    beside = by_key(run(hf_engine, [requests[5], Request("x", PROMPTS[2], way), requests[0]], seed=9))
+    assert [beside[i].token_ids for i in (0, 5)] == [done[i].token_ids for i in (0, 5)]
+
+
 def test_requests_have_their_own_keys_limits_and_ways_of_sampling(every_engine, policy):
     push(every_engine, policy)
     requests = [

@@ -41,8 +41,26 @@ def seed_by_number():
     train_grpo.sample_groups = sample
 
 
-def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path):
+# Up to three turns; the first messages depend on the seed, and every third row has no conversation.
+GAME = """
+class Environment:
+    def reset(self, row, seed):
+        if int(row["extra_info"]["index"]) % 3 == 0:
+            raise ValueError("not this row")
+        return [{"role": "user", "content": str(seed % 1000)}]
+    def step(self, reply):
+        return (None, 0.5) if reply.turn == 3 else ([{"role": "user", "content": str(len(reply.text))}], 0.25)
+"""
+
+
+@pytest.mark.parametrize("has_environment", [False, True], ids=["single", "conversations"])
+def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, has_environment):
     changes = dict(total_training_steps=3, rollout_is="token", val_before_train=True, test_freq=1, save_freq=3)
+    if has_environment:
+        (tmp_path / "game.py").write_text(GAME)
+        game = dict(environment=str(tmp_path / "game.py"), max_response_length=60, reward_max_error_frac=1.0)
+        # How an engine rounds depends on when environments answer, and an evaluation has other seeds.
+        changes |= game | dict(rollout_is="none", val_before_train=False, test_freq=-1)
     run = pools.run(max_staleness=0, **changes)
     sampler = pools.sampler()
     settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
@@ -51,8 +69,13 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path):
     assert run.ends() == [0], run.log.read_text()
     assert sampler.ends(10) == [0]
     own = ("rollouter/", "trainer/", "samplers/")
-    lines = [{k: v for k, v in x.items() if not k.startswith(own)} for x in h.timeless(pools.lines())]
-    assert lines == h.timeless(h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl")) and len(lines) > 3
+    if has_environment:
+        own += ("environment/seconds", "rollout/logprob_gap", "training/rollout_probs_diff", "rollout_corr/")
+    both = [h.timeless(lines) for lines in (pools.lines(), h.read_jsonl(tmp_path / "grpo" / "metrics.jsonl"))]
+    both = [[{k: v for k, v in x.items() if not k.startswith(own)} for x in lines] for lines in both]
+    assert both[0] == both[1] and len(both[0]) >= 3
+    if has_environment:
+        assert max(x.get("environment/turn_rewards", 0) for x in both[0]) > 0.25
     left, right = (h.weights(tmp_path / name / "global_step_3") for name in ("run", "grpo"))
     h.assert_same(left, right)
 

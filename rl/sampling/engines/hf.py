@@ -6,14 +6,14 @@ the end of the batch.
 
 import itertools
 import math
+import random
 from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from rl.data.types import Completion, Sampling
-from rl.model import experts
+from rl.model import experts, vision
 from rl.model.load import buffers_in_files, check_whole, exported
 from rl.ranks import Ranks
 from rl.sampling.engines.base import DEFAULT, InFlight, Rollout
@@ -28,8 +28,10 @@ class Engine(Base):
 
     def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
         super().__init__(model, ranks, longest)
-        replica, info = AutoModelForCausalLM.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
+        kind = vision.auto_class(model)
+        replica, info = kind.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
         check_whole(model, set(info["missing_keys"]))
+        vision.prepare(replica)
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
         self.routers = experts.add_routers(replica) if flags.router_replay else ()
         if self.routers:
@@ -40,8 +42,9 @@ class Engine(Base):
         eos = self.model.config.eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         self.batch: list[InFlight | None] = []  # None: this one has ended
-        self.ids = self.attention_mask = self.cache = None  # (b, t) of the batch, prompts padded on the left
-        self.generators: dict[int, torch.Generator] = {}  # of those with a seed of their own
+        # (b, t) of the batch, prompts padded on the left; positions may be (3, b, t)
+        self.ids = self.attention_mask = self.positions = self.cache = None
+        self.generators: dict[int, random.Random] = {}  # of those with a seed of their own
 
     def _places(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor | None]]]:
         """For each published name the tensor of the replica that holds it, and which entries, if not all: files have
@@ -63,13 +66,15 @@ class Engine(Base):
             return []
         if not any(self.batch):
             self._begin_batch()
-        positions = (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        if self.cache is None:
+            self.positions = vision.positions_of(self.model, self.ids, self.attention_mask.bool())
         new = self.ids.shape[1] if self.cache is None else 1  # tokens whose keys and values the cache lacks
+        inputs = vision.inputs_of(self.model, self.ids[:, -new:])
         with experts.watched(self.routers) as seen:
             out = self.model(
-                input_ids=self.ids[:, -new:],
+                **inputs,
                 attention_mask=self.attention_mask,
-                position_ids=positions[:, -new:],
+                position_ids=self.positions[..., -new:],
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -80,6 +85,7 @@ class Engine(Base):
         tokens, logprobs = self._sample(out.logits[:, -1].float())
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(tokens)[:, None]], dim=1)
+        self.positions = torch.cat([self.positions, vision.next_of(self.positions)], dim=-1)
         done = []
         for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
             if (x := self.batch[i]) is not None:
@@ -104,9 +110,7 @@ class Engine(Base):
     def _begin_batch(self) -> None:
         begin, self.new = self.new[: self.max_num_seqs], self.new[self.max_num_seqs :]
         ends = [{*self.eos_token_ids, *request.sampling.stop_token_ids} for request in begin]
-        self.generators = {
-            i: torch.Generator(self.device).manual_seed(x.seed) for i, x in enumerate(begin) if x.seed is not None
-        }
+        self.generators = {i: random.Random(x.seed) for i, x in enumerate(begin) if x.seed is not None}
         version = self.policy_version
         self.batch = [InFlight(x, self.rank, [(version, 0)], end) for x, end in zip(begin, ends, strict=True)]
         width = max(len(request.prompt_ids) for request in begin)
@@ -127,8 +131,11 @@ class Engine(Base):
         tokens = logp.argmax(-1)
         if not greedy.all():
             drawn = torch.multinomial(logp.exp(), 1)[:, 0]
-            for i, generator in self.generators.items():
-                drawn[i] = torch.multinomial(logp[i].exp(), 1, generator=generator)[0]
+            if own := [i for i in self.generators if self.batch[i] is not None]:
+                # The first token whose cumulative probability is above a random number; one call of torch for all rows.
+                below = logp[own].double().exp().cumsum(-1)
+                numbers = torch.tensor([[self.generators[i].random()] for i in own], dtype=torch.float64)
+                drawn[own] = torch.searchsorted(below, numbers.to(below) * below[:, -1:], right=True)[:, 0]
             tokens = torch.where(greedy, tokens, drawn)
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 

@@ -5,17 +5,19 @@ neighbouring ranks form one engine: all of them sample all responses together.
 """
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from rl.console import say
+from rl.data import images
 from rl.data.types import Completion, Sampling
-from rl.model import experts
+from rl.model import experts, vision
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import InFlight, Rollout
@@ -57,11 +59,12 @@ class Engine(Base):
         returns_experts = flags.router_replay and not on_cpu
         if flags.router_replay and on_cpu and ranks.is_main:
             say("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which")
+        self.sees = vision.auto_class(model) is AutoModelForImageTextToText
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _transformers_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=not self.sees,
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=size,
                 dtype=str(ranks.dtype).removeprefix("torch."),
@@ -84,6 +87,7 @@ class Engine(Base):
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
                 **({"enable_return_routed_experts": True} if returns_experts else {}),
+                **(_of_images() if self.sees else {}),
                 seed=seed,
             )
         self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
@@ -124,12 +128,19 @@ class Engine(Base):
         if not every:
             return
         params = {way: _params(*way) for way in {(request.sampling, request.seed) for _, request in every}}
-        prompts = [{"prompt_token_ids": list(x.prompt_ids)} for _, x in every]
+        prompts = [_prompt(x.prompt_ids) for _, x in every]
         names = self.llm.enqueue(prompts, [params[x.sampling, x.seed] for _, x in every], use_tqdm=False)
         # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
-            ends = self.scheduler.requests[name].sampling_params.all_stop_token_ids
+            theirs = self.scheduler.requests[name]
+            ours = images.expanded(torch.tensor(x.prompt_ids))[0].tolist() if self.sees else theirs.prompt_token_ids
+            if ours != theirs.prompt_token_ids:
+                raise RuntimeError(
+                    f"vLLM reads a prompt with images as {len(theirs.prompt_token_ids)} tokens, and the processor of "
+                    f"{self.path} as {len(ours)}, or as others: such a model cannot be trained here"
+                )
+            ends = theirs.sampling_params.all_stop_token_ids
             self.in_flight[name] = InFlight(x, rank, [(self.policy_version, 0)], ends)
             if x.sampling.stop:
                 self.watched.add(name)
@@ -220,6 +231,9 @@ class Engine(Base):
             raise RuntimeError(f"weight push left {len(missing)} parameters of vLLM untouched: {sorted(missing)[:5]}")
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
+        if self.sees:  # or images would go on with the features of the old weights
+            self.llm.reset_mm_cache()
+            self.core.reset_encoder_cache()
         self._count_push(self.in_flight.values())
 
     def sleep(self) -> None:
@@ -252,6 +266,26 @@ def _transformers_as_it_is(model: str) -> Iterator[None]:
     yield
     if decoder.__init__ is not init:
         decoder.__init__, decoder.do_not_compile = init, True
+
+
+def _of_images() -> dict[str, Any]:
+    """Arguments of vLLM for a model that sees images. Its normalization on the device, in newer versions, has constants
+    that dummy weights overwrite.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    constants = [x.name for x in dataclasses.fields(EngineArgs) if x.name == "mm_device_do_normalize"]
+    return {"limit_mm_per_prompt": {"image": images.most_in_row(), "video": 0}} | dict.fromkeys(constants, False)
+
+
+def _prompt(ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's prompt: one token for an image, which it makes as many as its features, and the image itself."""
+    found, numbers = images.collapsed(ids)
+    if not numbers:
+        return {"prompt_token_ids": found}
+    pictures = {"image": [images.picture(k) for k in numbers]}
+    names = {"image": [f"image-{k}" for k in numbers]}  # instead of hashes of the pixels
+    return {"prompt_token_ids": found, "multi_modal_data": pictures, "multi_modal_uuids": names}
 
 
 def _params(sampling: Sampling, seed: int | None) -> Any:
