@@ -36,7 +36,7 @@ class Request(NamedTuple):
     """One response that an engine is asked for."""
 
     key: Hashable  # names the response among those of one rank; comes back with it
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int]  # an image's tokens have ids beyond the vocabulary: see images.py
     sampling: Sampling  # of this response alone: its own `max_tokens` and stops; `n` is not looked at
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 
@@ -126,6 +126,12 @@ class Sample:
         """How many tokens the policy sampled in each turn: the lengths of the runs of mask 1."""
         edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0))
         return tuple((edges[1::2] - edges[::2]).tolist())
+
+
+def sample_of(saved: dict[str, Any]) -> Sample:
+    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples."""
+    versions, rewards = tuple(map(tuple, saved["policy_versions"])), tuple(saved["turn_rewards"])
+    return Sample(**saved | {"policy_versions": versions, "turn_rewards": rewards})
 
 
 class Score(NamedTuple):
