@@ -143,8 +143,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
         # it are not needed here: they are l in phase 7.
-        if args.proximal_policy == "loglinear":
-            batch = replace(batch, ages=ages_of(responses, batch, version=step))
+        batch = replace(batch, ages=ages_of(responses, batch, version=step))  # (b, T)
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
@@ -203,7 +202,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             if not norms:  # the last moment in which the policy has the weights that were pushed
                 samplers.verify(policy, args.rollout)
                 run.exit_if_asked()

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 train_dapo.py --model Qwen/Qwen2.5-7B-Instruct --tensor-model-parallel-size 2
 
 Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO, arXiv 2503.14476). Group, advantage, ratio and loss are
-those of train_grpo.py. What changes, with s_i the score of response i and L_i its length in tokens:
+those of train_grpo.py, without a KL term. What changes, with s_i the score and L_i the length of response i:
 
     clip-higher         the ratio may rise further than fall: clip(ratio_it, 1 - 0.2, 1 + 0.28)           phase 7
     dynamic sampling    a group with equal scores has advantage 0, so others are sampled until
@@ -13,14 +13,12 @@ those of train_grpo.py. What changes, with s_i the score of response i and L_i i
     overlong responses  reward r_i = s_i - factor * max(0, (L_i - free) / buffer): the last tokens
                         before the limit cost more and more; free + buffer = limit                        phase 6
                         with --overlong-filtering a response cut at the limit is not learned from         phase 4
-    no KL term
 
 Where this departs from the paper: 1. groups sampled beyond the batch wait for the next step instead of being thrown
 away, and --rollout-is corrects for the older policy that sampled them; 2. the standard deviation is unbiased; 3. where
 A is negative the loss is at most 10 |A| (dual clip, arXiv 1912.09729).
 
-P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
-position t describes token t given the tokens before it. docs/train_dapo.md explains the four changes and their flags.
+Shapes are those of train_grpo.py. docs/train_dapo.md explains the four changes and their flags.
 """
 
 import math
@@ -30,7 +28,7 @@ from typing import Literal
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
@@ -45,7 +43,8 @@ from rl.sampling import correction, waiting_groups
 from rl.sampling.correction import Correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, sample_groups, scores_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, lengths_of, parts_of, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -131,15 +130,17 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
+    in_flight = InFlight(args.decoding, train_rows, round_size, ranks, run.states, args.seed)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    saved = [state["surplus"] for state in run.states]  # of all ranks; [] in a new run
-    waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)  # sampled in an earlier step
+    saved = [state["surplus"] for state in run.states]  # groups that an earlier step has sampled; [] in a new run
+    waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last iteration only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step, state={"drawn": drawn, "surplus": waiting_groups.to_state(waiting)})
+        state = {"drawn": drawn, "surplus": waiting_groups.to_state(waiting)}
+        clock = run.save_and_begin(step, state=state | in_flight.state())
 
         # Give the engine the policy's weights. It keeps them until the batch is full.
         engine.wake()
@@ -164,11 +165,10 @@ def main(args: Args) -> dict[str, float]:
                     "the data is too easy or too hard, or the bound too low"
                 )
             # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would have.
-            rows = prompts_for_step(train_rows, drawn, round_size, args.seed)
+            rows = prompts_for_step(train_rows, drawn, round_size, args.seed, ahead=in_flight.ahead)
 
             # 2. Rollouts: sample G responses to each prompt.
-            own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, drawn, engine.first_rank)
-            own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+            rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=drawn)
             run.exit_if_asked()
             clock("gen")
 
@@ -206,6 +206,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
+            version=engine.policy_version,
         )  # (b, T)
         clock("batch")
 
@@ -261,7 +262,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

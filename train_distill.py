@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
@@ -47,7 +47,8 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 
 # --loss-mode -> function: log-probs of K tokens by student and teacher (R, K), beta -> distance (R,). With p_S and p_T
@@ -144,15 +145,16 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}", visiting=visiting)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step)
+        clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
@@ -166,8 +168,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -256,7 +257,7 @@ def main(args: Args) -> dict[str, float]:
                 means.over_updates({"distillation/loss": aggregate(distance, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
                 means.over_tokens(mask, {"distillation/kl": micro.rollout_logp - micro.ref_logp, **shares})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

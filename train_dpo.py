@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.prompts import add_given, count_steps
 from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
@@ -48,7 +48,8 @@ from rl.run.run import Run
 from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, given_responses, sample_groups, scores_of, side_by_side
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, given_responses, scores_of, side_by_side
 from rl.scoring.pool import raise_if_failing
 
 # The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
@@ -163,15 +164,16 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {num_sampled} sampled responses and up to "
     about += f"{num_mini_batches * args.ppo_epochs} update(s) a step, {len(train_rows)} prompts to draw from"
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}")
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step)
+        clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
         asked = [] if args.offline else rows  # prompts that the policy answers; offline none
 
         # 2. Rollouts: give the engine the policy's weights, and sample responses to each prompt. Then the trainer
@@ -186,8 +188,8 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(asked), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+        asked, own_samples, tickets = in_flight.sample(engine, asked, sampling, scorer.submit, envs, step=step)
+        rows = asked or rows
         run.exit_if_asked()
         clock("gen")
         engine.sleep()

@@ -19,8 +19,7 @@ Where this departs from the papers, as most code does: advantages are whitened (
 variance 1 over all tokens of a step); there is no KL term unless --use-kl-in-reward or --use-kl-loss; actor and critic
 are two models; where A is negative the actor's loss is at most 3 |A| (dual clip, arXiv 1912.09729).
 
-P prompts a step, B = P * G responses, b of them on this process (rank), T tokens. Tensors of tokens are (b, T), and
-position t describes token t given the tokens before it. docs/train_ppo.md explains more.
+Shapes are those of train_grpo.py. docs/train_ppo.md explains more.
 """
 
 import math
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
@@ -48,7 +47,8 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import check_engine, gather_responses, sample_groups, scores_of, turns_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import check_engine, gather_responses, scores_of, turns_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -131,15 +131,16 @@ def main(args: Args) -> dict[str, float]:
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     offloaded = ("critic",) if args.critic_offload else ()
     run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}", offloaded=offloaded)
+    in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step, state={"kl_coef": kl_coef})
+        clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed)  # P
+        rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
         # 2. Rollouts: give the engine the actor's weights, and sample G responses to each prompt. Then the trainer
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
@@ -154,8 +155,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -264,7 +264,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(actor, loss, is_last=is_last)
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = {"actor": clip_grad_norm(actor, args.grad_clip)} if "actor" in lrs else {}
             norm["critic"] = clip_grad_norm(critic, args.grad_clip)
             if math.isfinite(sum(norm.values())) and update.num_tokens > 0:

@@ -19,8 +19,7 @@ The policy's loss is that of train_grpo.py. Where this departs from the paper, a
 1. r and o have weights, and returns are whitened; 2. the largest sum is that of all ranks, not of one; 3. the last
 token has no r; 4. r_it counts n / (n - 1) times, and m_i is subtracted too; 5. the PRM learns before it is asked.
 
-P prompts a step, G responses to each, B = P * G, b of them on this process (rank), T tokens. Tensors of tokens are
-(b, T), and position t describes token t given the tokens before it. docs/train_prime.md explains all of this.
+Shapes are those of train_grpo.py. docs/train_prime.md explains all of this.
 """
 
 import math
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.data.batching import make_batch
-from rl.data.order import derive_seed, prompts_for_step
+from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
@@ -45,7 +44,8 @@ from rl.run.task import load_task
 from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
-from rl.sampling.rollout import accuracies_of, check_engine, gather_responses, sample_groups, scores_of
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import accuracies_of, check_engine, gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 
 
@@ -122,15 +122,16 @@ def main(args: Args) -> dict[str, float]:
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
     about = f"{args.train_batch_size} of {num_prompts} prompts x {args.rollout_n} responses, {num_updates} update(s)"
     run.resume(trained, engine=engine, about=f"{about}\n{scorer.report}", offloaded=["prm"] if args.prm_offload else [])
+    in_flight = InFlight(args.decoding, train_rows, num_prompts, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
         # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
-        clock = run.save_and_begin(step)
+        clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
-        rows = prompts_for_step(train_rows, step, num_prompts, args.seed)
+        rows = prompts_for_step(train_rows, step, num_prompts, args.seed, ahead=in_flight.ahead)
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. Then the trainer
         # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
@@ -145,8 +146,7 @@ def main(args: Args) -> dict[str, float]:
             clock("testing")
         if step == total_steps:
             break
-        own_rows, seed = ranks.own_slice(rows), derive_seed(args.seed, step, engine.first_rank)
-        own_samples, tickets = sample_groups(engine, own_rows, sampling, scorer.submit, envs, seed=seed)
+        rows, own_samples, tickets = in_flight.sample(engine, rows, sampling, scorer.submit, envs, step=step)
         run.exit_if_asked()
         clock("gen")
         engine.sleep()
@@ -264,7 +264,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()

@@ -157,6 +157,7 @@ def make_batch(
     max_tokens: int,
     ranks: Ranks,
     rows_per_unit: int = 1,
+    version: int | None = None,
 ) -> tuple[Batch, list[Update]]:
     """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
 
@@ -165,9 +166,10 @@ def make_batch(
             neighbours that share a prompt cost less.
         trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
+        version: of the newest weights, by default the newest that has sampled any of the tokens.
 
-    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
-    must enter.
+    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
+    `ages` if one of them is older than `version`. All data ranks must enter.
     """
     lengths, shared = [r.num_tokens for r in responses], _shared(responses)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
@@ -176,8 +178,12 @@ def make_batch(
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
-    mask = batch.response_mask * trainable[batch.rows].view(-1, 1)
-    return replace(batch, response_mask=mask), updates
+    batch = replace(batch, response_mask=batch.response_mask * trainable[batch.rows].view(-1, 1))
+    versions = {version for r in responses for version, _ in r.policy_versions}
+    version = max(versions, default=0) if version is None else version
+    if versions - {version}:
+        batch = replace(batch, ages=ages_of(responses, batch, version=version))
+    return batch, updates
 
 
 def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> torch.Tensor:

@@ -128,6 +128,12 @@ class Sample:
         return tuple((edges[1::2] - edges[::2]).tolist())
 
 
+def sample_of(saved: dict[str, Any]) -> Sample:
+    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples."""
+    versions, rewards = tuple(map(tuple, saved["policy_versions"])), tuple(saved["turn_rewards"])
+    return Sample(**saved | {"policy_versions": versions, "turn_rewards": rewards})
+
+
 class Score(NamedTuple):
     """What is known about one response. `value` is None unless `status` is "ok"."""
 

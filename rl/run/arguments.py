@@ -111,6 +111,23 @@ def check(args: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
+    others = {
+        "--max-staleness": "max_staleness" in values,
+        "--offline": values.get("offline"),
+        "--adv-estimator remax": values.get("adv_estimator") == "remax",
+        "--router-replay": values["router_replay"],
+    }
+    for other, is_set in others.items():
+        if is_set:
+            raise ValueError(f"{flag} and {other} exclude each other; leave one of them out")
+    if isinstance(args, RL) and args.correction.rollout_is is None:
+        raise ValueError(
+            f"{flag}: older weights have sampled some tokens; add --rollout-is token, which corrects for that, or "
+            "--rollout-is none to do without"
+        )
+
+
 def _check_rl(args: Any) -> None:
     values, rollout, validation = flat(args), args.rollout, args.validation
     longest = args.max_prompt_length + args.max_response_length
@@ -125,6 +142,8 @@ def _check_rl(args: Any) -> None:
                 f"{flag}: the policy that samples is not quite the one that learns; add --rollout-is token, which "
                 "corrects for that, or --rollout-is none to do without"
             )
+    if share := args.decoding.partial_rollouts:
+        _check_partial(args, values, f"--partial-rollouts {share:g}")
     if (values.get("ppo_mini_batch_size") or 0) > args.train_batch_size:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "

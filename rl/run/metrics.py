@@ -63,15 +63,17 @@ class Means:
         old_logp: torch.Tensor,
         rollout_logp: torch.Tensor,
         weights: torch.Tensor | None = None,
+        ages: torch.Tensor | None = None,
     ) -> None:
         """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
-        any, the weights of `correction.weights`, (b, T).
+        any, the weights of `correction.weights` and the ages of tokens, (b, T).
 
         With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
         and means over all tokens where nothing else is said:
 
             actor/ppo_kl                        mean of old - logp: KL(old, policy) by k1
-            rollout/logprob_gap_mean, _max      |rollout - old|
+            rollout/logprob_gap_mean, _max      |rollout - old|, of tokens that the newest weights have sampled
+            rollout/stale_gap_mean              the same of older tokens, if there are any: there the policy has changed
             training/rollout_probs_diff_mean    mean of |exp(rollout) - exp(old)|
             rollout_corr/kl, k3_kl              means of -log r and of r - log r - 1: KL(engine, trainer) by k1 and k3
             rollout_corr/rollout_is_mean, _min, _max          r itself, before any cap
@@ -89,11 +91,14 @@ class Means:
         log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
         ratio = log_ratio.exp()
         whole = (-gap.sum(1)).clamp(-20, 20).exp().square() - 1
+        fresh = mask if ages is None else mask * (ages == 0)
+        self.over_tokens(fresh, {"rollout/logprob_gap_mean": gap.abs()})
+        if ages is not None:
+            self.over_tokens(mask - fresh, {"rollout/stale_gap_mean": gap.abs()})
         self.over_tokens(
             mask,
             {
                 "actor/ppo_kl": old_logp - logp,
-                "rollout/logprob_gap_mean": gap.abs(),
                 "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
                 "rollout_corr/kl": gap,
                 "rollout_corr/k3_kl": log_ratio.expm1() + gap,
@@ -108,7 +113,8 @@ class Means:
         perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()
         of_rows = {"rollout_corr/chi2_seq": whole, "rollout_corr/ppl_ratio": perplexities}
         self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})
-        self.largest(mask, {"rollout/logprob_gap_max": gap.abs(), "rollout_corr/rollout_is_max": ratio})
+        self.largest(fresh, {"rollout/logprob_gap_max": gap.abs()})
+        self.largest(mask, {"rollout_corr/rollout_is_max": ratio})
         self.smallest(mask, {"rollout_corr/rollout_is_min": ratio})
 
     def _add(self, name: str, value: torch.Tensor, count: torch.Tensor | None) -> None:

@@ -14,7 +14,8 @@ from rl.formulas import correction as formulas
 class Correction:
     """rollout correction: the policy that sampled is not quite the one that learns"""
 
-    # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization asks for one
+    # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization and
+    # --partial-rollouts ask for one
     rollout_is: Literal["none", "token", "sequence"] | None = None
     rollout_is_threshold: Positive = 2.0  # largest weight
     rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight

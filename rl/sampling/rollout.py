@@ -17,7 +17,7 @@ from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Response, Sample, Sampling, Score, take_rows
-from rl.flags import PositiveShare, Share, Temperature, TopK
+from rl.flags import NotNegative, PositiveShare, Share, Temperature, TopK
 from rl.model import experts
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
@@ -56,6 +56,9 @@ class Decoding:
     top_p: PositiveShare = 1.0
     top_k: TopK = -1  # sample among the k most likely tokens; -1 all
     min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
+    # sample so many more groups than a step needs, as a share of these, and do not wait for the longest responses: they
+    # go on in the next step, with its weights; 0 waits
+    partial_rollouts: NotNegative = 0.0
 
 
 def sampling_settings(

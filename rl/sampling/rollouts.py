@@ -15,12 +15,13 @@ samples the others. What it answers is appended with mask 0, and the policy goes
 
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions
+from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions, sample_of
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
 
@@ -85,6 +86,12 @@ class Trajectory:
             rest = len(self.row["prompt_ids"]) + len(self.ids) - len(routed)  # the last token, what was told after
             routed = np.pad(routed, ((0, rest), (0, 0), (0, 0)), constant_values=np.iinfo(routed.dtype).max)
         return Sample(self.row["prompt_ids"], *numbers, *about, routed_experts=routed)
+
+
+def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
+    """A group as a checkpoint has it: its prompt, the responses that are done by number, and none in flight."""
+    about = {"row_index": row["row_index"], "prompt_ids": np.asarray(row["prompt_ids"], np.int32)}
+    return about | {"done": [[j, vars(sample)] for j, sample in done.items()], "open": []}
 
 
 class Rollouts:
@@ -173,6 +180,37 @@ class Rollouts:
     def resume(self) -> None:
         """Let the engine go on with what it does not have: each response behind the tokens that it has."""
         self.pending = [key for key in self.trajectories if key not in self.waiting]
+
+    def state(self) -> dict[Hashable, dict[str, Any]]:
+        """The groups in flight, by name, for a checkpoint: see `saved_group`."""
+        found = {}
+        for (name, j), x in self.trajectories.items():
+            if name not in found:
+                found[name] = saved_group(x.row, {} if self.environments else self.groups[name][1])
+            if not self.environments:  # a conversation begins again
+                arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
+                found[name]["open"].append([j, *arrays, x.versions, x.seed, x.turns])
+        return found
+
+    def restore(self, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
+        """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or
+        `sampling.n` are no longer the same.
+        """
+        done = {j: sample_of(x) for j, x in saved["done"]}
+        numbers = sorted([*done, *(j for j, *_ in saved["open"])])
+        if numbers != list(range(sampling.n)) or list(saved["prompt_ids"]) != list(row["prompt_ids"]):
+            self.start(name, row, sampling)
+            return []
+        if not saved["open"]:
+            return [done[j] for j in range(sampling.n)]
+        self.groups[name] = sampling.n, done
+        self.count += sampling.n
+        for j, ids, mask, logprobs, versions, seed, turns in saved["open"]:
+            x = self.trajectories[name, j] = Trajectory(row, sampling, seed)
+            x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
+            x.versions, x.turns = tuple(map(tuple, versions)), turns
+            self.pending.append((name, j))
+        return []
 
     def check_complete(self) -> None:
         """Raise RuntimeError, naming a row, if the engine has nothing left to sample and a response has not come."""

@@ -24,7 +24,7 @@ from rl import stop
 from rl.console import say
 from rl.data.order import prompts_for_step
 from rl.data.rows import Row
-from rl.data.types import Sample, Sampling
+from rl.data.types import Sample, Sampling, sample_of
 from rl.ranks import Ranks
 from rl.sampling.dispatcher import SILENT_S, Dispatcher, Group, SamplerFlags
 from rl.sampling.engines.base import Rollout
@@ -250,15 +250,11 @@ class Samplers:
             return
         ready: dict[int, Group] = {}
         for number, saved in state["groups"]:
-            row, samples = self.row(number), [_as_saved(x) for x in saved]
+            row, samples = self.row(number), [sample_of(x) for x in saved]
             fits = all(list(s.prompt_ids) == list(row["prompt_ids"]) for s in samples)
             if fits and len(samples) == self.sampling.n:
                 ready[number] = row, samples, self.scorer.submit(row, samples)
         self.ledger.load(state["ledger"], ready)
-
-
-def _as_saved(x: dict[str, Any]) -> Sample:
-    return Sample(**x | {"policy_versions": tuple(map(tuple, x["policy_versions"]))})
 
 
 def _devices(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:

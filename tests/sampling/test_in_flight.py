@@ -1,0 +1,158 @@
+"""Partial rollouts: groups that outlive a step are trained once, keep their tokens, and survive a checkpoint."""
+
+from dataclasses import replace
+from statistics import mean, stdev
+
+import helpers_scripts as h
+import launch
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from rl.data.order import prompts_for_step
+from rl.data.types import Sampling
+from rl.ranks import init_ranks
+from rl.run import loop_state
+from rl.sampling.engines import Rollout, make_engine
+from rl.sampling.environments import EnvironmentFlags, make_environments
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import Decoding, sample_groups
+
+STOPS = (2, *range(20, 32))
+ROWS = [{"prompt_ids": [1, 35, 33 + i % 5], "row_index": i, "extra_info": {}} for i in range(40)]
+WAY = Sampling(2, max_tokens=40, stop_token_ids=STOPS)
+
+
+@pytest.fixture
+def engine(tiny_model):
+    return make_engine(tiny_model, init_ranks(), Rollout(engine="hf"), longest=64)
+
+
+def named(row, samples):
+    return row["row_index"]
+
+
+def steps_of(engine, flight, steps, *, batch=4, way=WAY, environments=None):
+    """Rows and samples of each of these steps; the engine's weights count as pushed before each."""
+    for step in steps:
+        engine.policy_version = step + 1
+        rows = prompts_for_step(ROWS, step, batch, 0, ahead=flight.ahead)
+        rows, samples, tickets = flight.sample(engine, rows, way, named, environments, step=step)
+        assert [row["row_index"] for row in rows] == tickets == [s.row_index for s in samples[:: way.n]]
+        yield tickets, samples
+
+
+def test_ahead_changes_when_rows_begin_and_not_their_order():
+    whole = [row for step in range(12) for row in prompts_for_step(ROWS, step, 4, 7)]
+    for ahead in (1, 4, 6):
+        begun = [row for step in range(9) for row in prompts_for_step(ROWS, step, 4, 7, ahead=ahead)]
+        assert len(begun) == 36 + ahead and begun == whole[: 36 + ahead]
+
+
+def test_every_group_is_trained_once_and_long_responses_as_often_as_short_ones(engine):
+    flight = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
+    assert flight.ahead == 2
+    found = list(steps_of(engine, flight, range(40)))
+    begun = [row["row_index"] for step in range(42) for row in prompts_for_step(ROWS, step, 4, 0)][: 40 * 4 + 2]
+    left = [x["row_index"] for x in flight.state()["in_flight"]]
+    assert len(left) == 2 and sorted([i for tickets, _ in found for i in tickets] + left) == sorted(begun)
+    samples = [s for _, own in found for s in own]
+    versions = [[v for v, _ in s.policy_versions] for s in samples]
+    assert any(len(x) > 1 for x in versions) and all(x == sorted(set(x)) for x in versions)
+    assert all(sum(n for _, n in s.policy_versions) == len(s.response_ids) for s in samples)
+    # The first steps begin with short ones; from then on lengths are those of synchronous sampling.
+    lengths = [len(s.response_ids) for _, own in found[4:] for s in own]
+    other = [len(s.response_ids) for step in range(40) for s in sample_groups(engine, ROWS[:4], WAY, seed=step)[0]]
+    error = (stdev(lengths) ** 2 / len(lengths) + stdev(other) ** 2 / len(other)) ** 0.5
+    assert abs(mean(lengths) - mean(other)) < 3 * error
+    waited = [len(x) for x, s in zip(versions, samples, strict=True) if len(s.response_ids) > 15]
+    assert mean(waited) > mean(map(len, versions))  # it is the long ones that outlive a step
+
+
+def saved_and_read(flight, folder):
+    loop_state.write(folder, 0, loop_state.encode(flight.state()))
+    return loop_state.read(folder, 1)
+
+
+def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
+    unbroken = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), [], 5)
+    list(steps_of(engine, unbroken, range(3)))
+    states = saved_and_read(unbroken, tmp_path)
+    assert any(group["open"] for group in states[0]["in_flight"])
+    resumed = InFlight(Decoding(partial_rollouts=0.5), ROWS, 4, init_ranks(), states, 5)
+    assert saved_and_read(resumed, tmp_path)[0].keys() == states[0].keys()  # a stop before the first step loses nothing
+    expected = [list(steps_of(engine, unbroken, [step])) for step in range(3, 6)]
+    found = [list(steps_of(engine, resumed, [step])) for step in range(3, 6)]
+    for (tickets, samples), (others, same) in zip(sum(expected, []), sum(found, []), strict=True):
+        assert tickets == others
+        for s, other in zip(samples, same, strict=True):
+            for name, x in vars(s).items():
+                np.testing.assert_array_equal(x, getattr(other, name), err_msg=name)
+
+
+def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engine, tmp_path):
+    flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+    list(steps_of(engine, flight, range(2)))
+    (state,) = saved_and_read(flight, tmp_path)
+    numbers = [group["row_index"] for group in state["in_flight"]]
+    assert len(numbers) == 4
+    halves = [{"in_flight": state["in_flight"][:2]}, {"in_flight": state["in_flight"][2:]}]
+    three = [replace(init_ranks(), rank=rank, size=3, data_rank=rank, data_size=3) for rank in range(3)]
+    dealt = [InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, ranks, halves, 5).saved for ranks in three]
+    assert [[group["row_index"] for group in own] for own in dealt] == [numbers[:1], numbers[1:2], numbers[2:]]
+    changed = [row | {"prompt_ids": [5, 6]} if row["row_index"] == numbers[0] else row for row in ROWS]
+    other = InFlight(Decoding(partial_rollouts=1.0), changed, 4, init_ranks(), [state], 5)
+    engine.policy_version = 3
+    rows, samples, _ = other.sample(engine, [], WAY, named, step=9)
+    again = [s for s in samples if s.row_index == numbers[0]]
+    assert [s.prompt_ids.tolist() for s in again] == [[5, 6]] * 2
+    assert all([v for v, _ in s.policy_versions] == [3] for s in again)
+
+
+GAME = """
+class Environment:
+    def reset(self, row, seed):
+        return ()
+    def step(self, reply):
+        return None if reply.turn == 3 else [{"role": "user", "content": "1"}]
+"""
+
+
+def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    flags = EnvironmentFlags(environment=str(tmp_path / "game.py"), max_turns=4)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    environments = make_environments(flags, tokenizer, STOPS)
+    try:
+        way = replace(WAY, max_tokens=60)
+        flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+        found = list(steps_of(engine, flight, range(6), way=way, environments=environments))
+        assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
+        samples = [s for _, own in found for s in own]
+        assert any(len(s.policy_versions) > 1 and s.turns > 1 for s in samples)
+        for s in samples:
+            assert s.num_sampled == sum(n for _, n in s.policy_versions) and len(s.turn_lengths) == s.turns
+        (state,) = saved_and_read(flight, tmp_path)
+        assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
+    finally:
+        environments.close()
+
+
+SETTINGS = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=5, save_freq=1, max_response_length=30)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_factory, tmp_path):
+    task = h.make_task_with_stops(tmp_path_factory.mktemp("task"))
+    for name, changes in (("unbroken", {}), ("resumed", dict(resume_mode=str(tmp_path / "unbroken/global_step_2")))):
+        settings = h.grpo_settings(task, tmp_path / name, **SETTINGS, **changes)
+        run = launch.fork("train_grpo", settings, tmp_path / f"{name}.log", ranks=ranks)
+        assert run.ends() == [0] * ranks, run.log.read_text()[-6000:]
+    left, right = (tmp_path / name / "global_step_5" for name in ("unbroken", "resumed"))
+    h.assert_same(h.weights(left), h.weights(right))
+    h.assert_same(h.saved_state(left), h.saved_state(right))
+    lines = h.timeless(h.read_jsonl(tmp_path / "unbroken" / "metrics.jsonl"))
+    assert lines[2:] == h.timeless(h.read_jsonl(tmp_path / "resumed" / "metrics.jsonl"))
+    assert max(line["rollout/staleness_max"] for line in lines) >= 1 and lines[-1]["rollout/mixed_frac"] > 0
+    assert all(line["rollout/logprob_gap_mean"] < 1e-5 for line in lines)  # of fresh tokens
+    assert max(line.get("rollout/stale_gap_mean", 0) for line in lines) > 1e-3
