@@ -47,6 +47,7 @@ from benchmarks import (
     models,
     pretrained,
     pretrained_trl,
+    step_model,
     step_time,
 )
 from benchmarks.tables import RESULTS
@@ -720,3 +721,30 @@ def test_the_memory_plan_refuses_numbers_that_mean_nothing(name):
 def test_the_page_has_the_first_table_of_the_memory_plan():
     fits, by_phase = memory_plan.tables(memory_plan.Args()).split("\n\n")
     assert fits in (launch.ROOT / "docs" / "memory.md").read_text() and "updating" in by_phase
+
+
+# --- step_model.py
+
+
+def test_the_model_of_a_step_by_hand(monkeypatch):
+    given = iter([[2, 4], [3, 1], [5, 2], [1, 1]])  # lengths of the groups, in the order of their prompts
+    monkeypatch.setattr(step_model, "lengths", lambda args, random: np.array(next(given)))
+    speeds = dict(base_ms=10, sequence_ms=1, read_ms=100, update_ms=50, fixed_s=1, prompt_length=7)
+    args = step_model.Args(prompts=1, rollout_n=2, **speeds)
+    steps, flight = step_model.simulate(args, 1.0, steps=2)
+    # Step 1: groups [2, 4] and [3, 1] begin. Four are open for 1 token, three for 1, two for 1.
+    # Step 2: [5, 2] begins and [2, 4] lacks 1 token; three are open for that one, then [2, 4] is complete.
+    assert steps[0][1:5] == (4, 3, 4 + 3 + 2, 2 * 7)
+    assert steps[0].generate_s == pytest.approx((3 * 10 + 9 + 100 * 14 / 1000) / 1000)
+    assert steps[0].step_s == pytest.approx(steps[0].generate_s + 50 * (4 + 7) / 1e6 + 1)
+    assert steps[1][1:5] == (6, 1, 3, 7 + (7 + 3))  # [2, 4] is read again with the 3 tokens of its open response
+    assert [(x.lengths.tolist(), x.tokens) for x in flight] == [([5, 2], 1)]
+
+
+@pytest.mark.parametrize("base, sequence, ratio", [(1, 0, 0.5), (0, 1, 1.0)])
+def test_alike_lengths_gain_only_what_a_larger_batch_gains(base, sequence, ratio):
+    """Twice the groups in flight end together, every second step: half of the decoding steps, each of twice as many."""
+    alike = dict(prompts=4, rollout_n=2, mean_length=1e9, max_length=50, read_ms=0, steps=9)
+    args = step_model.Args(**alike, base_ms=base, sequence_ms=sequence)
+    alone, ahead = (sum(x.generate_s for x in step_model.steady(args, share)) for share in (0.0, 1.0))
+    assert alone == pytest.approx(6 * 0.05 * (8 if sequence else 1)) and ahead == pytest.approx(ratio * alone)
