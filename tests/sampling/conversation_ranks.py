@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from rl import stop
 from rl.data.types import Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import full_tensors, shard
@@ -32,10 +33,28 @@ def make_rows(tokenizer) -> list[dict]:
     return [dict(prompt_ids=[*ids, 5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
 
 
+def partial_conversations(engine, environments, ranks, rows) -> list[int]:
+    """How many turns the conversations of three steps have, on ranks that wait for their environments at other times;
+    then a step that is asked to stop while one rank has its groups and the other has not.
+    """
+    rows = [row | {"extra_info": {"turns": 1 + 2 * (i % 2), "latency": 0.2 * (i % 2)}} for i, row in enumerate(rows)]
+    rows = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once
+    way, found = Sampling(1, TEMPERATURE, max_tokens=200, stop_token_ids=STOPS), []
+    flight = InFlight(Decoding(partial_rollouts=0.5), rows, 2, ranks, [], 3)
+    for step in range(3):
+        new = [rows[3 * rank + i] for rank in range(2) for i in range(1 + (step == 0))][: 3 if step == 0 else 2]
+        _, own, _ = flight.sample(engine, new, way, lambda row, group: None, environments, step=step)
+        found += [s.turns for s in own]
+    stop.ask(0)
+    flight.sample(engine, [rows[0], rows[5]], way, lambda row, group: None, environments, step=3)
+    stop.end()
+    return found
+
+
 def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
     """Four steps of four groups, with four more in flight, and other weights in each."""
     rows = [dict(prompt_ids=[1, 35, 33 + i], row_index=i, extra_info={}) for i in range(20)]
-    way, found = Sampling(2, TEMPERATURE, max_tokens=60, stop_token_ids=STOPS), []
+    way, found = Sampling(2, TEMPERATURE, max_tokens=150, stop_token_ids=(2, 20)), []
     flight = InFlight(Decoding(partial_rollouts=1.0), rows, 4, ranks, [], 3)
     for step in range(4):
         with torch.no_grad():
@@ -85,6 +104,7 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
         message = str(error)
     results = {"samples": samples, "gap": gap, "steps waited": slowest, "message": message}
     results["partial"] = partial_steps(engine, policy, rollout, ranks)
+    results["turns"] = partial_conversations(engine, environments, ranks, rows)
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     environments.close()
     engine.close()
