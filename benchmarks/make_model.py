@@ -1,25 +1,32 @@
-"""Write a randomly initialised Qwen2.5 of a named shape: real memory and speed where no weights can be downloaded.
+"""Write a randomly initialised Qwen of a named shape: real memory and speed where no weights can be downloaded.
 
     python benchmarks/make_model.py --shape 1.5B --tokenizer path/to/qwen2_tokenizer --out models/qwen-1.5b-random
+
+    python benchmarks/make_model.py --shape 30B-A3B --layers 8 --tokenizer ... --out models/qwen3-8-layers
 
 Its responses are noise that runs to the length limit, and so are its rewards.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-SHAPES = {  # hidden, layers, heads, kv heads, intermediate, tied
+SHAPES = {  # Qwen2.5: hidden, layers, heads, kv heads, intermediate, tied
     "0.5B": (896, 24, 14, 2, 4864, True),
     "1.5B": (1536, 28, 12, 2, 8960, True),
     "7B": (3584, 28, 28, 4, 18944, False),
     "14B": (5120, 48, 40, 8, 13824, False),
     "32B": (5120, 64, 40, 8, 27648, False),
 }
+QWEN3 = {  # hidden, layers, heads, kv heads, intermediate (of an expert), experts, and how many of them a token gets
+    "30B-A3B": (2048, 48, 32, 4, 768, 128, 8),
+    "3B-dense": (2048, 48, 32, 4, 8 * 768, 0, 0),  # has as many active parameters
+}
+Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B", "3B-dense"]
 
 
 @dataclass(frozen=True)
@@ -28,30 +35,33 @@ class Args:
     """Folder or Hugging Face id of a Qwen2 tokenizer."""
     out: Path
     """Folder to write."""
-    shape: Literal["0.5B", "1.5B", "7B", "14B", "32B"] = "1.5B"
-    """Which Qwen2.5."""
+    shape: Shape = "1.5B"
+    """Which Qwen2.5; 30B-A3B is Qwen3's mixture of experts, 3B-dense as large as what a token uses of it."""
+    layers: int | None = None
+    """Only so many layers."""
     seed: int = 0
     """Seed of the weights."""
 
 
+def config_of(shape: str, layers: int | None = None, **options: Any) -> PreTrainedConfig:
+    """The config of a shape, with all of its layers or so many, and with other options."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    common = dict(vocab_size=151936, max_position_embeddings=32768, bos_token_id=None, dtype=torch.bfloat16)
+    common["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
+    common |= dict(zip(names, {**SHAPES, **QWEN3}[shape], strict=False))
+    if layers is not None:
+        common["num_hidden_layers"] = layers
+    if shape in SHAPES:
+        return Qwen2Config(**common | dict(tie_word_embeddings=SHAPES[shape][-1]) | options)
+    *_, width, experts, top_k = QWEN3[shape]
+    common |= dict(head_dim=128, tie_word_embeddings=False)
+    of_experts = dict(num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=width, norm_topk_prob=True)
+    return Qwen3MoeConfig(**common | of_experts | options) if experts else Qwen3Config(**common | options)
+
+
 def main(args: Args) -> None:
-    hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[args.shape]
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        tie_word_embeddings=tied,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.bfloat16,
-    )
+    config = config_of(args.shape, args.layers, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(args.seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cpu()

@@ -33,8 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
-WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl/model/load.py
-SHORT = dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))  # on the page
+OWN_HEAD = ", with the logits of its own forward"
+WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in rl/model/load.py
+WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
+SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
 ENGINES = ("yes", "by transformers", "no", "not tried", "")
 BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
@@ -222,7 +224,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     found["way"] = next(
         way
         for way, x in models.WAYS.items()
-        if x == dict(is_padded=policy.packed.is_padded, own_head=policy.packed.own_head)
+        if all(getattr(policy.packed, option) == value for option, value in x.items())
     )
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
@@ -283,8 +285,12 @@ def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
 
 
 def learn(name: str, seed: int, args: Args) -> None:
-    """Teach a new model of a family the arithmetic task; leaves NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO."""
+    """Teach a new model of a family the arithmetic task, or one that sees images to count dots (data/dots.py); leaves
+    NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from data import dots
 
     def run(log: Path, *command: object) -> None:
         with open(log, "w") as file:
@@ -294,22 +300,26 @@ def learn(name: str, seed: int, args: Args) -> None:
     out = args.out.resolve()
     with tempfile.TemporaryDirectory() as folder:
         data, model, task = Path(folder) / "data", Path(folder) / "data" / "model", Path(folder) / "task"
-        run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
-        torch.manual_seed(seed)
-        config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+        if sees := name in dots.FAMILIES:
+            run(task, "data/dots.py", "--output-dir", data, "--family", name, "--seed", seed)
+        else:
+            run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
+            torch.manual_seed(seed)
+            config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
         common = ("--seed", seed, "--activation-checkpointing", "none", "--default-local-dir")
         run(
             task, "sft.py", "--model", model, "--train-files", data / "sft.parquet", "--max-length", 128,
-            "--lr", 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30, "--total-training-steps", args.sft_steps,
+            "--lr", 1e-3 if sees else 4e-3, "--beta2", 0.98, "--lr-warmup-steps", 30,
+            "--total-training-steps", args.sft_steps, *(("--no-freeze-vision-tower",) if sees else ()),
             *common, Path(folder) / "sft",
         )  # fmt: skip
         run(
             out / f"{name}-{seed}.log", "train_grpo.py", "--engine", args.rollout_engine,
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
-            "--max-prompt-length", 32, "--max-response-length", 40, "--train-batch-size", 32, "--rollout-n", 8,
-            "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
+            "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10, *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()
         (out / f"{name}-{seed}.metrics.jsonl").write_text(metrics.replace(folder, "runs"))

@@ -41,6 +41,7 @@ from rl.data import batching  # noqa: E402
 from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
+from rl.model.experts import count_experts  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
 
@@ -50,8 +51,10 @@ TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
 
 @dataclass(frozen=True)
 class Args:
-    shape: Literal["tiny", "0.5B", "1.5B", "7B", "14B", "32B"] = "1.5B"
-    """Which Qwen2.5, by benchmarks/make_model.py; tiny is for the CPU."""
+    shape: Literal["tiny"] | make_model.Shape = "1.5B"
+    """Which Qwen, by benchmarks/make_model.py; tiny is for the CPU."""
+    layers: int | None = None
+    """Only so many layers of it."""
     tokenizer: str | None = None
     """Folder or Hugging Face id of a Qwen2 tokenizer; tiny brings its own."""
     cache: Path = Path("runs/benchmark_models")
@@ -75,9 +78,11 @@ class Args:
 # --- what is run
 
 
-def model_folder(shape: str, tokenizer: str | None, cache: Path, lengths: str, mean_length: float) -> Path:
+def model_folder(
+    shape: str, tokenizer: str | None, cache: Path, lengths: str, mean_length: float, layers: int | None = None
+) -> Path:
     """Folder of the random model in `cache`, written if it is not there. Length models share the weights by links."""
-    fixed = cache / f"qwen2-{shape}"
+    fixed = cache / (f"qwen2-{shape}" if layers is None else f"qwen2-{shape}-{layers}-layers")
     if not fixed.exists():
         partial = fixed.with_name(f"{fixed.name}.partial")  # an interrupted build is not taken for a model
         shutil.rmtree(partial, ignore_errors=True)
@@ -86,11 +91,11 @@ def model_folder(shape: str, tokenizer: str | None, cache: Path, lengths: str, m
         elif tokenizer is None:
             raise ValueError(f"--shape {shape} needs --tokenizer, the folder or Hugging Face id of a Qwen2 tokenizer")
         else:
-            make_model.main(make_model.Args(tokenizer=tokenizer, out=partial, shape=shape))
+            make_model.main(make_model.Args(tokenizer=tokenizer, out=partial, shape=shape, layers=layers))
         partial.rename(fixed)
     if lengths == "fixed":
         return fixed
-    folder = cache / f"qwen2-{shape}-geometric-{mean_length:g}"
+    folder = fixed.with_name(f"{fixed.name}-geometric-{mean_length:g}")
     folder.mkdir(exist_ok=True)
     for file in fixed.iterdir():
         link = folder / file.name
@@ -177,16 +182,19 @@ def train_flops(
 ) -> float:
     """Floating-point operations of one forward and backward pass of a Qwen2-shaped model, nothing computed twice.
 
-    `tokens` pass through the decoder layers, 2 a weight forward and 4 backward; `response_tokens` of them through the
-    LM head. With LoRA the weights are `frozen` and have no gradients: 2 backward; its adapters are left out. Causal
-    attention over a sequence of s tokens takes half of 12 * layers * width * s^2; `sum_squares` is the sum of s^2.
+    `tokens` pass through the decoder layers, 2 a weight forward and 4 backward, in a mixture only through the routers
+    and the experts that they choose; `response_tokens` of them through the LM head. With LoRA the weights are `frozen`
+    and have no gradients: 2 backward; its adapters are left out. Causal attention over a sequence of s tokens takes
+    half of 12 * layers * width * s^2; `sum_squares` is the sum of s^2.
     Norms, activations and the optimizer are left out, as usual for the utilisation of a GPU.
     """
     c = config.get_text_config().to_dict()
     hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
     width = heads * (c.get("head_dim") or hidden // heads)
     kv_width = width * c["num_key_value_heads"] // heads
-    layer = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * c["intermediate_size"]  # q o, k v, mlp
+    experts = count_experts(config)
+    mlp = 3 * hidden * (c["moe_intermediate_size"] * c["num_experts_per_tok"] if experts else c["intermediate_size"])
+    layer = 2 * hidden * width + 2 * hidden * kv_width + mlp + hidden * experts  # q o, k v, mlp, router
     products = layers * layer * tokens + c["vocab_size"] * hidden * response_tokens
     return (4 if frozen else 6) * products + 6 * layers * width * sum_squares
 
@@ -319,6 +327,7 @@ def summarize(
                 "mfu": train.ppo_epochs * counted / line["timing_s/update_actor"] / (peak * world_size),
                 "micro_batch_fill": note["micro_batch_fill"],
                 "logprob_gap_mean": line["rollout/logprob_gap_mean"],
+                **{name: x for name, x in line.items() if name.startswith("router/")},
             }
         )
 
@@ -388,7 +397,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     ranks = init_ranks()
     for folder in (args.out, args.cache):
         folder.mkdir(parents=True, exist_ok=True)
-    shape = (args.shape, args.tokenizer, args.cache, args.lengths, args.mean_length)
+    shape = (args.shape, args.tokenizer, args.cache, args.lengths, args.mean_length, args.layers)
     model = ranks.all_gather([model_folder(*shape)] if ranks.is_main else [])[0]
     port = ranks.all_gather([free_port()])[0]
     prompts = args.out / "prompts.jsonl"
@@ -411,7 +420,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     lines = [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "timing_s/update_actor" in line]  # evaluations have lines of their own
     report = {
-        "shape": args.shape,
+        "shape": args.shape if args.layers is None else f"{args.shape}, {args.layers} layers",
         "lengths": args.lengths if args.lengths == "fixed" else f"geometric, mean {args.mean_length:g}",
         "prompts": train.train_batch_size,
         "rollout_n": train.rollout_n,
@@ -426,7 +435,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
     }
     (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(
-        "\nQwen2.5 {shape}, {prompts} prompts x {rollout_n}, {prompt_length} + {max_response_length} tokens, lengths "
+        "\nQwen {shape}, {prompts} prompts x {rollout_n}, {prompt_length} + {max_response_length} tokens, lengths "
         "{lengths}, {gpus} x {device}, attention {attention}, medians of steps {steps[0]} to {steps[1]}\n".format(
             **report
         )

@@ -12,6 +12,7 @@ REWARDS = {
     "arithmetic": "gsm8k",
     "word_problems": "gsm8k",
     "dots": "gsm8k",
+    "hiyouga/geometry3k": "geometry3k",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
     "lighteval/MATH": "math_reward",
     "EleutherAI/hendrycks_math": "math_reward",

@@ -4,6 +4,7 @@ import math
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from rl.data import images
 from rl.data.encode import load_tokenizer
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
@@ -20,6 +21,9 @@ def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag:
     vocabulary = tokenizer.get_vocab()
     if load_tokenizer(path, flag=flag).get_vocab() != vocabulary:
         problem = f"its tokenizer is not that of --model {model}, so it would misread every token"
+        raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
+    if images.in_use() and len({AutoConfig.from_pretrained(x).model_type for x in (path, model)}) > 1:
+        problem = f"the data has images, which it may not read as --model {model} does"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
     rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
     if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):

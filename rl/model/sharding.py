@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rl.flags import Free
+from rl.model import vision
 from rl.model.logprobs import add_packed_forward
 from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
@@ -87,6 +88,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     for group in mesh.get_all_groups():
         wait_without_end(group)
     units = _outermost(model, model._no_split_modules or ())
+    tower = set(found[1].modules()) if (found := vision.tower_of(model)) else set()
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
@@ -97,7 +99,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
         elif memory.activation_checkpointing == "selective":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
-        if memory.compile:
+        if memory.compile and unit not in tower:  # images have other dimensions that vary
             unit.forward = _compile_for_all_lengths(unit.forward)
     placed: set[Tensor] = set()  # of `plain`, which the root has too
     for module in [*units, model]:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl import client
 from rl.data.batching import Update
+from rl.data.images import FIRST
 from rl.data.types import Batch, Sampling
 from rl.flags import Free, Seconds
 from rl.formulas.distillation import with_rest
@@ -106,7 +107,8 @@ def add_teacher(
     if flags.teacher_url:
         logp, ids, logps = _ask_server(flags, batch, model.vocabulary, top_k)
     else:
-        if len(batch.lengths) and (unknown := int(batch.input_ids.max())) >= model.vocabulary:
+        texts = batch.input_ids[batch.input_ids < FIRST]  # without images
+        if len(texts) and (unknown := int(texts.max())) >= model.vocabulary:
             raise RuntimeError(
                 f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from "
                 "the padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a "

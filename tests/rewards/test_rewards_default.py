@@ -51,6 +51,8 @@ ADD_TESTS = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "", "tes
             )
             for name in ("apps", "codecontests", "codeforces", "taco")
         ),
+        ("dots", "#### 4", "4", "4", (1, 0)),
+        ("hiyouga/geometry3k", r"<think>x</think> \boxed{4}", r"\boxed{4.5}", "4", (1, 0)),
         ("google-research-datasets/mbpp", f"```python\n{ADD}\n```", "```python\nadd = max\n```", ADD_TESTS, (1, 0)),
         ("openai/openai_humaneval", f"```python\n{ADD}\n```", "```python\nadd = max\n```", ADD_CHECK, (1, 0)),
         ("grail_gsm8k", TAGGED.format(4), TAGGED.format(5), "#### 4", (1, 0.4)),

@@ -22,7 +22,15 @@ import torch
 import tyro
 from helpers_scripts import read_jsonl
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config, get_scheduler
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    get_scheduler,
+)
 
 import eval as evaluation
 import sft
@@ -95,12 +103,13 @@ def test_train_flops_by_hand():
     [
         Qwen2Config(**SHAPE | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
         Qwen3Config(**SHAPE | {"hidden_size": 48}, head_dim=32),  # attention wider than the model
+        Qwen3MoeConfig(**SHAPE, head_dim=32, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24),
     ],
-    ids=["qwen2", "qwen3"],
+    ids=["qwen2", "qwen3", "qwen3_moe"],
 )
 def test_train_flops_are_what_torch_counts(config, frozen):
     config.intermediate_size = 80
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     if frozen:  # as LoRA's base: gradients go through the layers, and none is of a weight
         model.requires_grad_(False)
         model.enable_input_require_grads()
@@ -108,7 +117,7 @@ def test_train_flops_are_what_torch_counts(config, frozen):
     with FlopCounterMode(display=False) as counter:
         ids = torch.arange(tokens)[None] % config.vocab_size
         model(input_ids=ids, use_cache=False, logits_to_keep=responses).logits.sum().backward()
-    head_dim = config.head_dim if config.model_type == "qwen3" else 8
+    head_dim = 8 if config.model_type == "qwen2" else config.head_dim
     masked = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * tokens**2  # torch counts it too
     counts = dict(tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
     ours = step_time.train_flops(config, **counts, frozen=frozen)

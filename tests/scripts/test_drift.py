@@ -15,7 +15,7 @@ SUPERVISED = ("sft", "train_reward")
 # name -> scripts, of which the first is the model; the first and the last statement of the block
 BLOCKS = {
     "a round begins": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.wake()", "if step == total_steps:"),
-    "sampling": (["train_grpo", "train_ppo", FAMILY[0], *FAMILY[3:]], "own_rows, seed = ", "clock('gen')"),
+    "sampling": (["train_grpo", "train_ppo", FAMILY[0], *FAMILY[3:]], "rows, own_samples, tickets = ", "clock('gen')"),
     "engine checked": (["train_grpo", "train_ppo", *FAMILY, "train_dpo"], "engine.sleep()", "clock('verify')"),
     "clipped policy loss": (["train_grpo", *CLIPPED], "ratio = ", "pg_loss = pg_loss * weights"),
     "learning rate": (["train_grpo", *FAMILY[:4], "train_dpo"], "lr = args.lr", "optimizer.param_groups[0]['lr'] = lr"),

@@ -5,6 +5,7 @@ neighbouring ranks form one engine: all of them sample all responses together.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -86,7 +87,7 @@ class Engine(Base):
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
                 **({"enable_return_routed_experts": True} if returns_experts else {}),
-                **({"limit_mm_per_prompt": {"image": images.most_in_row(), "video": 0}} if self.sees else {}),
+                **(_of_images() if self.sees else {}),
                 seed=seed,
             )
         self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
@@ -265,6 +266,16 @@ def _transformers_as_it_is(model: str) -> Iterator[None]:
     yield
     if decoder.__init__ is not init:
         decoder.__init__, decoder.do_not_compile = init, True
+
+
+def _of_images() -> dict[str, Any]:
+    """Arguments of vLLM for a model that sees images. Its normalization on the device, in newer versions, has constants
+    that dummy weights overwrite.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    constants = [x.name for x in dataclasses.fields(EngineArgs) if x.name == "mm_device_do_normalize"]
+    return {"limit_mm_per_prompt": {"image": images.most_in_row(), "video": 0}} | dict.fromkeys(constants, False)
 
 
 def _prompt(ids: Sequence[int]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from helpers_data import update
 from objectives import CASES, TEMPERATURE, packed_backward
+from transformers import AutoModelForCausalLM
 
 from rl.data.batching import Update, plan_micro_batches
 from rl.data.types import Batch, Sample, Sampling
-from rl.model import load as models
 from rl.model import sharding
 from rl.model.load import load_causal_lm
 from rl.model.logprobs import fixed_logprobs
@@ -32,7 +32,7 @@ def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Mod
     if ranks.is_main:
         return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
     refusal = AssertionError("only rank 0 reads the weights")
-    with mock.patch.object(models.AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
+    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
         return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
 
 

@@ -1,0 +1,237 @@
+"""Models that see images train on what their own forward gives for one sequence at a time."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import helpers_engines as e
+import helpers_scripts as h
+import helpers_vision as vision
+import launch
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+from workers.vision import measure, responses, weights_of
+
+import eval
+import sft
+import train_grpo
+import train_ppo
+from data import dots, files
+from rl.data import images
+from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.rows import read_rows
+from rl.data.types import Sampling
+from rl.flags import build
+from rl.model import load as models
+from rl.model import lora
+from rl.model.checks import check_same_tokenizer
+from rl.model.lora import LoRA
+from rl.model.sharding import Memory
+from rl.run.task import load_task
+from rl.sampling.engines import Rollout, hf, vllm
+from rl.sampling.rollout import check_engine, sample_groups
+
+FAMILIES = list(dots.FAMILIES)
+PADDED = ["qwen3_5"]  # on a CPU: layers with a state
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Name of a family -> folder of its model."""
+    root = tmp_path_factory.mktemp("sees")
+    return {name: vision.save_lively(root / name, name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """A file of three images, whose prompts are the same text, and a row without an image."""
+    return vision.write_rows(tmp_path_factory.mktemp("rows"), 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_images():
+    vision.forget()
+    yield
+    vision.forget()
+
+
+@pytest.fixture(scope="module")
+def expected(folder_of, rows):
+    """Name of a family -> log-probs of all responses, and gradients of the loss, one sequence at a time."""
+    found = {}
+    for name, folder in folder_of.items():
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        samples = responses(vision.encoded(folder, rows))
+        width = max(s.num_tokens for s in samples)
+        weight, logps = weights_of(torch.Size((len(samples), width))), []
+        for i, s in enumerate(samples):
+            inputs, ids = vision.as_processed(folder, rows, i // 2), s.response_ids.tolist()
+            logp = vision.logits(model, inputs, ids).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+            (logp * weight[i, len(s.prompt_ids) : s.num_tokens]).sum().backward()
+            logps.append(logp.detach())
+        grads = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        found[name] = samples, logps, grads
+    return found
+
+
+def close(found, wanted, tolerance):
+    size = max(float(wanted.norm()), 1e-6)
+    assert float((found - wanted).norm()) / size < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_have_the_tokens_of_the_processor(folder_of, rows, family):
+    for i, row in enumerate(vision.encoded(folder_of[family], rows)):
+        wanted, ids = vision.as_processed(folder_of[family], rows, i)["input_ids"], torch.tensor([row["prompt_ids"]])
+        assert torch.equal(images.expanded(ids)[0], wanted)
+        assert (ids >= images.FIRST).sum() == (vision.TOKENS if i < 3 else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_as_one_sequence_at_a_time(world, folder_of, rows, expected, family):
+    samples, wanted, gradients = expected[family]
+    is_padded, logp, found = measure(folder_of[family], rows, world, LoRA(freeze_vision_tower=False))
+    assert is_padded == (family in PADDED)
+    for i, s in enumerate(samples):
+        torch.testing.assert_close(logp[i, len(s.prompt_ids) : s.num_tokens], wanted[i], rtol=0, atol=1e-5)
+    assert found.keys() == gradients.keys()
+    for name, x in gradients.items():
+        close(found[name], x, 2e-4)
+    # The same text before another image: were its hidden states shared, these would be equal.
+    assert (wanted[0][:1] - wanted[2][:1]).abs() > 1e-3 or (wanted[0][:1] - wanted[4][:1]).abs() > 1e-3
+
+
+def test_two_ranks_of_which_one_has_no_image(folder_of, rows, expected, tmp_path):
+    folder = folder_of["qwen3_vl"]
+    named = [f"{name}={folder}" for name in ("learns", "frozen")]
+    launch.run_file(launch.TESTS / "model/workers/vision.py", rows, tmp_path, *named, nproc=2)
+    own = [torch.load(tmp_path / f"rank{i}.pt", weights_only=False) for i in (0, 1)]
+    samples, wanted, gradients = expected["qwen3_vl"]
+    for name in ("learns", "frozen"):
+        logp = own[0][name][1] + own[1][name][1]
+        for i, s in enumerate(samples):
+            torch.testing.assert_close(logp[i, len(s.prompt_ids) : s.num_tokens], wanted[i], rtol=0, atol=1e-5)
+        learned = {key: x for key, x in gradients.items() if name == "learns" or ".visual." not in key}
+        for part in own:
+            assert part[name][2].keys() == learned.keys()
+            for key, x in learned.items():
+                close(part[name][2][key], x, 2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family):
+    """Prompts with and without an image side by side, before and after a push of other weights, also of the tower."""
+    policy = models.load_policy(
+        folder_of[family], world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64
+    )
+    engine = hf.Engine(folder_of[family], world, longest=64)
+    sampling, places = Sampling(n=3, max_tokens=16), 0
+    for seed in range(3):
+        samples, _ = sample_groups(engine, vision.encoded(folder_of[family], rows), sampling, seed=seed)
+        gap = check_engine(policy, samples, sampling, Rollout(), world, num_probe=len(samples))
+        assert gap < 5e-6
+        places += sum((s.response_ids == vision.PLACEHOLDER).sum() for s in samples)
+        e.change(policy, scale=0.02, seed=seed)
+        engine.update_weights(models.weights_for_engine(policy, world))
+    assert places > 0  # the policy has sampled some, and they were text
+
+
+def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
+    """Needs torchvision, which vLLM imports for them. On a CPU: PyPI's wheel, unzipped to a folder on PYTHONPATH,
+    without the two lines `@torch.library.register_fake` of its _meta_registrations.py.
+    """
+    if find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    folder = folder_of["qwen3_vl"]
+    policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
+    engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
+    sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
+
+    def gap(seed: int) -> float:
+        samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
+        return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=9.0), world, num_probe=len(samples))
+
+    for seed in range(3):
+        e.change(policy, scale=0.02, seed=seed)
+        engine.update_weights(models.weights_for_engine(policy, world))
+        assert gap(seed) < 5e-6
+    e.change(policy, scale=0.02, seed=3)
+    with mock.patch.object(engine.core, "reset_encoder_cache"):  # what a push would leave without it
+        engine.update_weights(models.weights_for_engine(policy, world))
+    assert gap(3) > 1e-3
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of):
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder_of["qwen3_vl"]))
+    names = [lora.layers_of(model, ["all-linear"], freeze_vision_tower=x) for x in (True, False)]
+    assert len(names[0]) == 14 and not any("visual" in x for x in names[0])
+    assert set(names[0]) < set(names[1]) and "model.visual.blocks.0.attn.qkv" in names[1]
+
+
+def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):
+    settings = dict(model=folder_of["qwen3_vl"], train_files=(str(rows),), val_before_train=False, test_freq=-1)
+    settings |= dict(max_prompt_length=64, max_response_length=64, train_batch_size=2, engine="hf")
+    for args, what in (
+        (build(train_ppo.Args, **settings), "the critic of train_ppo.py"),
+        (build(train_grpo.Args, **settings, reward_model=tiny_model), "--reward-model"),
+    ):
+        with pytest.raises(ValueError, match=rf"train\.parquet: row 0: has images, and {what} reads text only"):
+            load_task(args)
+    tokenizer = load_tokenizer(folder_of["qwen3_vl"])
+    with pytest.raises(ValueError, match="the data has images, which it may not read as --model"):
+        check_same_tokenizer(tokenizer, folder_of["qwen2_5_vl"], flag="--teacher-model", model=folder_of["qwen3_vl"])
+    with pytest.raises(ValueError, match="row 0: has images, and reward models read text only"):
+        encode_conversation(tokenizer, read_rows(rows)[0], "#### 1")
+
+
+def test_a_run_from_demonstrations_to_evaluation(runs_here, tmp_path):
+    """sft.py, train_grpo.py with LoRA and without, and eval.py, with half of the rows without an image."""
+    dots.main(dots.Args(tmp_path, num_sft=8, num_train=4, num_test=4))
+    for name in ("sft", "train", "test"):
+        table = files.read(tmp_path / f"{name}.parquet")
+        for row in table[::2]:
+            row |= {"images": None, "prompt": [{"role": "user", "content": "how many?"}]}
+        files.write(tmp_path, {name: table})
+    (tmp_path / "reward.py").write_text(h.REWARD)
+    reward, base = (str(tmp_path / "reward.py"),), str(tmp_path / "model")
+    found = sft.main(
+        build(
+            sft.Args, model=base, train_files=(str(tmp_path / "sft.parquet"),), max_length=64, train_batch_size=8,
+            total_training_steps=2, lr=1e-3, freeze_vision_tower=False, default_local_dir=str(tmp_path / "sft"),
+        )
+    )  # fmt: skip
+    assert found["train/grad_norm"] > 0
+    start = str(tmp_path / "sft/global_step_2/huggingface")
+    tower = {key: x for key, x in load_file(f"{start}/model.safetensors").items() if "visual" in key}
+    before = load_file(f"{base}/model.safetensors")
+    assert tower and any(not torch.equal(x, before[key]) for key, x in tower.items())
+    for rank in (0, 4):
+        folder = tmp_path / f"grpo{rank}"
+        settings = dict(
+            model=start, train_files=(str(tmp_path / "train.parquet"),), val_files=(str(tmp_path / "test.parquet"),),
+            engine="hf", max_prompt_length=64, max_response_length=8, train_batch_size=4, rollout_n=2, lr=1e-2,
+            total_training_steps=3, test_freq=3, val_before_train=False, lora_rank=rank, reward_workers=1,
+            custom_reward_function=reward, default_local_dir=str(folder),
+        )  # fmt: skip
+        train_grpo.main(build(train_grpo.Args, **settings))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        gaps = [x["rollout/logprob_gap_mean"] for x in lines if "rollout/logprob_gap_mean" in x]
+        assert len(gaps) == 3 and max(gaps) < 1e-5
+        export = folder / "global_step_3/huggingface"
+        after = load_file(export / "model.safetensors")
+        assert all(torch.equal(after[key], x) for key, x in tower.items())  # frozen
+        assert any(not torch.equal(after[key], x) for key, x in load_file(f"{start}/model.safetensors").items())
+        plain = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32)
+        assert type(plain).__name__ == "Qwen3VLForConditionalGeneration"
+    found = eval.main(
+        build(
+            eval.Args, model=str(export), val_files=(str(tmp_path / "test.parquet"),), engine="hf",
+            max_prompt_length=64, max_response_length=8, reward_workers=1,
+        )
+    )  # fmt: skip
+    assert found["num_prompts"] == 4
