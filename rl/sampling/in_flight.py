@@ -94,10 +94,12 @@ class InFlight:
                         break
                 self._step(on_group, bar.update)
             self.rollouts.interrupt()
-            while self.rollouts.waiting:  # an environment that was asked answers before others use the environments
+            # An environment that was asked answers before others use it. Ranks of an engine step together.
+            while engine.has_requests(waiting=bool(self.rollouts.waiting)):
                 self._step(on_group, bar.update)
         taken = sorted(self.ready)[:wanted]
-        if len(taken) < wanted and not stop.requested(engine.group):
+        asked = stop.requested(engine.group)  # all ranks of an engine must enter
+        if len(taken) < wanted and not asked:
             raise RuntimeError(f"{len(taken)} of {wanted} groups are complete, and nothing is left to sample")
         groups = [self.ready.pop(name) for name in taken]
         indices = self.ranks.all_gather([row["row_index"] for row, _, _ in groups])
