@@ -49,6 +49,7 @@ class Packed:
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
     routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
     replays: bool = False  # whether these use the experts that a batch names
+    balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
 
 
 def token_logprobs(
@@ -147,6 +148,7 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch, model)
     routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
     experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
+    experts.balance(model.packed.routers, model.packed.balance, batch.share, inputs[0])
     out = model.packed.forward(head, inputs, place[wanted], *args)
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -182,7 +184,8 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """
     ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
     sees = vision.sees(model)
-    similar = SIMILAR if routed is None and not sees else 0.0  # routers remember the experts of one pass
+    one_pass = routed is not None or model.packed.balance or sees  # which routers remember
+    similar = 0.0 if one_pass else SIMILAR
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
         if not groups or length < similar * batch.lengths[groups[-1][0]]:
             groups.append([])
