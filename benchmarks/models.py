@@ -33,8 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
-WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl/model/load.py
-SHORT = dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))  # on the page
+OWN_HEAD = ", with the logits of its own forward"
+WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in rl/model/load.py
+WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
+SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
 ENGINES = ("yes", "by transformers", "no", "not tried", "")
 BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
@@ -222,7 +224,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     found["way"] = next(
         way
         for way, x in models.WAYS.items()
-        if x == dict(is_padded=policy.packed.is_padded, own_head=policy.packed.own_head)
+        if all(getattr(policy.packed, option) == value for option, value in x.items())
     )
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]

@@ -40,6 +40,10 @@ TEXT = dict(
     hidden_size=96, num_hidden_layers=2, intermediate_size=256, num_attention_heads=3, num_key_value_heads=1,
     head_dim=32, max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=0, bos_token_id=0, eos_token_id=2,
 )  # fmt: skip
+LINEAR = dict(
+    linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=2,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
 TOWER = dict(depth=2, hidden_size=64, num_heads=2, patch_size=8, spatial_merge_size=2, out_hidden_size=96)
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 QWEN_IDS = dict(vision_start_token_id=80, vision_end_token_id=81, image_token_id=82, video_token_id=83)
@@ -77,6 +81,14 @@ FAMILIES = {
         QWEN_TEXT,
         QWEN_PIXELS,
     ),
+    "qwen3_5": Family(
+        TEXT | LINEAR | dict(rope_parameters=ROPE | dict(mrope_interleaved=True, partial_rotary_factor=1.0)),
+        TOWER | dict(intermediate_size=128, num_position_embeddings=36),
+        QWEN_IDS,
+        QWEN_TOKENS,
+        QWEN_TEXT,
+        QWEN_PIXELS,
+    ),
 }
 
 
@@ -84,7 +96,7 @@ FAMILIES = {
 class Args:
     output_dir: Path = Path("data/dots")
     """folder to write to"""
-    family: Literal["qwen3_vl", "qwen2_5_vl"] = "qwen3_vl"
+    family: Literal["qwen3_vl", "qwen2_5_vl", "qwen3_5"] = "qwen3_vl"
     """model_type of the model"""
     num_sft: int = 6400
     """SFT samples"""
@@ -146,8 +158,8 @@ def save_model(folder: Path, name: str = "qwen3_vl", seed: int = 0) -> None:
     tokenizer = make_tokenizer(family)
     tokenizer.save_pretrained(folder)
     text = family.text | dict(vocab_size=len(tokenizer))
-    ids = dict(pad_token_id=0, eos_token_id=2, tie_word_embeddings=True)
-    config = AutoConfig.for_model(name, text_config=text, vision_config=family.tower, **family.ids, **ids)
+    parts = dict(text_config=text, vision_config=family.tower, tie_word_embeddings=True)
+    config = AutoConfig.for_model(name, **parts, **family.ids)
     kind = IMAGE_PROCESSOR_MAPPING_NAMES[name]["torchvision"]
     (folder / "preprocessor_config.json").write_text(files.json.dumps({"image_processor_type": kind} | family.pixels))
     with torch.random.fork_rng(devices=[]):

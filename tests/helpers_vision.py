@@ -86,6 +86,7 @@ def forget() -> None:
     del images._known[1:]
     images._most[0] = 0
     images._current.clear()
+    images._inputs.clear()
 
 
 def without(folder: str, name: str, to: Path) -> str:

@@ -173,7 +173,7 @@ def make_batch(
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
     `ages` if one of them is older than `version`. All data ranks must enter.
     """
-    lengths, shared = [r.num_tokens for r in responses], _shared(responses)
+    lengths, shared = [r.num_tokens for r in responses], _shared(responses, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
     limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
     updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
@@ -202,8 +202,12 @@ def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> tor
     return ages
 
 
-def _shared(responses: Sequence[Response]) -> list[int]:
-    """Tokens at the start of each response that the one above it has too: at least those of their prompts."""
+def _shared(responses: Sequence[Response], ranks: Ranks) -> list[int]:
+    """Tokens at the start of each response that the one above it has too: at least those of their prompts. None count
+    if a model of this run computes them for each.
+    """
+    if ranks.not_sharing:
+        return [0] * len(responses)
     shared = [0]
     for above, here in itertools.pairwise(responses):
         follows = (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index)

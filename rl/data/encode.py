@@ -28,7 +28,8 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
     They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
     """
-    found = [tokenizer.eos_token_id, AutoConfig.from_pretrained(model).eos_token_id]
+    config = AutoConfig.from_pretrained(model)  # one of images may have no such id, but that of its text does
+    found = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]
     with contextlib.suppress(OSError):  # raised for a model without one
         found.append(GenerationConfig.from_pretrained(model).eos_token_id)
     ids = [i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
@@ -46,12 +47,14 @@ def encode_prompts(
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
     A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
-    own special tokens, so none are added. A string is tokenised as the tokenizer does by default.
+    own special tokens, so none are added. A string is tokenised as the tokenizer does by default. The tokens of images
+    have ids of their own: see images.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
     environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
     since it is part of what the environment says first (see chat.py). Raises ValueError without a chat template, for
-    messages that it rejects, for a prompt without a token or over the limit, and if no row is left.
+    messages that it rejects, for images without a processor or as many places, for a prompt without a token or over the
+    limit, and if no row is left.
     """
     way = {} if tools is None else dict(add_generation_prompt=False, tools=list(tools))
     if tools is not None and (plain := [row for row in rows if not isinstance(row["prompt"], list)]):

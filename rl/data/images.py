@@ -28,7 +28,7 @@ FIRST = 2**30  # id of the tokens of image 0
 PLACE = "<image>"  # in the text of a message, as verl has it
 MAX_PIXELS = 2**26  # of an image file; more may be a decompression bomb
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow; others may start programs
-KEPT = 64  # images whose inputs are kept
+KEPT_BYTES = 2**31  # of the inputs of images that were used last
 
 Source = str | bytes | Image.Image  # a path, what a file holds, or an image
 
@@ -53,6 +53,7 @@ _known: list[Known] = [Known(Image.new("RGB", (28, 28)), 28, 28)]  # image 0 is 
 _numbers: dict[Any, int] = {}  # by path or hash of the content
 _most = [0]  # images in a row
 _processors: dict[str, ProcessorMixin] = {}  # by model
+_inputs: dict[tuple[ProcessorMixin, int], dict[str, torch.Tensor]] = {}  # the last ones that were used
 _current: list[ProcessorMixin] = []  # the last one that was asked for; a run has one
 
 
@@ -196,15 +197,17 @@ def tokens(number: int) -> Tokens:
     return _tokens_of_size(processor(), *_known[number][1:])
 
 
-@functools.lru_cache(KEPT)
-def _inputs(processor: ProcessorMixin, number: int) -> dict[str, torch.Tensor]:
-    found = processor.image_processor(images=[picture(number)], return_tensors="pt")
-    return {name: x for name, x in found.items() if name not in getattr(processor, "unused_input_names", ())}
-
-
 def inputs(number: int) -> dict[str, torch.Tensor]:
     """What a model gets to see of image `number`, such as `pixel_values`, on the host."""
-    return _inputs(processor(), number)
+    key = processor(), number
+    if key not in _inputs:
+        found = processor().image_processor(images=[picture(number)], return_tensors="pt")
+        unused = getattr(processor(), "unused_input_names", ())
+        _inputs[key] = {name: x for name, x in found.items() if name not in unused}
+        while len(_inputs) > 1 and sum(x.nbytes for xs in _inputs.values() for x in xs.values()) > KEPT_BYTES:
+            del _inputs[next(iter(_inputs))]
+    _inputs[key] = _inputs.pop(key)  # now the last one
+    return _inputs[key]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Engine(Base):
         self.places = dict(self._places())
         self.max_num_seqs = flags.max_num_seqs
         eos = self.model.generation_config.eos_token_id
-        eos = self.model.config.eos_token_id if eos is None else eos
+        eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
         self.eos_token_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         self.batch: list[InFlight | None] = []  # None: this one has ended
         # (b, t) of the batch, prompts padded on the left; positions may be (3, b, t)
