@@ -11,7 +11,7 @@ from rl.data.rows import Row
 from rl.data.types import Sampling
 from rl.flags import flat
 from rl.run.arguments import check
-from rl.sampling.environments import Environments, make_environments
+from rl.sampling.environments import Environments, check_rows, make_environments
 from rl.sampling.rollout import sampling_settings
 from rl.scoring.pool import Scorer, make_scorer
 
@@ -51,6 +51,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     tools = environments.chat.tools if environments else None
     kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs, tools=tools)
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
+    check_rows(args.envs, train_rows + val_rows)
     if images.in_use() and (blind := [what for name, what in TEXT_ONLY.items() if flat(args).get(name) is not None]):
         place = next(named(row) for row in train_rows + val_rows if row.get("images"))
         raise ValueError(f"{place}: has images, and {blind[0]} reads text only; leave such rows out, or it")
