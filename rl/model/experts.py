@@ -100,10 +100,12 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, loss):
+        """x, (N, ...)."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
+        """That of x, and 1 for the loss."""
         return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
