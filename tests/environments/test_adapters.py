@@ -263,7 +263,7 @@ def test_a_server_of_openenv_trains(task, player, tmp_path):
     line, conversations = train(task, tmp_path, Path(f"{player}:Named"), max_turns=4)
     said = [[x["content"] for x in c["messages"] if x["role"] == "user"] for c in conversations]
     assert len(said) == 4 and len({x[0] for x in said}) == 1 and all(x[0].startswith("seed ") for x in said)
-    assert any(text.startswith("Error: ") for x in said for text in x) and "environment/steps" in line
+    assert any(text.startswith("Error: ") for x in said for text in x) and "environment/turn_rewards" in line
     assert [x["score"] for x in conversations] == [sum(x.get("turn_rewards", ())) for x in conversations]
 
 

@@ -82,7 +82,7 @@ LIMITS = {
         lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
         seed kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
-        distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
+        router_aux_loss_coef distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
         partial_rollouts
     """,
     "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
