@@ -98,7 +98,7 @@ class Run:
                 keep_moments_on_host(optimizer, self.ranks.device)
         evaluates_first = self.evaluation_is_due(self.start)
         self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
-        plan, policy = "", trained["actor"][0]
+        plan, (policy, _) = "", next(iter(trained.values()))
         policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
