@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rl.data.types import Batch, Response, Sample
+from rl.data.types import Batch, MicroBatch, Response, Sample
 from rl.ranks import Ranks
 
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -22,7 +22,7 @@ class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
 
     rows: range  # of the mini-batch, among those of the step
-    micro_batches: list[list[int]]  # this rank's rows; all ranks have equally many micro-batches
+    micro_batches: list[MicroBatch]  # this rank's rows; all ranks have equally many micro-batches
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, likewise
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
@@ -145,7 +145,9 @@ def plan_updates(
         plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
         rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
         num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
-        updates.append(Update(mini, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
+        total = sum(lengths[i] for i in mini)
+        own = [MicroBatch(rows, sum(lengths[i] for i in rows) / total) for rows in plan[ranks.data_rank]]
+        updates.append(Update(mini, own, float(num_tokens), float(num_seqs), rows_of_rank))
     return updates
 
 

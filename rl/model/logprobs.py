@@ -52,6 +52,7 @@ class Packed:
     apart: recurrent.Apart = ""  # how these keep packed sequences apart, which then share nothing
     routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
     replays: bool = False  # whether these use the experts that a batch names
+    balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
 
 
 def token_logprobs(
@@ -151,6 +152,7 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     recurrent.separate(model.packed.mixers, model.packed.apart, inputs[0].get("packing"))
     routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
     experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
+    experts.balance(model.packed.routers, model.packed.balance, batch.share, inputs[0])
     out = model.packed.forward(head, inputs, place[wanted], *args)
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -187,7 +189,8 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """
     ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
     sees = vision.sees(model)
-    similar = SIMILAR if routed is None and not sees else 0.0  # routers remember the experts of one pass
+    one_pass = routed is not None or model.packed.balance or sees  # which routers remember
+    similar = 0.0 if one_pass else SIMILAR
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
         if not groups or length < similar * batch.lengths[groups[-1][0]]:
             groups.append([])
