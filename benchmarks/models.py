@@ -317,7 +317,7 @@ def learn(name: str, seed: int, args: Args) -> None:
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
             "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
-            "--rollout-n", 8, "--lr", 3e-4 if sees else 1e-4, "--total-training-steps", 10,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10,
             *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()
