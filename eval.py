@@ -24,7 +24,7 @@ from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
 from rl.run.metrics import of_scoring
 from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
-from rl.sampling.environments import EnvironmentFlags, make_environments
+from rl.sampling.environments import EnvironmentFlags, check_rows, make_environments
 from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Rewards, Scoring, make_scorer
@@ -72,6 +72,7 @@ def main(args: Args) -> dict[str, float]:
     envs = make_environments(args.envs, tokenizer, stops)
     in_turns, limit = envs is not None, args.max_response_length
     rows = read_prompts(args.val_files, needs_truth=rewards.need_truth, in_turns=in_turns)[: args.max_samples]
+    check_rows(args.envs, rows)
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=envs and envs.chat.tools)
     scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=in_turns)
 

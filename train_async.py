@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from rl.data.batching import ages_of, make_batch
+from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
 from rl.formulas import advantages, schedule
@@ -138,12 +138,12 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-        )  # (b, T)
+            version=step,
+        )  # (b, T); with ages, if a token is older than these weights
         clock("batch")
 
         # 5. Log-probs that stay fixed while the policy changes. With one update a step, those of the policy that starts
         # it are not needed here: they are l in phase 7.
-        batch = replace(batch, ages=ages_of(responses, batch, version=step))  # (b, T)
         if num_updates > 1 and args.proximal_policy == "recomputed":
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
@@ -175,7 +175,7 @@ def main(args: Args) -> dict[str, float]:
                 if args.proximal_policy == "sampler":
                     old_logp = micro.rollout_logp
                 elif args.proximal_policy == "loglinear":
-                    share = micro.ages / (micro.ages + 1)  # 0 for a token of the weights that start the step
+                    share = 0.0 if micro.ages is None else micro.ages / (micro.ages + 1)  # 0 for a fresh token
                     old_logp = torch.lerp(micro.rollout_logp, logp.detach(), share)
                 else:
                     old_logp = logp.detach() if num_updates == 1 else micro.old_logp

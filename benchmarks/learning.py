@@ -141,6 +141,11 @@ RUNS = {
         "async_8_loglinear": "train_async.py --max-staleness 8 --proximal-policy loglinear",
         "async_8_sampler": "train_async.py --max-staleness 8 --proximal-policy sampler",
     },
+    "partial rollouts, F times a step's prompts more in flight": {
+        f"partial_{f}_{way}": f"train_grpo.py --partial-rollouts {f} --rollout-is {way}"
+        for f in ("0.25", "1")
+        for way in ("none", "token")
+    },
     "PPO, four updates a step": {
         "ppo": PPO,
     },

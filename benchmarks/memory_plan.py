@@ -3,8 +3,8 @@
     python benchmarks/memory_plan.py
     python benchmarks/memory_plan.py --gpus 8 --tokens 16384 --sequences 256
 
-Sizes are those of Qwen2.5; `plan` has the formulas. A run on a GPU prints a plan of its own at the start, in which the
-micro-batch is measured.
+Sizes are those of Qwen2.5 and Qwen3-30B-A3B; `plan` has the formulas. A run on a GPU prints a plan of its own at the
+start, in which the micro-batch is measured.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.make_model import SHAPES  # noqa: E402
+from benchmarks.make_model import QWEN3, SHAPES  # noqa: E402
 from rl.flags import AtLeast1, check_limits
 
 VOCABULARY = 151936
@@ -26,7 +26,7 @@ ENGINE = 2 * GIB  # of vLLM besides weights and KV cache: activations and CUDA g
 HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/model/logprobs.py
 USABLE = 0.93  # of a card: some of it the driver has, and torch's allocator leaves gaps
 CARDS = (24, 48, 80, 141)  # GiB
-SHOWN = ("1.5B", "7B", "14B", "32B")
+SHOWN = ("1.5B", "7B", "14B", "32B", "30B-A3B")
 
 
 class Size(NamedTuple):
@@ -41,18 +41,28 @@ class Size(NamedTuple):
     attention: int  # width of what attention gives
     kv: int  # width of keys, and of values
     tensors: tuple[int, ...]  # entries of every parameter of the model
+    experts: int = 0  # widths of what the products of a token's experts give, together
 
     @property
     def total(self) -> int:
         return self.layer * self.layers + self.root
 
     def adapters(self, rank: int) -> int:
-        """Parameters of adapters on all linear layers: r (in + out) each."""
+        """Parameters of adapters on all linear layers, not on experts: r (in + out) each."""
         return rank * (sum(self.inputs) + sum(self.outputs)) * self.layers
 
 
 def size_of(shape: str) -> Size:
-    """A Qwen2.5, with biases on q, k and v."""
+    """A Qwen2.5, with biases on q, k and v, or a Qwen3 with norms of q and k, and experts that learn as two tensors."""
+    if shape in QWEN3:
+        hidden, layers, heads, kv_heads, width, count, top_k = QWEN3[shape]
+        kv, attention = 128 * kv_heads, 128 * heads
+        inputs, outputs = (hidden,) * 3 + (attention,), (attention, kv, kv, hidden)
+        experts = (2 * count * hidden * width, count * hidden * width, count * hidden)  # and the router
+        of_layer = (*(a * b for a, b in zip(inputs, outputs, strict=True)), *experts, hidden, hidden, 128, 128)
+        tables = (VOCABULARY * hidden,) * 2
+        tensors, given = (*tables, hidden, *of_layer * layers), top_k * (2 * width + hidden)
+        return Size(sum(of_layer), layers, sum(tables) + hidden, hidden, outputs, inputs, attention, kv, tensors, given)
     hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
     kv = hidden // heads * kv_heads
     inputs, outputs = (hidden,) * 6 + (intermediate,), (hidden, kv, kv, hidden, intermediate, intermediate, hidden)
@@ -123,7 +133,7 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     gathered = 2 * units if gpus > 1 or flags.param_offload else 2 * learned
     if flags.param_offload:
         gathered += summed
-    results = sum(size.outputs) + size.attention
+    results = sum(size.outputs) + size.attention + size.experts
     if a:
         results += sum(size.outputs) + len(size.outputs) * flags.lora_rank
     kept = 2 * size.hidden + (0 if flags.full_checkpointing else 2 * results)
@@ -138,8 +148,7 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
     resting = 0 if flags.param_offload or flags.optimizer_offload else moments
     stepping = 0 if flags.param_offload else moments
     if flags.optimizer_offload:
-        largest = max(VOCABULARY * size.hidden, *(a * b for a, b in zip(size.inputs, size.outputs, strict=True)))
-        stepping = min(stepping, 8 * largest / gpus)
+        stepping = min(stepping, 8 * max(size.tensors) / gpus)
     reduced = 0 if flags.param_offload else gradients
     host = moments if flags.param_offload or flags.optimizer_offload else 0
     if flags.param_offload:

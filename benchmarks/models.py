@@ -33,8 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "models.md"
-WAYS = ("packed", "packed, with the logits of its own forward", "padded")  # as in rl/model/load.py
-SHORT = dict(zip(WAYS, ("packed", "packed, own head", "padded"), strict=True))  # on the page
+OWN_HEAD = ", with the logits of its own forward"
+WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in rl/model/load.py
+WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
+SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
 ENGINES = ("yes", "by transformers", "no", "not tried", "")
 BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
@@ -144,11 +146,12 @@ class Args:
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
     write: bool = False  # write the table into docs/models.md and run nothing
-    # for these families, instead: SFT, then ten steps of GRPO, on the arithmetic task
+    # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
     learn: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
-    sft_steps: int = 250  # of 128 demonstrations, before those ten steps
-    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of those ten steps
+    sft_steps: int = 250  # of 128 demonstrations
+    rl_steps: int = 10  # of 32 prompts, behind them
+    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of GRPO
 
 
 def make(name: str, folder: Path) -> None:
@@ -222,7 +225,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     found["way"] = next(
         way
         for way, x in models.WAYS.items()
-        if x == dict(is_padded=policy.packed.is_padded, own_head=policy.packed.own_head)
+        if all(getattr(policy.packed, option) == value for option, value in x.items())
     )
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
@@ -317,7 +320,7 @@ def learn(name: str, seed: int, args: Args) -> None:
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
             "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
-            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", args.rl_steps,
             *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()

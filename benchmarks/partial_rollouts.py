@@ -11,6 +11,7 @@ minutes of sampling after which they would have them. Behind -- stand flags of t
 written after every run; benchmarks/step_model.py --report compares it with the model.
 """
 
+import gc
 import json
 import shutil
 import statistics
@@ -26,7 +27,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import rl.run.run  # noqa: E402, I001
+import rl.run.run  # noqa: E402
 import train_grpo  # noqa: E402
 from benchmarks import step_model, step_time  # noqa: E402
 from rl.data.rows import Row  # noqa: E402
@@ -119,6 +120,9 @@ def run(args: Args, share: float, steps: int, words: list[str], name: str, *, ma
     vocabulary = step_time.AutoConfig.from_pretrained(train.model).vocab_size
     train_grpo.InFlight = seeded_stream(args, share, vocabulary)
     train_grpo.main(train)
+    gc.collect()  # moments of the optimizer
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "timing_s/update_actor" in line]
     phases = [x for x in lines[-1] if x.startswith("timing_s/")]
@@ -155,7 +159,7 @@ def main(args: Args, flags: list[str]) -> dict[str, Any]:
 
     def make(*others: Any, **options: Any) -> Any:
         engine = make_engine(*others, **options)
-        engine.close_for_good, engine.close = engine.close, lambda: None
+        engine.close_for_good, engine.close = engine.close, engine.sleep  # the next run plans its memory without it
         return engine
 
     train_grpo.make_engine = kept(make, longest=longest)

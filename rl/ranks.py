@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -34,6 +35,8 @@ class Ranks:
     data_size: int
     group: dist.ProcessGroup  # of all ranks
     data_group: dist.ProcessGroup  # of those that work on different data
+    # models of this process that compute what neighbouring rows share for each of them; see `load.choose_forward`
+    not_sharing: weakref.WeakSet = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:

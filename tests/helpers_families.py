@@ -21,7 +21,12 @@ SIZES = dict(
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 ONE_KIND_OF_HEAD = {name: x for name, x in SIZES.items() if name != "num_key_value_heads"}
 EXPERTS = dict(moe_intermediate_size=24, num_experts=6, num_local_experts=6, num_experts_per_tok=2)
-PACKED, OWN_HEAD, PADDED = models.WAYS
+DELTA = dict(
+    head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+STATES = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=16, mamba_expand=2)
+PACKED, OWN_HEAD, BORDERS, BORDERS_OWN_HEAD, ROWS, ROWS_OWN_HEAD, PADDED = models.WAYS
 
 FAMILIES = {  # what is special -> config, its options, and the way that such a model runs
     "short windows": ("MistralConfig", SIZES | dict(sliding_window=8), PACKED),
@@ -47,8 +52,28 @@ FAMILIES = {  # what is special -> config, its options, and the way that such a 
         PACKED,
     ),
     "capped scores": ("Gemma2Config", SIZES | dict(head_dim=8, sliding_window=8), PADDED),
-    "convolutions": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention"]), PADDED),
-    "a state": ("MambaConfig", IDS | dict(hidden_size=32, num_hidden_layers=2, state_size=8), PADDED),
+    "convolutions": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention"]), BORDERS),
+    "delta nets": ("Qwen3_5TextConfig", SIZES | DELTA, ROWS),
+    "delta nets and experts": (
+        "Qwen3NextConfig",
+        SIZES | DELTA | EXPERTS | dict(shared_expert_intermediate_size=9),
+        ROWS,
+    ),
+    "delta nets of OLMo": ("OlmoHybridConfig", SIZES | DELTA, ROWS),
+    "Mamba-2 of Granite": (
+        "GraniteMoeHybridConfig",
+        SIZES
+        | STATES
+        | dict(layer_types=["mamba", "attention"], num_local_experts=0, shared_intermediate_size=48)
+        | dict(logits_scaling=8.0),
+        ROWS_OWN_HEAD,
+    ),
+    "Mamba-2 beside attention": ("FalconH1Config", SIZES | STATES | dict(head_dim=8, mamba_d_ssm=64), ROWS),
+    "a state": (
+        "MambaConfig",
+        IDS | dict(hidden_size=32, num_hidden_layers=2, state_size=8, residual_in_fp32=False),
+        ROWS,
+    ),
     "distances instead of positions": ("BloomConfig", IDS | dict(hidden_size=32, n_layer=2, n_head=4), PADDED),
     "attention without options": ("StableLmConfig", SIZES, PADDED),
 }
@@ -88,6 +113,11 @@ def make_them_count(model: nn.Module) -> nn.Module:
                 noise = 0.1 * torch.randn(x.shape, generator=generator)
                 x.copy_(distribute_tensor(noise, x.device_mesh, x.placements) if isinstance(x, DTensor) else noise)
     return model
+
+
+def way_of(model: nn.Module) -> str:
+    """Which of `models.WAYS` a model runs."""
+    return next(way for way, x in models.WAYS.items() if all(getattr(model.packed, k) == v for k, v in x.items()))
 
 
 def plain(path: str) -> nn.Module:

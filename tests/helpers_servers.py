@@ -93,7 +93,7 @@ WAYS = {  # -> what is said of it, and the way
     "an endless line": (BROKEN, flood(START + b"X: ", b"x")),
     "endless headers": (BROKEN, flood(START, b"X: x\r\n")),
     "an endless body": (f"{FORM} (more than ", flood(START + b"\r\n", b"[")),
-    "an endless body in chunks": (f"{FORM} (more than ", flood(CHUNKED, b"3e8\r\n" + b"[" * 1000 + b"\r\n")),
+    "an endless body in chunks": (f"{FORM} (more than ", flood(CHUNKED, b"8000\r\n" + b"[" * 32768 + b"\r\n")),
     "a petabyte": (f"{FORM} (more than ", flood(START + b"Content-Length: 1000000000000000\r\n\r\n", b" ")),
     "a bomb": (FORM, reply(gzip.compress(bytes(1 << 26)), "200 OK", "Content-Encoding: gzip")),
     "nothing": (BROKEN, cut(b"")),

@@ -92,7 +92,6 @@ def forget() -> None:
     images._numbers.clear()
     del images._known[1:]
     images._most[0] = 0
-    images._current.clear()
     images._inputs.clear()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rl.data.types import Batch, Response, Sample
+from rl.data.types import Batch, MicroBatch, Response, Sample
 from rl.ranks import Ranks
 
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -22,7 +22,7 @@ class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
 
     rows: range  # of the mini-batch, among those of the step
-    micro_batches: list[list[int]]  # this rank's rows; all ranks have equally many micro-batches
+    micro_batches: list[MicroBatch]  # this rank's rows; all ranks have equally many micro-batches
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, likewise
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
@@ -145,7 +145,9 @@ def plan_updates(
         plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
         rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
         num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
-        updates.append(Update(mini, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
+        total = sum(lengths[i] for i in mini)
+        own = [MicroBatch(rows, sum(lengths[i] for i in rows) / total) for rows in plan[ranks.data_rank]]
+        updates.append(Update(mini, own, float(num_tokens), float(num_seqs), rows_of_rank))
     return updates
 
 
@@ -171,7 +173,7 @@ def make_batch(
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
     `ages` if one of them is older than `version`. All data ranks must enter.
     """
-    lengths, shared = [r.num_tokens for r in responses], _shared(responses)
+    lengths, shared = [r.num_tokens for r in responses], _shared(responses, ranks)
     learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
     limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
     updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
@@ -200,8 +202,12 @@ def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> tor
     return ages
 
 
-def _shared(responses: Sequence[Response]) -> list[int]:
-    """Tokens at the start of each response that the one above it has too: at least those of their prompts."""
+def _shared(responses: Sequence[Response], ranks: Ranks) -> list[int]:
+    """Tokens at the start of each response that the one above it has too: at least those of their prompts. None count
+    if a model of this run computes them for each.
+    """
+    if ranks.not_sharing:
+        return [0] * len(responses)
     shared = [0]
     for above, here in itertools.pairwise(responses):
         follows = (above.rank, above.number + 1, above.row_index) == (here.rank, here.number, here.row_index)

@@ -8,13 +8,22 @@ A router gives the hidden state x of a token a score for each of E experts, and 
 Engine and trainer round differently, so some tokens get other experts in the trainer than they had in the engine, and
 other log-probs. With router replay S is what the engine chose, and g is computed from the trainer's own p, which keeps
 its gradient (Ma et al. 2025, arXiv 2510.11370, "rollout routing replay"; R3 in verl).
+
+The auxiliary loss is least where all experts have as much to do as the others:
+
+    aux = mean over layers of E * sum over e of f_e P_e       f_e: experts e that N tokens used, by N; so these sum to k
+                                                              P_e: mean over these tokens of softmax(W x)_e
+
+With --router-aux-loss-coef the gradient of coef * aux is added. N are the tokens of a micro-batch on its rank, and an
+update has the mean over its micro-batches, weighted by their tokens. Source: Switch Transformer (Fedus et al. 2021,
+arXiv 2101.03961), equations 4 to 6; transformers' `load_balancing_loss_func` has f and P of all layers together.
 """
 
 import contextlib
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +53,15 @@ def count_experts(config: PreTrainedConfig) -> int:
 def shape_of(path: str) -> tuple[int, int, int]:
     """Layers, experts that a token gets in each, and experts of a layer, by the config of a model."""
     config = AutoConfig.from_pretrained(path).get_text_config()
-    return config.num_hidden_layers, getattr(config, "num_experts_per_tok", 0), count_experts(config)
+    return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
+
+
+def check_balanced(coef: float, path: str) -> None:
+    """Raise ValueError if an auxiliary loss is asked for and the model has no experts, by its config."""
+    if coef and not all(shape_of(path)):
+        raise ValueError(
+            f"--router-aux-loss-coef {coef} needs a mixture of experts, and {path} has no experts; drop it"
+        )
 
 
 def unknown(num_experts: int) -> np.generic:
@@ -58,7 +75,7 @@ def add_routers(model: nn.Module) -> tuple[tuple[int, nn.Module], ...]:
     for name, module in model.named_modules():
         if ROUTER.search(type(module).__name__) and (layer := re.search(r"\.(\d+)\.", f".{name}")):
             if not hasattr(module, "replayed"):
-                module.replayed, module.seen = None, None
+                module.replayed, module.balanced, module.seen = None, None, None
                 module.forward = partial(_route, module, module.forward)
             found.append((int(layer[1]), module))
     return tuple(found)
@@ -69,11 +86,39 @@ def _route(router: nn.Module, own_forward, hidden: Tensor) -> tuple[Tensor, Tens
     logits, gates, chosen = own_forward(hidden)
     if router.seen is not None:
         router.seen.append(Choice(logits, gates, chosen, router.replayed))
-    if router.replayed is None:
-        return logits, gates, chosen
-    replayed = router.replayed.to(chosen.dtype)
-    experts = torch.where(replayed < logits.shape[-1], replayed, chosen)
-    return logits, gates_of(router, logits, experts).to(gates.dtype), experts
+    if router.replayed is not None:
+        replayed = router.replayed.to(chosen.dtype)
+        chosen = torch.where(replayed < logits.shape[-1], replayed, chosen)
+        gates = gates_of(router, logits, chosen).to(gates.dtype)
+    if router.balanced is not None:
+        gates = _AddLoss.apply(gates, unevenness(logits, chosen, router.balanced))
+    return logits, gates, chosen
+
+
+class _AddLoss(torch.autograd.Function):
+    """x as it is; in the backward pass a loss, a number, is added to that from which x has its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        """x, (N, ...)."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """That of x, and 1 for the loss."""
+        return gradient, gradient.new_ones((), dtype=torch.float32)
+
+
+def unevenness(logits: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The auxiliary loss of a layer times the sum of `weights` (N,), which are 0 for padding and else alike; logits
+    (N, E), chosen experts (N, k).
+    """
+    is_real = (weights > 0).float()
+    used = is_real.new_zeros(E := logits.shape[-1]).scatter_add(
+        0, chosen.flatten(), is_real.repeat_interleave(chosen.shape[-1])
+    )
+    p = (logits.float().softmax(-1) * weights[:, None]).sum(0)
+    return E * (used / is_real.sum() * p).sum()
 
 
 def gates_of(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
@@ -94,6 +139,21 @@ def replay(routers: tuple[tuple[int, nn.Module], ...], experts: Tensor | None) -
         router.replayed = None if experts is None else experts[:, layer]
         if experts is not None:
             torch._dynamo.maybe_mark_dynamic(router.replayed, 0)
+
+
+def balance(
+    routers: tuple[tuple[int, nn.Module], ...], coef: float, share: Tensor | None, inputs: dict[str, Any]
+) -> None:
+    """Let a forward pass with these `inputs`, and its backward pass, add `coef` times `share` times the auxiliary loss.
+    Without gradients or a share nothing is added.
+    """
+    weights = None
+    if routers and coef and share is not None and torch.is_grad_enabled():
+        is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten()
+        weights = is_real * (coef * share / is_real.sum() / len(routers))
+        torch._dynamo.maybe_mark_dynamic(weights, 0)
+    for _, router in routers:
+        router.balanced = weights
 
 
 @contextlib.contextmanager
@@ -121,18 +181,20 @@ def check_gates(routers: tuple[tuple[int, nn.Module], ...], seen: dict[int, list
 def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
     """Metrics of what routers chose, over the tokens of all ranks, which must enter; means are over tokens and layers.
 
-        router/load_max       tokens of the busiest expert of a layer, by those of an average one: 1 if all are alike
-        router/entropy        of softmax(W x), in nats, at most log E
-        router/changed_frac   share of the tokens to which any layer would give other experts than the engine did
+    router/load_max       tokens of the busiest expert of a layer, by those of an average one: 1 if all are alike
+    router/entropy        of softmax(W x), in nats, at most log E
+    router/aux_loss       k if all experts of a layer have as much to do; see above
+    router/changed_frac   share of the tokens to which any layer would give other experts than the engine did
     """
     if not seen:
         return {}
-    loads, entropies, changed, known = [], [], 0.0, 0.0
+    loads, means, entropies, changed, known = [], [], [], 0.0, 0.0
     for choices in seen.values():
         logits, chosen = (torch.cat([x[i] for x in choices]) for i in (0, 2))
         logp = logits.float().log_softmax(-1)
         loads.append(torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).double())
         entropies.append(-(logp.exp() * logp).sum(-1).double().sum())
+        means.append(logp.exp().double().sum(0))
         if all(x.replayed is not None for x in choices):
             replayed = torch.cat([x.replayed for x in choices]).to(chosen.dtype)
             known = (replayed < logits.shape[-1]).all(-1)
@@ -140,9 +202,11 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
             changed = other if isinstance(changed, float) else changed | other
     count = entropies[0].new_tensor(float(len(logits)))
     own = torch.stack([count, sum(entropies), *(torch.as_tensor(x).double().sum().to(count) for x in (known, changed))])
-    sums = ranks.all_reduce_sum(torch.cat([own, *loads])).tolist()
+    sums = ranks.all_reduce_sum(torch.cat([own, *loads, *means])).tolist()
     layers, E = len(seen), len(loads[0])
-    shares = torch.tensor(sums[4:]).view(layers, E)
+    shares, means = torch.tensor(sums[4:], dtype=torch.float64).view(2, layers, E)
     busiest = (shares.amax(1) / shares.mean(1).clamp(min=1e-9)).mean().item()
-    found = {"router/load_max": busiest, "router/entropy": sums[1] / max(sums[0] * layers, 1.0)}
+    tokens = max(sums[0], 1.0)
+    found = {"router/load_max": busiest, "router/entropy": sums[1] / (tokens * layers)}
+    found["router/aux_loss"] = E * (shares * means).sum().item() / (tokens**2 * layers)
     return found | ({"router/changed_frac": sums[3] / sums[2]} if sums[2] else {})

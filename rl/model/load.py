@@ -27,14 +27,21 @@ from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import check_same_tokenizer, check_trainable
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
 from rl.model.lora import Base, LoRA
+from rl.model.recurrent import know_borders
 from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
 FULL_TRAINING, DEFAULT_MEMORY = LoRA(), Memory()
-WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
-    "packed": dict(is_padded=False, own_head=False),
-    "packed, with the logits of its own forward": dict(is_padded=False, own_head=True),
-    "padded": dict(is_padded=True, own_head=True),
+WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`. The first two are of models that share beginnings
+    "packed": dict(is_padded=False, own_head=False, apart=""),
+    "packed, with the logits of its own forward": dict(is_padded=False, own_head=True, apart=""),
+    "packed, nothing shared": dict(is_padded=False, own_head=False, apart="borders"),
+    "packed, nothing shared, with the logits of its own forward": dict(is_padded=False, own_head=True, apart="borders"),
+    "packed but in recurrent layers": dict(is_padded=False, own_head=False, apart="rows"),
+    "packed but in recurrent layers, with the logits of its own forward": dict(
+        is_padded=False, own_head=True, apart="rows"
+    ),
+    "padded": dict(is_padded=True, own_head=True, apart=""),
 }
 LONGEST_TEST = 2**13  # tokens of a sequence that `choose_forward` tries out
 
@@ -224,9 +231,10 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             use_attention(model, "eager")
             other, _ = _difference(model, batch, expected, ranks)
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
-        for way, options in WAYS.items():
-            use_forward(model, **options)
-            if way == "packed" and not is_plain:
+        ways = _ways_to_try(model)
+        for way in ways:
+            use_forward(model, **WAYS[way])
+            if not WAYS[way]["own_head"] and not is_plain:
                 errors[way], reasons[way] = math.inf, "its LM head is more than one matrix"
             elif way != "padded":
                 errors[way], reasons[way] = _difference(model, batch, expected, ranks)
@@ -235,16 +243,31 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
         else:
             raise ValueError(
                 f"{flag}: {model.config.model_type} gives other numbers here than its own forward does, packed "
-                f"({reasons[list(WAYS)[1]]}) and padded ({reasons['padded']}); choose another model"
+                f"({reasons[ways[-2]]}) and padded ({reasons['padded']}); choose another model"
             )
+    if WAYS[way]["is_padded"] or WAYS[way]["apart"]:
+        ranks.not_sharing.add(model)
     torch.cuda.empty_cache()  # an engine measures what is free
     if way == "padded" and ranks.is_main:
         say(
             f"{flag}: {model.config.model_type} runs padded, one row a sequence, since it cannot run packed: "
-            f"{reasons[list(WAYS)[1]]}. Padding and the prompt of each response are computed too: training takes more "
+            f"{reasons[ways[-2]]}. Padding and the prompt of each response are computed too: training takes more "
             "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if needed"
         )
+    if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
+        say(
+            f"{flag}: the recurrent layers of {model.config.model_type} run padded, one row a sequence: their kernels "
+            "for packed rows are missing or wrong here; gated delta nets want flash-linear-attention, Mamba-2 mamba-ssm"
+        )
     return way
+
+
+def _ways_to_try(model: nn.Module) -> list[str]:
+    """Which of `WAYS` a model may run. A recurrent one shares no beginning of a sequence with another."""
+    apart = [""]
+    if mixers := model.packed.mixers:
+        apart = ["borders"] * know_borders(mixers, model.packed.device) + ["rows"]
+    return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart]
 
 
 def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, *, has_images: bool = False) -> Batch:

@@ -4,8 +4,9 @@
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
 sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses` or `run_packed`.
 
-Some models cannot run packed, because layers carry a state from token to token, or have an attention of their own. They
-run their own forward on padded rows, a sequence each. `load.choose_forward` finds out which way is right.
+Some models cannot run packed, because layers have an attention of their own, or carry a state from token to token in a
+way that recurrent.py does not know. They run their own forward on padded rows, a sequence each. `load.choose_forward`
+finds out which way is right.
 """
 
 import functools
@@ -27,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from rl.data.batching import Update, shared_prefix
 from rl.data.images import FIRST
 from rl.data.types import Batch, Sampling, places, take_rows
-from rl.model import experts, vision
+from rl.model import experts, recurrent, vision
 from rl.model.attention import Packing, use_attention
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
@@ -47,8 +48,11 @@ class Packed:
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
     is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
     own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
+    mixers: tuple[nn.Module, ...] = ()  # its recurrent layers
+    apart: recurrent.Apart = ""  # how these keep packed sequences apart, which then share nothing
     routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
     replays: bool = False  # whether these use the experts that a batch names
+    balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
 
 
 def token_logprobs(
@@ -139,14 +143,16 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     (b, T) bool, row after row. FSDP2 holds the root's weights gathered for the head.
 
     What neighbouring rows have in common at their start, such as the prompt of a group, is computed once (unless the
-    model runs padded): under a causal mask its hidden states do not depend on what follows.
+    model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
     """
     if vision.sees(model):
         batch, rows = vision.with_image(batch), len(wanted)
         wanted = F.pad(wanted, (0, batch.input_ids.shape[1] - wanted.shape[1], 0, len(batch.lengths) - rows))
     inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch, model)
+    recurrent.separate(model.packed.mixers, model.packed.apart, inputs[0].get("packing"))
     routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
     experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
+    experts.balance(model.packed.routers, model.packed.balance, batch.share, inputs[0])
     out = model.packed.forward(head, inputs, place[wanted], *args)
     if not torch.is_grad_enabled():
         for module in model.modules():
@@ -162,7 +168,8 @@ def _pack(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]
     # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
-    own = real & (position >= shared_prefix(batch)[:, None])  # (b, T) computed for this row, the others for one above
+    shared = shared_prefix(batch) * (model.packed.apart == "")  # a recurrent layer shares nothing
+    own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
     owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
     place = place.gather(0, owner)  # of all tokens
@@ -182,7 +189,8 @@ def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
     """
     ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
     sees = vision.sees(model)
-    similar = SIMILAR if routed is None and not sees else 0.0  # routers remember the experts of one pass
+    one_pass = routed is not None or model.packed.balance or sees  # which routers remember
+    similar = 0.0 if one_pass else SIMILAR
     for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
         if not groups or length < similar * batch.lengths[groups[-1][0]]:
             groups.append([])
@@ -222,14 +230,16 @@ def add_packed_forward(
     chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    fields = dict(device=next(model.parameters()).device, routers=experts.add_routers(model)) | fields
+    own = dict(routers=experts.add_routers(model), mixers=recurrent.add_mixers(model))
+    fields = dict(device=next(model.parameters()).device) | own | fields
     model.packed = Packed(model.packed, chunk, attention, **fields)
     return model
 
 
-def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool) -> None:
+def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool, apart: recurrent.Apart = "") -> None:
     """Say how a model runs from now on; see `Packed`."""
-    model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head)
+    model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head, apart=apart)
+    recurrent.separate(model.packed.mixers, "", None)  # until the next pass, for the model's own forward
     use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl.flags import AtLeast1, Count, spelled
+from rl.flags import AtLeast1, Count, NotNegative, spelled
 from rl.model import lora_experts, vision
 from rl.model.lora_experts import ExpertAdapter
 
@@ -42,6 +42,8 @@ class LoRA:
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)
     lora_experts: bool = False  # mixtures of experts: adapters for each expert too
+    # mixtures of experts: weight of the loss that evens out what experts have to do, also without LoRA
+    router_aux_loss_coef: NotNegative = 0.0
     freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
 
 
@@ -60,7 +62,7 @@ class Adapters:
 def check_flags(lora: LoRA) -> None:
     """Raise ValueError for flags of adapters without a rank."""
     for name, default in vars(LoRA()).items() if lora.lora_rank == 0 else ():
-        if name != "freeze_vision_tower" and (value := getattr(lora, name)) != default:
+        if name not in ("freeze_vision_tower", "router_aux_loss_coef") and (value := getattr(lora, name)) != default:
             raise ValueError(f"{spelled(name)} {value} needs adapters; add --lora-rank, such as 32")
 
 

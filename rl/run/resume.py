@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.console import say
 from rl.flags import flat, free, spelled
 from rl.model.checks import PROBE
+from rl.model.experts import shape_of
 from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder
@@ -23,7 +24,7 @@ def choose(
     """The checkpoint that a run continues from, None for a new run, and `describe` of rank 0. All ranks must enter.
 
     Raises ValueError, on every rank, if ranks have read other data than rank 0, if `find` refuses, if the checkpoint is
-    beyond the run's last step, or if there are `differences` and no --force-resume.
+    beyond the run's last step, if its model has other experts, or if there are `differences` and no --force-resume.
     """
     records = together(lambda: describe(args, tokenizer, folder.total_steps))  # each reads files of its own machine
     for what, flag in (("data_sha256", "--train-files"), ("tokenizer_sha256", "the tokenizer of --model")):
@@ -40,6 +41,12 @@ def choose(
         raise ValueError(
             f"{path} is beyond the {last} steps of this run; raise --total-training-steps (or --total-epochs) to train "
             "on, choose another --experiment-name to start anew, or use eval.py to evaluate it"
+        )
+    had, has = then.get("experts", records[0]["experts"]), records[0]["experts"]
+    if had != has and (had[2] or has[2]):
+        raise ValueError(
+            f"{path} is of a model with {had[1]} of {had[2]} experts a token in {had[0]} layers, and --model has "
+            f"{has[1]} of {has[2]} in {has[0]}; give the model that it was, or another --experiment-name to start anew"
         )
     found = "\n".join(differences(then, records[0], without_secrets(type(args)()), free(args)))
     if found and not args.checkpoints.force_resume:
@@ -133,6 +140,7 @@ def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) ->
         "script": pathlib.Path(inspect.getfile(type(args))).stem,
         "args": without_secrets(args),
         "total_steps": total_steps,
+        "experts": list(shape_of(args.model)),
         "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in flat(args)["train_files"]],
         "tokenizer_sha256": files.hash_of(
             [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map, probe]

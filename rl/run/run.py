@@ -98,10 +98,10 @@ class Run:
                 keep_moments_on_host(optimizer, self.ranks.device)
         evaluates_first = self.evaluation_is_due(self.start)
         self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
-        plan = ""
+        plan, (policy, _) = "", next(iter(trained.values()))
+        policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
-            policy = trained["actor"][0]
             policy.packed = replace(policy.packed, replays=engine.routing is not None)
             longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
             moved = dict(offloaded=self.offloaded, visiting=visiting)

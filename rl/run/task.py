@@ -11,17 +11,23 @@ from rl.data.rows import Row
 from rl.data.types import Sampling
 from rl.flags import flat
 from rl.run.arguments import check
-from rl.sampling.environments import Environments, make_environments
+from rl.sampling.environments import Environments, check_rows, make_environments
 from rl.sampling.rollout import sampling_settings
 from rl.scoring.pool import Scorer, make_scorer
 
-TEXT_ONLY = {  # flags whose readers see no images
-    "critic_lr": "the critic of train_ppo.py",
-    "prm_lr": "the reward model of train_prime.py",
-    "reward_model": "--reward-model",
-    "teacher_url": "the server of --teacher-url",
-    "samplers": "a sampler of train_async.py",
-}
+
+def _text_only(args: Any) -> str | None:
+    """Which part of a run sees no images, if any."""
+    values = flat(args)
+    if "critic_lr" in values:
+        return "the critic of train_ppo.py"
+    if "prm_lr" in values:
+        return "the reward model of train_prime.py"
+    if "samplers" in values:
+        return "a sampler of train_async.py"
+    if values.get("reward_model") is not None:
+        return "--reward-model"
+    return "the server of --teacher-url" if values.get("teacher_url") is not None else None
 
 
 class Task(NamedTuple):
@@ -51,9 +57,10 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     tools = environments.chat.tools if environments else None
     kept = dict(needs_truth=rewards.need_truth, evaluates=args.validation.is_on, pairs=pairs, tools=tools)
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
-    if images.in_use() and (blind := [what for name, what in TEXT_ONLY.items() if flat(args).get(name) is not None]):
+    check_rows(args.envs, train_rows + val_rows)
+    if images.in_use() and (blind := _text_only(args)):
         place = next(named(row) for row in train_rows + val_rows if row.get("images"))
-        raise ValueError(f"{place}: has images, and {blind[0]} reads text only; leave such rows out, or it")
+        raise ValueError(f"{place}: has images, and {blind} reads text only; leave such rows out, or it")
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
     total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)

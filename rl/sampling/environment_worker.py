@@ -160,9 +160,17 @@ def _mcp_tools(url: str) -> list[dict]:
     """The schemas of a tool server's tools."""
     from mcp import Client
 
-    async def ask() -> Any:
+    async def ask() -> list[Any]:
         async with Client(url) as client:
-            return (await client.list_tools()).tools
+            page = await client.list_tools()
+            found, cursors = [*page.tools], set()
+            while page.next_cursor is not None:
+                if page.next_cursor in cursors:
+                    raise ValueError(f"{url} lists its tools in a circle: page {page.next_cursor!r} came before")
+                cursors.add(page.next_cursor)
+                page = await client.list_tools(cursor=page.next_cursor)
+                found += page.tools
+            return found
 
     listed = asyncio.run(ask())
     found = [dict(name=x.name, description=x.description or "", parameters=x.input_schema) for x in listed]

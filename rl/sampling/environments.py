@@ -42,6 +42,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data.chat import Calls, Chat
+from rl.data.encode import named
 from rl.data.rows import Row
 from rl.flags import AtLeast1, Free, Seconds
 from rl.sampling.environment_worker import Call, Reply
@@ -264,6 +265,18 @@ class Environments:
             x.socket, x.asked_at = None, 0.0
             if kill:
                 self._later("end", x.number)
+
+
+def check_rows(flags: EnvironmentFlags, rows: Sequence[Row]) -> None:
+    """Raise ValueError for a row of verl's whose tools want to know something of it: those of --tools do not."""
+    for row in rows if flags.tools else ():
+        own = row | row.get("extra_info", {})
+        if own.get("need_tools_kwargs"):
+            names = ", ".join(own.get("tools_kwargs") or {}) or "a tool"
+            raise ValueError(
+                f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
+                "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
+            )
 
 
 def make_environments(

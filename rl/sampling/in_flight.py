@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from rl import stop
 from rl.console import progress
 from rl.data.order import derive_seed
@@ -86,18 +84,22 @@ class InFlight:
         with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
             self.rollouts.resume()
             for row in own_rows:
-                self._start(row, sampling, derive_seed(seed, row["row_index"]) if environments else None)
+                own_seed = derive_seed(seed, row["row_index"]) if environments else None
+                self.rollouts.start(self.count, row, sampling, own_seed)
+                self.count += 1
             while self.rollouts.is_open():
                 # Ranks of an engine leave together and must ask each other; one alone can look at every token.
                 if engine.group is None or next(steps) % STOP_EVERY == 0:
-                    if _all_of_group(len(self.ready) >= wanted, engine) or stop.requested(engine.group):
+                    if all(engine.of_group(len(self.ready) >= wanted)) or stop.requested(engine.group):
                         break
                 self._step(on_group, bar.update)
             self.rollouts.interrupt()
-            while self.rollouts.waiting:  # an environment that was asked answers before others use the environments
+            # An environment that was asked answers before others use it. Ranks of an engine step together.
+            while engine.has_requests(waiting=bool(self.rollouts.waiting)):
                 self._step(on_group, bar.update)
         taken = sorted(self.ready)[:wanted]
-        if len(taken) < wanted and not stop.requested(engine.group):
+        asked = stop.requested(engine.group)  # all ranks of an engine must enter
+        if len(taken) < wanted and not asked:
             raise RuntimeError(f"{len(taken)} of {wanted} groups are complete, and nothing is left to sample")
         groups = [self.ready.pop(name) for name in taken]
         indices = self.ranks.all_gather([row["row_index"] for row, _, _ in groups])
@@ -117,11 +119,6 @@ class InFlight:
         found = self.rollouts.state() | complete
         return {"in_flight": [found[name] for name in sorted(found)]}
 
-    def _start(self, row: Row, sampling: Sampling, seed: int | None) -> int:
-        self.rollouts.start(self.count, row, sampling, seed)
-        self.count += 1
-        return self.count - 1
-
     def _step(self, on_group: Callable, count: Callable) -> None:
         for name, samples in self.rollouts.step():
             row = self.rows[samples[0].row_index]
@@ -137,12 +134,3 @@ class InFlight:
                 self.ready[self.count] = row, samples, on_group(row, samples)
             self.count += 1
         self.saved = []
-
-
-def _all_of_group(own: bool, engine: Engine) -> bool:
-    """Whether it is true on all ranks that share the engine."""
-    if engine.group is None:
-        return own
-    parts = [False] * dist.get_world_size(engine.group)
-    dist.all_gather_object(parts, own, group=engine.group)
-    return all(parts)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rl.data.rows import Row
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Response, Score, sample_of
 from rl.ranks import Ranks
 
 Saved = list[list[dict[str, Any]]]  # for each group its responses, and the tokens of those that the rank has
@@ -41,5 +41,5 @@ def from_states(states: Sequence[Saved], rows: dict[int, Row], n: int, ranks: Ra
 def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
     versions = tuple(map(tuple, saved["policy_versions"]))
     changed = dict(score=Score(*saved["score"]), policy_versions=versions)
-    sample = Sample(**saved["sample"] | {"policy_versions": versions}) if has_tokens else None
+    sample = sample_of(saved["sample"]) if has_tokens else None
     return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))

@@ -14,6 +14,7 @@ from rl.data.order import permutation, prompts_for_step
 from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.model.checks import check_context
+from rl.sampling.environments import EnvironmentFlags, check_rows
 from rl.scoring.pool import Rewards
 
 CHATML = (
@@ -277,6 +278,10 @@ def test_rows_of_verl_with_tools_are_taken_if_something_answers_the_policy(tmp_p
     data = Data(train_files=(str(path),), val_files=(str(path),))
     of_run = load_prompts(data, make_tokenizer(), 100, tools=[])
     assert [row["extra_info"] for rows in of_run for row in rows] == [wanted] * 2
+    check_rows(EnvironmentFlags(environment="mine.py"), of_run[0])
+    refused = r"x\.parquet: row 0: has need_tools_kwargs, values for search that the policy does not see; --tools get"
+    with pytest.raises(ValueError, match=refused):
+        check_rows(EnvironmentFlags(tools=("mine.py",)), of_run[0])
     with pytest.raises(ValueError, match="has videos, but"):
         read_rows(write(tmp_path / "y.jsonl", [rl_row(videos=["a.mp4"])]), in_turns=True)
 

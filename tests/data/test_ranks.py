@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import exchange_ranks as step
 import launch
@@ -172,8 +173,9 @@ def test_a_rank_may_be_without_rows(measured):
     assert shapes == [(3, 3), (0, 3), (0, 3), (0, 3)]  # a row an update, in a micro-batch of its own
 
 
-def micro_batches(responses, max_tokens):
-    options = dict(mini_batch_size=10, max_tokens=max_tokens, ranks=ranks_without_group())
+def micro_batches(responses, max_tokens, *models):
+    ranks = replace(ranks_without_group(), not_sharing=set(models))
+    options = dict(mini_batch_size=10, max_tokens=max_tokens, ranks=ranks)
     [update] = make_batch(responses, torch.ones(len(responses), dtype=torch.bool), **options)[1]
     return sorted(update.micro_batches)
 
@@ -188,6 +190,9 @@ def test_tokens_that_neighbours_share_are_counted_once():
     # Without the second one the third shares its prompt only: 5, 5 - 2 and 4 - 1.
     fewer = [responses[0], *responses[2:]]
     assert micro_batches(fewer, 11) == [[0, 1, 2]] and micro_batches(fewer, 10) == [[0, 1], [2]]
+    # A model that computes them for each row: 5, 5, 5 and 4.
+    assert micro_batches(responses, 19, "a model") == [[0, 1, 2, 3]]
+    assert micro_batches(responses, 18, "a model") == [[0, 1], [2, 3]]
 
 
 def test_units_that_a_mini_batch_would_cut_apart_are_refused():

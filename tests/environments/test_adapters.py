@@ -46,6 +46,7 @@ class Heard(NamedTuple):
 
     messages: list[dict] | None
     report: dict[str, Any]
+    reward: float | None = None
 
 
 def talk(task: h.Task, path: Path, row: dict, *turns: tuple[str, list]) -> list[Heard]:
@@ -61,7 +62,7 @@ def talk(task: h.Task, path: Path, row: dict, *turns: tuple[str, list]) -> list[
                 environments.ask("a", *turn, i)
             [answer] = environments.answers(100)
             assert not answer.has_failed
-            heard.append(Heard(answer.messages, environments.open["a"].report))
+            heard.append(Heard(answer.messages, environments.open["a"].report, answer.reward))
     finally:
         environments.close()
     return heard
@@ -249,20 +250,21 @@ def test_a_server_of_openenv_plays(task, player):
     assert json.loads(first.messages[0]["content"])["hint"] == "seed 5"
     assert unread.messages[0]["content"].startswith("Error: Expecting value")
     assert json.loads(second.messages[0]["content"])["hint"] == "wrong"
-    assert last == Heard(None, {"reward": 0.75, "steps": 2})
+    assert last == Heard(None, {"steps": 2}, 1.0) and (unread.reward, second.reward) == (0.0, -0.25)
 
     turns = [(text, []) for text in ("many", "1", "2")]
     first, invalid, second, last = talk(task, Path(f"{player}:Named"), SEEN, *turns)
     assert [x.messages[0]["content"] for x in (first, second)] == ["seed 5", "wrong"]
     assert "VALIDATION_ERROR" in invalid.messages[0]["content"]
-    assert last == Heard(None, {"reward": -0.5, "steps": 2})
+    assert last == Heard(None, {"steps": 2}, -0.25) and (invalid.reward, second.reward) == (0.0, -0.25)
 
 
 def test_a_server_of_openenv_trains(task, player, tmp_path):
     line, conversations = train(task, tmp_path, Path(f"{player}:Named"), max_turns=4)
     said = [[x["content"] for x in c["messages"] if x["role"] == "user"] for c in conversations]
     assert len(said) == 4 and len({x[0] for x in said}) == 1 and all(x[0].startswith("seed ") for x in said)
-    assert any(text.startswith("Error: ") for x in said for text in x) and "environment/reward" in line
+    assert any(text.startswith("Error: ") for x in said for text in x) and "environment/turn_rewards" in line
+    assert [x["score"] for x in conversations] == [sum(x.get("turn_rewards", ())) for x in conversations]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

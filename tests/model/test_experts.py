@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import train_grpo
-from rl.data.types import Sampling
+from rl.data.batching import collate, plan_updates
+from rl.data.types import Sample, Sampling, take_rows
 from rl.flags import build
 from rl.model import experts, lora, lora_experts
-from rl.model.load import weights_for_engine
-from rl.model.logprobs import token_logprobs
+from rl.model.load import WAYS, weights_for_engine
+from rl.model.logprobs import token_logprobs, use_forward
 from rl.sampling.engines import Rollout, hf
 from rl.sampling.rollout import check_engine, sample_groups
 
@@ -166,6 +167,65 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     assert policy.routing_metrics["router/changed_frac"] > 0.1
 
 
+@pytest.mark.parametrize("way", ["packed", "padded", "replayed"])
+@pytest.mark.parametrize("name", ["experts", "experts in groups"])
+def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
+    """Its gradients are those of the formula, token by token; two micro-batches weigh as many tokens as they have."""
+    model = families.load(folder_of[name], world, activation_checkpointing="selective")
+    use_forward(model, **WAYS["padded" if way == "padded" else "packed"])
+    model.packed = replace(model.packed, balance=0.5, replays=way == "replayed")
+    random = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 80, (n,), generator=random).tolist() for n in (9, 5, 12)]
+    rows = collate([Sample(x[:2], x[2:], [1] * (len(x) - 2), [0.0] * (len(x) - 2), "stop", 0) for x in ids])
+    routed = random_experts(rows)
+    rows = replace(rows, routed_experts=routed) if way == "replayed" else rows
+    [update] = plan_updates([9, 5, 12], mini_batch_size=3, max_tokens=14, ranks=world)
+    assert sorted((list(x), x.share) for x in update.micro_batches) == [([0, 1], 14 / 26), ([2], 12 / 26)]
+    model.zero_grad()
+    for micro in update.micro_batches:
+        (0.0 * token_logprobs(model, take_rows(rows, micro))[0].sum()).backward()
+    plain, expected = families.plain(folder_of[name]), 0.0
+    layers = range(name == "experts in groups", LAYERS)
+    for micro in ([0, 1], [2]):
+        chosen = []
+        for i in micro:
+            model_of_row = forced(plain, routed[i, : len(ids[i])]) if way == "replayed" else plain
+            chosen.append(routed_tokens(model_of_row, ids[i]))
+        for layer in layers:
+            tokens = [pair for row in chosen for pair in zip(*row[layer], strict=True)]
+            used, mean = [0.0] * E, [0.0] * E
+            for logits, experts_of_token in tokens:
+                for e in experts_of_token.tolist():
+                    used[e] += 1 / len(tokens)
+                for e in range(E):
+                    mean[e] = mean[e] + logits.softmax(-1)[e] / len(tokens)
+            share = sum(len(ids[i]) for i in micro) / 26
+            expected = expected + 0.5 * share / len(layers) * E * sum(f * p for f, p in zip(used, mean, strict=True))
+    plain.zero_grad()
+    expected.backward()
+    found = {name: x for name, x in families.gradients(model).items() if x.any()}
+    wanted = {name: x.grad for name, x in plain.named_parameters() if x.grad is not None and x.grad.any()}
+    assert 0.5 < expected < 3 and len(wanted) > 10
+    assert largest_error(found, wanted) < 5e-4
+    with torch.no_grad():
+        token_logprobs(model, take_rows(rows, update.micro_batches[0]))
+    assert all(router.balanced is None for _, router in model.packed.routers)
+
+
+def routed_tokens(model, ids):
+    """By layer, logits (n, E), with gradients, and experts (n, k) of the router for a sequence."""
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            layer = int(name.split(".")[2])
+            note = functools.partial(lambda layer, m, i, out: found.__setitem__(layer, out[::2]), layer)
+            hooks.append(module.register_forward_hook(note))
+    model(input_ids=torch.tensor([list(ids)]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @pytest.fixture(scope="module")
 def adapted(folder_of, world):
     """A policy whose experts have adapters that add something."""
@@ -217,6 +277,7 @@ def test_metrics_of_routers_by_hand(world):
     # Experts have 4, 3 and 1 of 8 tokens: the busiest has 4 / (8 / 3).
     entropy = pytest.approx(float(-(p * p.log()).sum(-1).mean()), abs=1e-6)
     changed = pytest.approx(1 / 3)
+    assert found.pop("router/aux_loss") == pytest.approx(3 * float((torch.tensor([1, 0.75, 0.25]) * p.mean(0)).sum()))
     assert found == {"router/load_max": pytest.approx(1.5), "router/entropy": entropy, "router/changed_frac": changed}
     del seen[0], seen[3]
     assert experts.describe(seen, world) == {}
@@ -225,8 +286,9 @@ def test_metrics_of_routers_by_hand(world):
 def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
     """Two updates a step: the log-probs that stay fixed are of the replayed experts too, so the first ratio is 1."""
     task = h.make_task(tmp_path)
-    with pytest.raises(ValueError, match="--router-replay needs a mixture of experts"):
-        train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "dense", router_replay=True)))
+    for flag in (dict(router_replay=True), dict(router_aux_loss_coef=0.1)):
+        with pytest.raises(ValueError, match=f"--{next(iter(flag)).replace('_', '-')}.* needs a mixture of experts"):
+            train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "dense", **flag)))
     AutoConfig.from_pretrained(folder_of["experts"]).save_pretrained(task.model)
     families.plain(folder_of["experts"]).save_pretrained(task.model)
     settings = h.grpo_settings(task, tmp_path / "run", router_replay=True, ppo_mini_batch_size=1, lr=0.0)
@@ -234,4 +296,8 @@ def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
     for line in h.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         if "actor/ppo_kl" in line:
             assert abs(line["actor/ppo_kl"]) < 1e-6 and line["rollout/logprob_gap_mean"] < 1e-5
+            assert K < line["router/aux_loss"] < E
             assert line["router/changed_frac"] == 0 and line["router/load_max"] >= 1
+    AutoConfig.from_pretrained(task.model, num_experts=4).save_pretrained(task.model)
+    with pytest.raises(ValueError, match=r"with 2 of 6 experts a token in 2 layers, and --model has 2 of 4 in 2; give"):
+        train_grpo.main(build(train_grpo.Args, **settings))

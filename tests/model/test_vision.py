@@ -34,7 +34,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.rollout import check_engine, sample_groups
 
-PADDED = ["qwen3_5", "gemma3"]  # layers with a state, on a CPU; attention to both sides within an image
+PADDED = ["gemma3"]  # attention to both sides within an image
 FAMILIES = [name for name in dots.FAMILIES if name != "smolvlm" or find_spec("num2words")]  # its processor wants that
 
 

@@ -149,13 +149,14 @@ def programs(task: str) -> list[str]:
     """50 answers; the most frequent one is right for half of the tasks."""
     right, wrong, *_ = TASKS[task]
     known = list(TASKS).index(task) % 2 == 0
+    endless = 16 if task == "sum" else 0  # each sample of it takes three seconds of a core
     return [
         *[block(f"def f(a,b):return {right}")] * (24 if known else 14),
-        *[block(f"def f(a,b):return {wrong}")] * (17 if known else 27),
+        *[block(f"def f(a,b):return {wrong}")] * ((18 if known else 28) - endless),
+        *[block("while 1:0")] * endless,
         *[block(f"def f(a,b):return {right}+")] * 4,  # does not compile
         *[block("def f(a,b):exit(0)")] * 2,
         *[block("import sys\nsys.exit(0)")] * 2,
-        block("while 1:0"),  # three seconds of a core each time that it is sampled
     ]
 
 
@@ -177,7 +178,7 @@ def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
     before = set(launch.descendants(os.getpid()))
     model = imitate(tmp_path, [(task, answer) for task in TASKS for answer in programs(task)], steps=160)
     rows = [mbpp_row(task, i) for i, task in enumerate(TASKS)]
-    train, val = split(improve(tmp_path, model, rows, steps=14, lr=5e-4, max_response_length=64))
+    train, val = split(improve(tmp_path, model, rows, steps=12, lr=5e-4, rollout_n=16, max_response_length=64))
 
     part = "reward/google-research-datasets/mbpp/"
     first, last = train[:2], train[-4:]
@@ -187,12 +188,12 @@ def test_code_gets_right_by_running_it_in_the_sandbox(tmp_path):
     for x in train:
         assert x["reward/error_frac"] == x["reward/timeout_frac"] == x["reward/none_frac"] == 0
         assert x[f"{part}acc"] <= x["critic/score/mean"] <= x[f"{part}loaded"]
-    endless = [round(64 * x[f"{part}timeout"]) for x in train]
+    endless = [round(128 * x[f"{part}timeout"]) for x in train]
     assert sum(endless) > 0  # and none of them lacks a score
     assert all(x["reward/seconds_max"] > 2.9 for x, n in zip(train, endless, strict=True) if n)  # 3 s of CPU each
     assert val[0]["val/accuracy"] <= 0.75 and val[1]["val/accuracy"] >= 7 / 8
     wanted = [block(f"def f(a,b):return {right}") for right, *_ in TASKS.values()]
-    for step, x in zip((0, 14), val, strict=True):  # told from the text instead of by running it
+    for step, x in zip((0, 12), val, strict=True):  # told from the text instead of by running it
         same = [a == b for a, b in zip(wanted, greedy(tmp_path, step), strict=True)]
         assert x["val/accuracy"] == statistics.mean(same)
         assert x["val/accuracy"] == x["val-aux/google-research-datasets/mbpp/acc/mean@1"]

@@ -141,7 +141,7 @@ def judge(problems, code_of):
     codes = [code_of(p) for p in problems]  # some parse Python, which Python 3.11 must not do in two threads at once
     with ThreadPoolExecutor(2) as pool:
         verdicts = pool.map(
-            lambda p, code: run_tests(code, p["test_list"], setup=p["test_setup_code"], timeout_s=5), problems, codes
+            lambda p, code: run_tests(code, p["test_list"], setup=p["test_setup_code"], timeout_s=15), problems, codes
         )
         return {p["task_id"]: verdict for p, verdict in zip(problems, verdicts, strict=True)}
 

@@ -82,7 +82,7 @@ LIMITS = {
         lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
         overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
         seed kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
-        distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
+        router_aux_loss_coef distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
         partial_rollouts
     """,
     "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
@@ -229,7 +229,8 @@ def test_a_resumed_run_may_change_these_and_no_other(name):
 
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
-        grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower""".split()
+        grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower
+        router_aux_loss_coef""".split()
     for script in (sft, train_reward):
         assert names_of(script) - flags.free(script.Args()) == set(kept)
 

@@ -1,4 +1,5 @@
-"""Run by torchrun: conversations on several ranks, with an engine a rank, or one over all of them.
+"""Run by torchrun: conversations on several ranks, with an engine a rank, or one over all of them; then steps of single
+responses that outlive them.
 
 torchrun --nproc_per_node N tests/sampling/conversation_ranks.py MODEL GAME OUT ENGINE TP    writes OUT/rank{rank}.pt
 """
@@ -11,13 +12,15 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from rl import stop
 from rl.data.types import Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, make_environments
-from rl.sampling.rollout import check_engine
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import Decoding, check_engine
 from rl.sampling.rollouts import Rollouts
 
 TEMPERATURE, STOPS, LIMIT = 0.7, (0, 2, *range(20, 32)), 300
@@ -28,6 +31,43 @@ def make_rows(tokenizer) -> list[dict]:
     ids = tokenizer("<|im_start|>user\n1+1<|im_end|>\n")["input_ids"]
     about = [{"turns": turns, "latency": 0.1 * (turns % 3 == 0)} for turns in (1, 2, 3, 4, 5, 6, 7, 8, 1, 1)]
     return [dict(prompt_ids=[*ids, 5 + i], row_index=i, extra_info=x, prompt=[]) for i, x in enumerate(about)]
+
+
+def partial_conversations(engine, environments, ranks, rows) -> list[int]:
+    """How many turns the conversations of three steps have, on ranks that wait for their environments at other times;
+    then a step that is asked to stop while one rank has its groups and the other has not.
+    """
+    rows = [row | {"extra_info": {"turns": 1 + 2 * (i % 2), "latency": 0.2 * (i % 2)}} for i, row in enumerate(rows)]
+    rows = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once
+    way, found = Sampling(1, TEMPERATURE, max_tokens=200, stop_token_ids=STOPS), []
+    flight = InFlight(Decoding(partial_rollouts=0.5), rows, 2, ranks, [], 3)
+    for step in range(3):
+        new = [rows[3 * rank + i] for rank in range(2) for i in range(1 + (step == 0))][: 3 if step == 0 else 2]
+        _, own, _ = flight.sample(engine, new, way, lambda row, group: None, environments, step=step)
+        found += [s.turns for s in own]
+    stop.ask(0)
+    flight.sample(engine, [rows[0], rows[5]], way, lambda row, group: None, environments, step=3)
+    stop.end()
+    return found
+
+
+def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
+    """Four steps of four groups, with four more in flight, and other weights in each."""
+    rows = [dict(prompt_ids=[1, 35, 33 + i], row_index=i, extra_info={}) for i in range(20)]
+    way, found = Sampling(2, TEMPERATURE, max_tokens=150, stop_token_ids=(2, 20)), []
+    flight = InFlight(Decoding(partial_rollouts=1.0), rows, 4, ranks, [], 3)
+    for step in range(4):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.05)
+        engine.update_weights(full_tensors(policy))
+        new = rows[:8] if step == 0 else rows[4 * step + 4 : 4 * step + 8]
+        taken, own, _ = flight.sample(engine, new, way, lambda row, group: None, step=step)
+        options = dict(num_probe=100, version=engine.policy_version)
+        gap = check_engine(policy, own, Sampling(temperature=TEMPERATURE), rollout, ranks, **options)
+        state = [group["row_index"] for group in flight.state()["in_flight"]]
+        found.append({"rows": [row["row_index"] for row in taken], "samples": own, "gap": gap, "left": state})
+    return found
 
 
 def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size: str) -> None:
@@ -63,6 +103,8 @@ def main(model: str, game: str, out: str, engine_name: str, tensor_parallel_size
     except RuntimeError as error:
         message = str(error)
     results = {"samples": samples, "gap": gap, "steps waited": slowest, "message": message}
+    results["partial"] = partial_steps(engine, policy, rollout, ranks)
+    results["turns"] = partial_conversations(engine, environments, ranks, rows)
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     environments.close()
     engine.close()

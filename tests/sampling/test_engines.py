@@ -36,10 +36,12 @@ from rl.model.checks import check_context
 from rl.model.logprobs import token_logprobs
 from rl.model.lora import is_adapter
 from rl.model.sharding import full_tensors
+from rl.ranks import init_ranks
 from rl.run.arguments import check
 from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.engines.hf import processed_logprobs
-from rl.sampling.rollout import check_engine, sample_groups
+from rl.sampling.in_flight import InFlight
+from rl.sampling.rollout import Decoding, check_engine, sample_groups
 from rl.sampling.rollouts import Rollouts, Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
@@ -463,6 +465,26 @@ def test_check_engine_looks_only_at_tokens_of_the_last_push(engine, policy, worl
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, wrong, **options, version=version + 1)
     assert {len(s.policy_versions) for s in samples} == {1, 2}
+
+
+def test_responses_that_outlive_steps_have_the_log_probs_of_the_weights_that_sampled_each_token(every_engine, policy):
+    """Keys and values of older weights, in the cache or by a shared prefix, would show as another log-prob."""
+    flight, way = InFlight(Decoding(partial_rollouts=1.0), ROWS, 2, init_ranks(), [], 3), Sampling(2, TEMPERATURE)
+    way, models_by_version, samples = replace(way, max_tokens=40, stop_token_ids=(2, *range(20, 24))), {}, []
+    for step in range(6):
+        change(policy, scale=0.05, seed=step)
+        push(every_engine, policy)
+        models_by_version[every_engine.policy_version] = plain(policy)
+        rows = [ROWS[i % len(ROWS)] for i in range(2 * step + 2 * (step > 0), 2 * step + 4)]
+        samples += flight.sample(every_engine, rows, way, lambda row, group: None, step=step)[1]
+    assert len(samples) == 6 * 2 * 2 and sum(len(s.policy_versions) > 1 for s in samples) >= 3
+    for s in samples:
+        versions = s.token_versions
+        for version in set(versions.tolist()):
+            logits = logits_of(models_by_version[version], s.prompt_ids, s.response_ids)
+            logp = (logits / TEMPERATURE).log_softmax(-1)[range(len(versions)), s.response_ids]
+            own = versions == version
+            torch.testing.assert_close(logp[own], torch.from_numpy(s.rollout_logprobs[own]), rtol=0, atol=1e-4)
 
 
 # --- the sampling loop of the plain engine ---

@@ -300,6 +300,22 @@ def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_
         assert "the response mask has tokens that it did not sample" in rank["message"]
 
 
+@pytest.mark.parametrize("name", WORLDS)
+def test_groups_that_outlive_steps_are_taken_once_on_every_rank(name, sampled):
+    ranks, versions = sampled(name), []
+    for step in range(4):
+        found = [rank["partial"][step] for rank in ranks]
+        assert all(x["rows"] == found[0]["rows"] and len(x["rows"]) == 4 and x["gap"] < 1e-5 for x in found)
+        own = [s.row_index for x in found for s in x["samples"][::2]]
+        assert own == found[0]["rows"] and all(len(x["samples"]) == 8 // len(ranks) for x in found)
+        versions += [len(s.policy_versions) for x in found for s in x["samples"]]
+    taken = [i for step in range(4) for i in ranks[0]["partial"][step]["rows"]]
+    left = [i for rank in ranks for i in rank["partial"][3]["left"]]
+    assert sorted(taken + left) == list(range(20))
+    assert max(versions) >= 2 or name == "hf"  # whose batch of eight is four whole groups
+    assert sum(len(rank["turns"]) for rank in ranks) == 6  # nobody hung, waiting or stopping
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults
 

@@ -14,9 +14,10 @@ from rl.sampling.rollout import check_engine, sample_groups
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
 
-def gap(policy, engine, world):
+def gap(policy, engine, world, pushed=True):
     """Between what vLLM said of its tokens and what the policy says."""
-    engine.update_weights(models.weights_for_engine(policy, world))
+    if pushed:
+        engine.update_weights(models.weights_for_engine(policy, world))
     sampling = Sampling(n=2, temperature=1.0, max_tokens=20)
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7]) for i in range(2)]
     samples, _ = sample_groups(engine, rows, sampling, seed=1, on_group=lambda *_: None)
@@ -44,4 +45,11 @@ def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     limit = 0.02 if kind == "ApertusConfig" else 1e-5  # vLLM keeps Apertus' constants in bfloat16, whatever it runs in
     assert gap(after, engine, world) < limit and gap(before, engine, world) < limit
     assert gap(after, engine, world) < limit
+    for expert in range(6 if kind == "Qwen3MoeConfig" else 0):  # each reaches the engine
+        with torch.no_grad():
+            for name, x in after.named_parameters():
+                if name.endswith((".gate_up_proj", ".down_proj")):
+                    x.to_local()[expert] *= -1.5
+        assert gap(after, engine, world, pushed=False) > 100 * limit
+        assert gap(after, engine, world) < limit
     engine.close()

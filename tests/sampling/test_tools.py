@@ -122,7 +122,15 @@ SERVER = """
 import sys, time
 from pathlib import Path
 from mcp.server import MCPServer
-server = MCPServer("tools")
+from mcp_types import ListToolsResult
+
+class Paged(MCPServer):
+    async def _handle_list_tools(self, ctx, params):
+        tools, start = await self.list_tools(), int(params.cursor or 0) if params else 0
+        rest = str(start + 2) if start + 2 < len(tools) else None
+        return ListToolsResult(tools=tools[start : start + 2], next_cursor=rest)
+
+server = Paged("tools")
 
 @server.tool()
 def double(x: int) -> int:

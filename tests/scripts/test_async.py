@@ -9,8 +9,8 @@ import launch
 import pytest
 from helpers_samplers import Pools, batches, note_batches
 
-import train_grpo
 from rl.data.order import derive_seed
+from rl.sampling import in_flight
 from rl.sampling.protocol import TOKEN
 from rl.sampling.rollouts import Rollouts
 
@@ -28,7 +28,7 @@ def pools(task, tmp_path, monkeypatch):
 
 def seed_by_number():
     """From now on train_grpo.py samples with the seeds that samplers have, not with the global generators."""
-    sample_groups, start, steps = train_grpo.sample_groups, Rollouts.start, itertools.count()
+    sample_groups, start, steps = in_flight.sample_groups, Rollouts.start, itertools.count()
 
     def sample(*arguments, seed):
         first = 4 * next(steps)
@@ -38,7 +38,7 @@ def seed_by_number():
         finally:
             Rollouts.start = start
 
-    train_grpo.sample_groups = sample
+    in_flight.sample_groups = sample
 
 
 # Up to three turns; the first messages depend on the seed, and every third row has no conversation.

@@ -666,15 +666,10 @@ def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_mode
 # memory_plan.py
 
 
-@pytest.mark.parametrize("shape", ["1.5B", "7B"])
+@pytest.mark.parametrize("shape", ["1.5B", "7B", "30B-A3B"])
 def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
-    hidden, layers, heads, kv_heads, intermediate, tied = make_model.SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=memory_plan.VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, intermediate_size=intermediate, tie_word_embeddings=tied,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(make_model.config_of(shape))
     size = memory_plan.size_of(shape)
     assert size.total == sum(size.tensors) == sum(x.numel() for x in model.parameters())
     assert sorted(size.tensors) == sorted(x.numel() for x in model.parameters())
@@ -685,6 +680,7 @@ def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
 def test_the_memory_plan_adds_up_by_hand():
     """Two layers of 100 parameters, a root of 50; products 10 + 2 + 2 + 10 + 20 + 20 + 10 wide; N = 1."""
     size = memory_plan.Size(100, 2, 50, 10, (10, 2, 2, 10, 20, 20, 10), (10,) * 6 + (20,), 10, 2, (100, 100, 50))
+    routed = size._replace(experts=30)  # which adds to what a token keeps
     work = dict(gpus=1, tokens=7, sequences=3, length=5)
     logits, engine = 10 * memory_plan.VOCABULARY * 7, 2 * 250 + memory_plan.ENGINE + 3 * 5 * 4 * 2 * 2
     others = memory_plan.OTHERS
@@ -696,13 +692,15 @@ def test_the_memory_plan_adds_up_by_hand():
         0,
         engine,
     )
+    more = memory_plan.plan(routed, memory_plan.Flags(), **work).update - found.update
+    assert more == 7 * (2 * 2 * 30 + 3 * 2 * 30)  # in two layers, and once more in the one that is computed again
     a = 2 * (80 + 74) * 2  # rank 2, two layers
     found = memory_plan.plan(size, memory_plan.Flags(lora_rank=2, full_checkpointing=True), **work)
     results = 84 + 74 + 14
     assert found.sampling == 2 * 250 + 12 * a + engine + others and found.host == 0
     assert found.update == 2 * 250 + 18 * a + 7 * (2 * 20 + 6 * results) + logits + others
     found = memory_plan.plan(size, memory_plan.Flags(optimizer_offload=True), **work)
-    assert (found.sampling, found.step, found.host) == (4 * 250 + engine + others, 16 * 250 + others, 8 * 250)
+    assert (found.sampling, found.step, found.host) == (4 * 250 + engine + others, 8 * (250 + 100) + others, 8 * 250)
     large = memory_plan.size_of("7B")  # its embedding has more than a piece
     found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work)
     assert found.step == 8 * large.total + 8 * 151936 * 3584 + others

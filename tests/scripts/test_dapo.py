@@ -116,7 +116,13 @@ def plain_dapo(task, args, steps):
 
         groups = [group for one_round in rounds for group in one_round] or batch
         everything = [s for group in groups for s in scores_of(group)]
-        tokens = [(x["logp"] - x["old"]).abs() for group in batch for x in group if x["taught"]]
+        new, gaps = [id(group) for one_round in rounds for group in one_round], {"logprob_gap": [], "stale_gap": []}
+        for group in batch:
+            own = gaps["logprob_gap" if id(group) in new else "stale_gap"]
+            own += [(x["logp"] - x["old"]).abs() for x in group if x["taught"]]
+        gaps = {f"rollout/{name}_mean": torch.cat(x).mean().item() if x else 0.0 for name, x in gaps.items()}
+        if all(id(group) in new for group in batch):
+            del gaps["rollout/stale_gap_mean"]  # none is older
         report = {
             "train/num_gen_batches": len(rounds),
             "train/num_sampled_responses": sum(len(one_round) for one_round in rounds) * args.rollout_n,
@@ -129,7 +135,7 @@ def plain_dapo(task, args, steps):
             ),
             "critic/advantages/max": max(x.get("A", -math.inf) for group in batch for x in group),
             "response_length/mean": statistics.mean(len(x["ids"]) for group in batch for x in group),
-            "rollout/logprob_gap_mean": torch.cat(tokens).mean().item(),
+            **gaps,
             "actor/lr": args.lr * min(1, (k + 1) / args.lr_warmup_steps),
         }
         losses, norms = [], []

@@ -279,14 +279,14 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes["train_grpo"] |= dict(model=str(folder / "experts"), router_replay=True)
     changes["train_reinforce"] = dict(use_kl_loss=True, adv_estimator="remax")
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
-    (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True)
+    (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True, total_training_steps=3)
     changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
     launch.fork("rl.sampling.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}
     for script, change in changes.items():
-        settings = h.grpo_settings(task, folder / script, ppo_mini_batch_size=2, save_freq=0, **common, **change)
+        settings = h.grpo_settings(task, folder / script, ppo_mini_batch_size=2, save_freq=0, **common | change)
         module = module_of(script)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(TOKEN, "metrics")

@@ -24,6 +24,7 @@ import train_reinforce
 import train_reward
 from rl.data.order import derive_seed
 from rl.flags import _each, build, flat
+from rl.sampling import in_flight
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -231,11 +232,11 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
     module, settings_of, _ = RETURNING[script]
     seeds = []
 
-    def sample(*a, seed, original=module.sample_groups, **kw):
+    def sample(*a, seed, original=in_flight.sample_groups, **kw):
         seeds.append(seed)
         return original(*a, seed=seed, **kw)
 
-    monkeypatch.setattr(module, "sample_groups", sample)
+    monkeypatch.setattr(in_flight, "sample_groups", sample)
     for rank in (0, 1):
         monkeypatch.setattr(hf.Engine, "first_rank", property(lambda engine, rank=rank: rank, lambda *_: None), False)
         settings = settings_of(task, tmp_path / str(rank), seed=5) | dict(gen_batch_size=4, filter_groups=False)

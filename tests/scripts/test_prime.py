@@ -15,6 +15,7 @@ import train_prime
 from rl.flags import build
 from rl.model import load as models
 from rl.run import run
+from rl.sampling import in_flight
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -260,12 +261,12 @@ def test_the_reward_model_is_on_the_host_while_the_engine_samples_and_no_infinit
         happened.append("clip")
         return math.inf if happened.count("clip") == 1 else norm  # the first is that of the reward model
 
-    def sample(*a, original=train_prime.sample_groups, **kw):
+    def sample(*a, original=in_flight.sample_groups, **kw):
         happened.append("sample")
         return original(*a, **kw)
 
     monkeypatch.setattr(train_prime, "clip_grad_norm", clip)
-    monkeypatch.setattr(train_prime, "sample_groups", sample)
+    monkeypatch.setattr(in_flight, "sample_groups", sample)
     prime(prm_offload=True, total_training_steps=1)
     assert happened[:5] == ["offload", "sample", "onload", "clip", "clip"] and "offload" in happened[5:]
     h.assert_same(prime.weights(1, 1, "huggingface_prm"), h.original(task))

@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -107,6 +107,14 @@ class Engine:
             keys.add(request.key)
         self.keys = keys
         self.new += requests
+
+    def of_group(self, own: Any) -> list[Any]:
+        """What each rank that shares this engine gives, in their order. All of them must enter."""
+        if self.group is None:
+            return [own]
+        parts: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(parts, own, group=self.group)
+        return parts
 
     def has_requests(self, *, waiting: bool = False) -> bool:
         """Whether any response is still to be sampled, by this rank or one that shares the engine. `waiting`: this rank

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from rl.console import say
@@ -115,7 +114,7 @@ class Engine(Base):
         self._take_new()
         if self.group is None or self.in_flight:
             return bool(self.in_flight) or waiting
-        return any(self._of_group(waiting))
+        return any(self.of_group(waiting))
 
     @property
     def is_idle(self) -> bool:
@@ -128,7 +127,7 @@ class Engine(Base):
         """
         if self.group is not None and not self.may_be_new and self.in_flight and self.steps % ASK_EVERY:
             return
-        every = [(rank, request) for rank, requests in self._of_group((self.rank, self.new)) for request in requests]
+        every = [(rank, request) for rank, requests in self.of_group((self.rank, self.new)) for request in requests]
         self.new, self.may_be_new = [], False
         if not every:
             return
@@ -149,14 +148,6 @@ class Engine(Base):
             self.in_flight[name] = InFlight(x, rank, [(self.policy_version, 0)], ends)
             if x.sampling.stop:
                 self.watched.add(name)
-
-    def _of_group(self, own: Any) -> list[Any]:
-        """What each rank that shares this engine gives."""
-        if self.group is None:
-            return [own]
-        parts: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(parts, own, group=self.group)
-        return parts
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
@@ -202,7 +193,7 @@ class Engine(Base):
         self.may_be_new = True
         self._take_new()
         own = {(self.rank, key) for key in (self.keys if keys is None else keys)}
-        wanted = set().union(*self._of_group(own))
+        wanted = set().union(*self.of_group(own))
         names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in wanted]
         self.core.abort_requests(names)
         return self._forget(dict.fromkeys(names, "abort"))

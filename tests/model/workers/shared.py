@@ -86,7 +86,8 @@ def main(path: str, batch_file: str, out: str) -> None:
         ranks=ranks,
     )
     logp, entropy, grads = shared_gradients(model, batch, update.micro_batches)
-    results = {"plan": update.micro_batches, "logp": logp, "entropy": entropy, "gradients": grads}
+    plan = [list(rows) for rows in update.micro_batches]
+    results = {"plan": plan, "logp": logp, "entropy": entropy, "gradients": grads}
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

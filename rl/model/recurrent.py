@@ -1,0 +1,130 @@
+"""Recurrent layers over packed sequences: gated delta nets, Mamba, short convolutions.
+
+Such a layer carries a state from token to token, and its convolution sees the last few tokens. In a packed row both
+would run from one sequence into the next. So a sequence shares no beginning with its neighbour, and the layer gets
+
+    borders   where sequences begin, if its kernels take that: the gated delta rule of flash-linear-attention, the scan
+              of mamba-ssm. The convolution is causal-conv1d's, or without that package the one below.
+    rows      on any device: a padded row for each sequence, inside this layer only. Nothing flows back from padding.
+
+Without its kernels transformers drops the borders and says nothing, so `load.choose_forward` tries what is right.
+"""
+
+import functools
+import importlib.util
+import inspect
+import sys
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from rl.model.attention import Packing
+
+Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
+SCANS = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}  # of transformers -> kernels' package
+
+
+class Places(NamedTuple):
+    """Where b sequences of at most L tokens stand in a packed row of N, none of which is shared."""
+
+    borders: Tensor  # (b + 1,) int32
+    row: Tensor  # (1, N) int32, the sequence of each token
+    index: Tensor  # (b, L) int64 in the packed row; 0 where there is padding
+    back: Tensor  # (N,) int64 in index, flattened
+
+
+def add_mixers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The recurrent layers of a model, those with a convolution along the tokens, made ready for `separate`."""
+    found = [x for x in model.modules() if any(_is_along_tokens(y) for y in x.children())]
+    for module in found:
+        if not hasattr(module, "apart"):
+            module.apart, module.places = "", None
+            module.forward = functools.partial(_mix, module, module.forward)
+    return tuple(found)
+
+
+def _is_along_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
+
+
+def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
+    """Whether all these layers may have kernels that take borders. From now on their convolutions know borders."""
+    for name in {type(x).__module__ for x in mixers}:
+        space = vars(sys.modules[name])
+        scans = [package for name, package in SCANS.items() if name in space]
+        is_known = scans or not any("scan" in name or "rule" in name for name in space)  # or only a convolution
+        if "causal_conv1d_fn" not in space or not is_known:
+            return False
+        if scans and not _has_kernels(scans[0], device):
+            return False
+        own = space["causal_conv1d_fn"]
+        if importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
+            space["causal_conv1d_fn"] = _knowing_borders(own)
+    return bool(mixers)
+
+
+def _has_kernels(package: str, device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec(package) is not None
+
+
+def separate(mixers: tuple[nn.Module, ...], apart: Apart, packing: Packing | None) -> None:
+    """Let the next forward pass, and what its backward pass computes again, keep the sequences of a packed row apart in
+    these layers; none if the model runs padded.
+    """
+    if not mixers:
+        return
+    places = None
+    if packing is not None:
+        borders = packing.borders.long()
+        valid = packing.offset < borders.diff()[:, None]  # (b, L)
+        index = (borders[:-1, None] + packing.offset).where(valid, 0)
+        row = torch.arange(len(valid), device=valid.device).repeat_interleave(borders.diff())
+        places = Places(packing.borders, row[None].to(torch.int32), index, valid.flatten().nonzero()[:, 0])
+        for x in places:
+            torch._dynamo.maybe_mark_dynamic(x, list(range(x.ndim)))
+    for module in mixers:
+        module.apart, module.places = (apart if places else ""), places
+
+
+def _mix(module: nn.Module, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent layer's forward over a packed row (1, N, H)."""
+    if module.apart == "borders":
+        known = inspect.signature(own_forward).parameters
+        borders = dict(cu_seq_lens_q=module.places.borders, seq_idx=module.places.row)
+        takes_all = any(x.kind == x.VAR_KEYWORD for x in known.values())
+        return own_forward(*args, **kwargs | {k: x for k, x in borders.items() if takes_all or k in known})
+    if module.apart == "rows":
+        _, _, index, back = module.places
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        out = own_forward(hidden[0][index], *args[1:], **kwargs)  # (b, L, H)
+        return out.flatten(0, 1)[back][None]
+    return own_forward(*args, **kwargs)
+
+
+def _knowing_borders(own: Any) -> Any:
+    """transformers' causal convolution (1, C, N), which also takes `seq_idx` (1, N), the sequence of each token:
+
+    y[c, t] = sum over j < k of weight[c, k - 1 - j] x[c, t - j],  where token t - j belongs to the sequence of t
+    """
+
+    @functools.wraps(own)
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any):
+        row = kwargs.get("seq_idx")
+        if row is None:
+            return own(x, weight, bias, activation=activation, **kwargs)
+        n, k = x.shape[-1], weight.shape[-1]
+        total = x.float() * weight[:, -1:].float()
+        for j in range(1, min(k, n)):
+            same = row[:, j:] == row[:, :-j]  # (1, N - j)
+            before = torch.where(same[:, None], x[..., :-j], 0.0).float() * weight[:, k - 1 - j, None].float()
+            total = total + F.pad(before, (j, 0))
+        if bias is not None:
+            total = total + bias[:, None].float()
+        total = total.to(weight.dtype)
+        return (total if activation is None else ACT2FN[activation](total)).to(x.dtype)
+
+    convolve.knows_borders = True
+    return convolve
