@@ -129,7 +129,7 @@ def test_scripts_name_the_row_before_they_look_for_weights(tmp_path, model, scri
     """The model's folder has none, so loading it would be another error."""
     file = write(tmp_path, *(row(x, response="#### 1") for x in ({"bytes": PNG}, {"path": "a.png"})))
     files_of = {"val_files" if script is eval else "train_files": (str(file),)}
-    more = {} if script is sft else dict(engine="hf", max_prompt_length=64, max_response_length=8)
+    more = dict(max_length=64) if script is sft else dict(engine="hf", max_prompt_length=64, max_response_length=8)
     more |= dict(val_before_train=False, test_freq=-1) if script is train_grpo else {}
     with pytest.raises(ValueError, match=r"train\.parquet: row 1: images\[0\]: no such file .*a\.png; give its path"):
         script.main(build(script.Args, model=model, **files_of, **more))
