@@ -146,11 +146,12 @@ class Args:
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
     write: bool = False  # write the table into docs/models.md and run nothing
-    # for these families, instead: SFT, then ten steps of GRPO, on the arithmetic task
+    # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
     learn: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
-    sft_steps: int = 250  # of 128 demonstrations, before those ten steps
-    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of those ten steps
+    sft_steps: int = 250  # of 128 demonstrations
+    rl_steps: int = 10  # of 32 prompts, behind them
+    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of GRPO
 
 
 def make(name: str, folder: Path) -> None:
@@ -319,7 +320,7 @@ def learn(name: str, seed: int, args: Args) -> None:
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
             "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
-            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", args.rl_steps,
             *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()

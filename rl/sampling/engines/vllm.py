@@ -59,6 +59,11 @@ class Engine(Base):
         if flags.router_replay and on_cpu and ranks.is_main:
             say("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which")
         self.sees = vision.auto_class(model) is AutoModelForImageTextToText
+        if self.sees and images.in_use() and images.tokens(0).before:
+            raise ValueError(
+                f"--engine vllm: the processor of {model} puts text around an image (Gemma 3: line breaks), which vLLM "
+                "adds once more; use --engine hf for such a model"
+            )
         is_part = vision.is_text_part(model)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _transformers_as_it_is(model):
