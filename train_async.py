@@ -1,4 +1,4 @@
-"""GRPO that never waits: samplers are processes of their own, and sample while the trainers train.
+"""Asynchronous GRPO: other processes, the samplers, sample while the trainers train.
 
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
     GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT                  # one more, anywhere
