@@ -102,6 +102,14 @@ FAMILIES |= {
     "modernbert-decoder": PLAIN | dict(local_attention=16, cls_token_id=3, sep_token_id=3),
     "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128),
     "qwen3_5_text": GROUPED | DELTA,
+    "qwen3_5": dict(  # as published, with a vision tower, of which text is trained
+        text_config=GROUPED
+        | DELTA
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 4, 4])),
+        vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
+        | dict(num_position_embeddings=16),
+        **dict(image_token_id=76, video_token_id=77, vision_start_token_id=78, vision_end_token_id=79),
+    ),
     "qwen3_next": GROUPED | DELTA | dict(num_experts=0),
     "olmo_hybrid": GROUPED | DELTA,
     "bamba": GROUPED | STATES | dict(attn_layer_indices=[1]),
@@ -158,11 +166,12 @@ def make(name: str, folder: Path) -> None:
     """A random model in the folder of the arithmetic task's model, with its tokenizer. Weights are livelier than new
     ones: else all tokens would be about equally likely, and a wrong layer would go unnoticed.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if "vision_config" in FAMILIES[name] else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_((0.05 if parameter.ndim > 1 else 0.2) * torch.randn(parameter.shape))
