@@ -1,4 +1,4 @@
-"""GRPO that never waits: samplers are processes of their own, and sample while the trainers train.
+"""Asynchronous GRPO: other processes, the samplers, sample while the trainers train.
 
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
     GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT                  # one more, anywhere
@@ -16,7 +16,7 @@ The policy b that sampled a token is then not the one that the step begins with 
 
 --proximal-policy says which one that is: the policy that starts the step; the sampler's, so that w = 1 (as in PPO); or
 one between the two that costs no forward pass, AReaL's log-linear proxy: l_prox = b + (l - b) a / (a + 1) for a token
-of age a. docs/train_async.md explains all of this at more leisure.
+of age a. docs/train_async.md explains all of this in more detail.
 """
 
 import math
@@ -104,7 +104,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state=samplers.state())
 
         # 1. Weights and prompts: the samplers get the policy's weights, and as many prompts as staleness allows. A
@@ -153,14 +153,14 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
-        # responses count; where a group has but one, its mean is 0 and its standard deviation 1.
+        # responses count; a group with only one has mean 0 and standard deviation 1.
         mean, std = advantages.of_groups(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
-        # 7. Updates: one for each mini-batch; its micro-batches only bound the memory.
+        # 7. Updates: one for each mini-batch; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
@@ -182,7 +182,7 @@ def main(args: Args) -> dict[str, float]:
 
                 # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
                 # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
-                ratio = (logp - old_logp).clamp(-20, 20).exp()
+                ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)

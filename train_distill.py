@@ -9,7 +9,7 @@ own responses, so it also sees the places that its own mistakes lead to. With l_
 response i, and l_teacher_it the teacher's:
 
     advantage   A_it     = l_teacher_it - l_rollout_it     l_rollout: the student's when it sampled, by the engine
-    ratio       ratio_it = exp(l_it - l_old_it)            l_old: when the step began; so 1 in a step's first update
+    ratio       ratio_it = exp(l_it - l_old_it)            l_old: l when the step began, so 1 at first
     loss        L        = mean over all sampled tokens of max(-A_it ratio_it, -A_it clip(ratio_it, 1 - low, 1 + high))
 
 The gradient of L estimates that of KL(student, teacher) from one token ("On-Policy Distillation", Thinking Machines
@@ -150,7 +150,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -217,7 +217,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=both)  # (b, T)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks

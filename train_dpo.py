@@ -169,7 +169,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -237,7 +237,7 @@ def main(args: Args) -> dict[str, float]:
             clock("old_log_prob")
         k_w, k_l = k.to(ranks.device)
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=len(updates) * args.ppo_epochs), []

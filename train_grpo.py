@@ -9,7 +9,7 @@ each prompt G times: a group. With s_i the score of response i, and l_it the log
 tokens before it:
 
     advantage   A_i      = (s_i - mean of its group) / (standard deviation of its group + 1e-6)
-    ratio       ratio_it = exp(l_it - l_old_it)        l_old: when the step began; so 1 in the first update of a step
+    ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
     loss        L        = mean over all sampled tokens of max(-A_i ratio_it, -A_i clip(ratio_it, 1 - low, 1 + high))
 
 Where this departs from the paper, as most code does: the mean is over tokens, not over means of sequences (DAPO); there
@@ -20,7 +20,7 @@ A step samples, scores and learns. An update is one optimizer step, on one mini-
 
 P prompts a step, B = P * G responses, b of these on this process (rank), T tokens of prompt and response. Tensors of
 tokens are (b, T), and position t describes token t given the tokens before it. Flags and metrics have verl's names: the
-actor is the policy. docs/train_grpo.md explains all of this at more leisure.
+actor is the policy. docs/train_grpo.md explains all of this in more detail.
 """
 
 import math
@@ -101,16 +101,16 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
         # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. With --tools or an
-        # --environment (envs) a response is a conversation of several turns. With --partial-rollouts more prompts are
-        # in flight, the step gets the P that are complete first, and the others go on in the next one. Then the trainer
-        # computes the log-probs of a few responses: the run ends if they differ too much from the engine's.
+        # --environment (envs) a response is a conversation of several turns. With --partial-rollouts (in_flight) more
+        # than P prompts are sampled: the step gets the first P that are complete, and the others go on in the next one.
+        # Then the trainer computes log-probs of a few responses; if the engine's differ too much, the run ends.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -129,8 +129,8 @@ def main(args: Args) -> dict[str, float]:
         clock("verify")
 
         # 3. Rewards: other processes call the function of --custom-reward-function, or that of the data source in
-        # rewards/, as soon as a group is complete. Then all ranks get the scores and lengths of the whole step; tokens
-        # stay on the rank that sampled them until phase 4.
+        # rewards/, as soon as a group is complete; a ticket stands for its scores. Then all ranks get the scores and
+        # lengths of the whole step; tokens stay on the rank that sampled them until phase 4.
         own_scores = scorer.collect(tickets)
         run.exit_if_asked()
         responses = gather_responses(own_samples, own_scores, rows, ranks)  # B
@@ -160,14 +160,14 @@ def main(args: Args) -> dict[str, float]:
 
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
-        # responses count; where a group has but one, its mean is 0 and its standard deviation 1.
+        # responses count; a group with only one has mean 0 and standard deviation 1.
         mean, std = advantages.of_groups(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")
 
-        # 7. Updates: one for each mini-batch; its micro-batches only bound the memory.
+        # 7. Updates: one for each mini-batch; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks
@@ -183,14 +183,14 @@ def main(args: Args) -> dict[str, float]:
 
                 # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
                 # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
-                ratio = (logp - old_logp).clamp(-20, 20).exp()
+                ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
                 pg_loss = torch.maximum(unclipped, clipped)
                 # Dual clip: where A < 0 nothing else bounds the loss, and one token could outweigh all others.
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
-                # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
+                # 1, unless a flag such as --rollout-is asks to correct for the engine's slightly different log-probs.
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss

@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -213,7 +213,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=A, returns=R)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step of each model; its micro-batches only bound the memory. In the
+        # 7. Update: a mini-batch is one optimizer step of each model; its micro-batches only save memory. In the
         # first --critic-warmup steps only the critic learns. The actor's learning-rate schedule begins after them.
         factor = partial(schedule.lr_factor, args.lr_scheduler_type, warmup_steps=args.lr_warmup_steps)
         lrs = {"critic": args.critic_lr * factor(step, total_steps=total_steps)}

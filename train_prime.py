@@ -127,7 +127,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -238,7 +238,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=advantages.whiten(returns, mask, mean=mean, var=var))
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         optimizer.param_groups[0]["lr"] = args.lr * lr_factor
         for update in updates * args.ppo_epochs:  # the list of mini-batches, as often as there are epochs
             for micro_rows in update.micro_batches:

@@ -112,7 +112,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step, state={"kl_coef": kl_coef} | in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
@@ -205,7 +205,7 @@ def main(args: Args) -> dict[str, float]:
         batch = replace(batch, advantages=torch.where(mask > 0, A, 0.0).to(R.dtype), returns=R)
         clock("adv")
 
-        # 7. Update: a mini-batch is one optimizer step; its micro-batches only bound the memory.
+        # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.
         lr = args.lr * schedule.lr_factor(args.lr_scheduler_type, step, args.lr_warmup_steps, total_steps)
         optimizer.param_groups[0]["lr"] = lr
         means, norms = metrics.Means(ranks, num_updates=num_updates), []  # means: of tokens or updates, on all ranks

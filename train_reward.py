@@ -119,7 +119,7 @@ def main(args: Args) -> dict[str, float]:
 
     for step in progress("reward", range(run.start, total_steps + 1)):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(); once a step has changed weights, at the first one of the next step.
+        # at the next exit_if_asked(). A step that has changed weights is finished first.
         clock = run.save_and_begin(step)
 
         # 1. Evaluate: the same loss on held-out pairs, without gradients, and how often the chosen response wins.

@@ -102,6 +102,14 @@ FAMILIES |= {
     "modernbert-decoder": PLAIN | dict(local_attention=16, cls_token_id=3, sep_token_id=3),
     "lfm2": GROUPED | dict(layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128),
     "qwen3_5_text": GROUPED | DELTA,
+    "qwen3_5": dict(  # as published, with a vision tower, of which text is trained
+        text_config=GROUPED
+        | DELTA
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 4, 4])),
+        vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
+        | dict(num_position_embeddings=16),
+        **dict(image_token_id=76, video_token_id=77, vision_start_token_id=78, vision_end_token_id=79),
+    ),
     "qwen3_next": GROUPED | DELTA | dict(num_experts=0),
     "olmo_hybrid": GROUPED | DELTA,
     "bamba": GROUPED | STATES | dict(attn_layer_indices=[1]),
@@ -146,22 +154,24 @@ class Args:
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
     write: bool = False  # write the table into docs/models.md and run nothing
-    # for these families, instead: SFT, then ten steps of GRPO, on the arithmetic task
+    # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
     learn: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
-    sft_steps: int = 250  # of 128 demonstrations, before those ten steps
-    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of those ten steps
+    sft_steps: int = 250  # of 128 demonstrations
+    rl_steps: int = 10  # of 32 prompts, behind them
+    rollout_engine: Literal["vllm", "hf"] = "vllm"  # of GRPO
 
 
 def make(name: str, folder: Path) -> None:
     """A random model in the folder of the arithmetic task's model, with its tokenizer. Weights are livelier than new
     ones: else all tokens would be about equally likely, and a wrong layer would go unnoticed.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if "vision_config" in FAMILIES[name] else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_((0.05 if parameter.ndim > 1 else 0.2) * torch.randn(parameter.shape))
@@ -319,7 +329,7 @@ def learn(name: str, seed: int, args: Args) -> None:
             "--model", Path(folder) / "sft" / f"global_step_{args.sft_steps}" / "huggingface",
             "--train-files", data / "train.parquet", "--val-files", data / "test.parquet", "--test-freq", 10,
             "--max-prompt-length", 64 if sees else 32, "--max-response-length", 40, "--train-batch-size", 32,
-            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", 10,
+            "--rollout-n", 8, "--lr", 1e-4, "--total-training-steps", args.rl_steps,
             *common, Path(folder) / "grpo",
         )  # fmt: skip
         metrics = (Path(folder) / "grpo" / "metrics.jsonl").read_text()

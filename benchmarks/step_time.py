@@ -30,18 +30,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train_grpo  # noqa: E402
 from benchmarks import make_model  # noqa: E402
+from benchmarks.flops import train_flops  # noqa: E402
 from data import arithmetic  # noqa: E402
 from rl.data import batching  # noqa: E402
 from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
-from rl.model.experts import count_experts  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
 
@@ -177,28 +177,6 @@ def train_args(args: Args, model: Path, prompts: Path, flags: list[str]) -> trai
 # --- what it is compared with
 
 
-def train_flops(
-    config: PreTrainedConfig, *, tokens: float, response_tokens: float, sum_squares: float, frozen: bool = False
-) -> float:
-    """Floating-point operations of one forward and backward pass of a Qwen2-shaped model, nothing computed twice.
-
-    `tokens` pass through the decoder layers, 2 a weight forward and 4 backward, in a mixture only through the routers
-    and the experts that they choose; `response_tokens` of them through the LM head. With LoRA the weights are `frozen`
-    and have no gradients: 2 backward; its adapters are left out. Causal attention over a sequence of s tokens takes
-    half of 12 * layers * width * s^2; `sum_squares` is the sum of s^2.
-    Norms, activations and the optimizer are left out, as usual for the utilisation of a GPU.
-    """
-    c = config.get_text_config().to_dict()
-    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
-    width = heads * (c.get("head_dim") or hidden // heads)
-    kv_width = width * c["num_key_value_heads"] // heads
-    experts = count_experts(config)
-    mlp = 3 * hidden * (c["moe_intermediate_size"] * c["num_experts_per_tok"] if experts else c["intermediate_size"])
-    layer = 2 * hidden * width + 2 * hidden * kv_width + mlp + hidden * experts  # q o, k v, mlp, router
-    products = layers * layer * tokens + c["vocab_size"] * hidden * response_tokens
-    return (4 if frozen else 6) * products + 6 * layers * width * sum_squares
-
-
 def matmul_peak(ranks: Ranks) -> float:
     """FLOP/s of a large square matrix product in the dtype and on the device of the training: the best of ten."""
     n = 8192 if ranks.device.type == "cuda" else 512
@@ -307,13 +285,14 @@ def summarize(
 
     `peak` in FLOP/s of one device; `bare` in response tokens a second of all of them.
     """
-    config = AutoConfig.from_pretrained(train.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(train.model).get_text_config())
     responses = train.train_batch_size * train.rollout_n
     steps = []
     for before, line, note in zip([None, *lines[:-1]], lines, notes, strict=True):
         response_tokens = line["response_length/mean"] * responses
         counts = dict(tokens=line["perf/total_num_tokens"], response_tokens=response_tokens)
-        counted = train_flops(config, **counts, sum_squares=note["sum_squares"], frozen=train.lora.lora_rank > 0)
+        counted = train_flops(model, **counts, sum_squares=note["sum_squares"], frozen=train.lora.lora_rank > 0)
         steps.append(
             {name: value for name, value in line.items() if name.startswith(("timing_s/", "memory_gb/"))}
             | {

@@ -8,16 +8,21 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from data import dots, files
 from rl.data import images
 from rl.data.encode import encode_prompts, load_tokenizer
 from rl.data.rows import read_rows
 
-TOKENS = 9  # of an image of the dots task
-PLACEHOLDER = dots.QWEN_IDS["image_token_id"]
-HEAD, TAIL = "<|im_start|>user\n<|vision_start|>", "<|vision_end|>how many?<|im_end|>\n<|im_start|>assistant\n"
+TOKENS = 9  # of an image of the dots task that have features
+PLACEHOLDER = dots.QWEN_IDS["image_token_id"]  # of most families
+TYPES = dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "qwen3_5"), "mm_token_type_ids") | {"gemma3": "token_type_ids"}
+# What the processors make of an image in a text
+EXPANDED = dict.fromkeys(dots.FAMILIES, "<|vision_start|>" + "<|image_pad|>" * TOKENS + "<|vision_end|>") | {
+    "gemma3": "\n\n<start_of_image>" + "<image_soft_token>" * TOKENS + "<end_of_image>\n\n",
+    "smolvlm": "<fake_token_around_image><global-img>" + "<image>" * TOKENS + "<fake_token_around_image>",
+}
 
 
 def save_lively(folder: Path, family: str) -> str:
@@ -49,30 +54,32 @@ def encoded(model: str, file: Path) -> list[dict]:
 def as_processed(model: str, file: Path, row: int) -> dict[str, torch.Tensor]:
     """The model's inputs for a row's prompt, by its image processor and by hand: nine placeholders an image."""
     tokenizer, source = load_tokenizer(model), pq.read_table(file).to_pylist()[row]
+    config, content = AutoConfig.from_pretrained(model), source["prompt"][0]["content"]
+    content = content.replace("<image>", EXPANDED[config.model_type])
+    text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     if not source["images"]:
-        text = f"<|im_start|>user\n{source['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-        return {"input_ids": torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])}
-    head, tail = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (HEAD, TAIL))
-    ids = torch.tensor([head + [PLACEHOLDER] * TOKENS + tail])
+        return {"input_ids": ids}
     picture = Image.open(io.BytesIO(source["images"][0]["bytes"])).convert("RGB")
     seen = AutoImageProcessor.from_pretrained(model)(images=[picture], return_tensors="pt")
-    types = torch.zeros_like(ids)
-    types[0, len(head) : len(head) + TOKENS] = 1
-    return {"input_ids": ids, "mm_token_type_ids": types, **seen}
+    wanted = ("input_ids", "pixel_values", "pixel_attention_mask", "image_grid_thw")
+    types = {TYPES[config.model_type]: (ids == config.image_token_id).long()} if config.model_type in TYPES else {}
+    return {name: x for name, x in {"input_ids": ids, **seen}.items() if name in wanted} | types
 
 
 def logits(model: torch.nn.Module, inputs: dict[str, torch.Tensor], response: list[int]) -> torch.Tensor:
     """(n, V) logits that predict the n tokens of a response, by its own forward; placeholders in it are text."""
-    types, start = inputs.get("mm_token_type_ids"), inputs["input_ids"].shape[1]
-    tokens = torch.tensor([response])
-    text = tokens == PLACEHOLDER
+    start, tokens = inputs["input_ids"].shape[1], torch.tensor([response])
+    placeholder = model.config.image_token_id
+    text = tokens == placeholder
     ids = torch.cat([inputs["input_ids"], tokens.masked_fill(text, 3)], 1)
-    more = {} if types is None else {"mm_token_type_ids": torch.cat([types, torch.zeros_like(tokens)], 1)}
+    types = {name: x for name, x in inputs.items() if name in TYPES.values()}
+    more = {name: torch.cat([x, torch.zeros_like(tokens)], 1) for name, x in types.items()}
     embedding = model.get_input_embeddings()
 
     def put_back(module, given, out):
         found = torch.cat([torch.zeros_like(inputs["input_ids"]), text.long()], 1)[..., None]
-        return torch.where(found.bool(), embedding.weight[PLACEHOLDER], out)
+        return torch.where(found.bool(), type(module).forward(module, torch.tensor([[placeholder]])), out)
 
     hook = embedding.register_forward_hook(put_back)
     out = model(**inputs | more | {"input_ids": ids}, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -85,7 +92,6 @@ def forget() -> None:
     images._numbers.clear()
     del images._known[1:]
     images._most[0] = 0
-    images._current.clear()
     images._inputs.clear()
 
 

@@ -95,15 +95,18 @@ def _chat_text(
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
     if pictures := row.get("images", []):
-        own = images.load_processor(tokenizer.name_or_path, tokenizer).chat_template
+        own = images.load_processor(tokenizer.name_or_path, tokenizer, named(row)).chat_template
         messages, kept = images.in_parts(messages), kept | ({"chat_template": own} if own else {})
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kept
         )
-        return images.fill(text, pictures) if pictures else text
     except jinja2.TemplateError as error:
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
+    try:
+        return images.fill(text, pictures) if pictures else text
+    except ValueError as error:  # such as one that is 300 times as wide as high
+        raise ValueError(f"{named(row)}: the model's processor refuses an image ({error}); drop the row") from error
 
 
 def named(row: Row) -> str:

@@ -6,6 +6,9 @@ sample are all that engines and ranks need. Every process reads the same files i
 numbers. What stands behind a number is decoded when a model or an engine needs it.
 
 The model's own processor says which tokens an image becomes, and what the model gets to see of it.
+
+Numbers stand for images of this process, so the table of them is the module's own. Handing it to every policy, engine
+and batch would put an argument for images into each script, also into those that train on texts.
 """
 
 import functools
@@ -52,9 +55,8 @@ class Tokens(NamedTuple):
 _known: list[Known] = [Known(Image.new("RGB", (28, 28)), 28, 28)]  # image 0 is for ranks that have no other
 _numbers: dict[Any, int] = {}  # by path or hash of the content
 _most = [0]  # images in a row
-_processors: dict[str, ProcessorMixin] = {}  # by model
+_processors: dict[str, ProcessorMixin] = {}  # by model; the one that was asked for last stands last
 _inputs: dict[tuple[ProcessorMixin, int], dict[str, torch.Tensor]] = {}  # the last ones that were used
-_current: list[ProcessorMixin] = []  # the last one that was asked for; a run has one
 
 
 def in_use() -> bool:
@@ -137,12 +139,13 @@ def picture(number: int) -> Image.Image:
 # The model's own processor
 
 
-def load_processor(model: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """The processor of a model. Raises ValueError, naming --model, if it has none or reads no images."""
+def load_processor(model: str, tokenizer: PreTrainedTokenizerBase, where: str) -> ProcessorMixin:
+    """The processor of a model. Raises ValueError, naming the row and --model, if it has none or reads no images."""
     if model not in _processors:
         config = AutoConfig.from_pretrained(model)
         if not hasattr(config, "vision_config"):
-            raise ValueError(f"--model {model}: the data has images, and {config.model_type} reads text only")
+            what = f"{where}: has images, and --model {model} ({config.model_type}) reads text only"
+            raise ValueError(f"{what}; use a model that sees, or leave such rows out")
         try:
             _processors[model] = _without_videos(model, tokenizer, config)
             # what a model replaces by features of an image; older configs have the other name
@@ -151,11 +154,11 @@ def load_processor(model: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorM
         except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"--model {model}: the data has images, and no processor can be loaded from there ({reason}); give a "
+                f"{where}: has images, and --model {model} has no processor that can be loaded ({reason}); give a "
                 "folder with processor_config.json or preprocessor_config.json, or install what is missing"
             ) from error
-    _current[:] = [_processors[model]]
-    return _processors[model]
+    _processors[model] = _processors.pop(model)
+    return processor()
 
 
 def _without_videos(model: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> ProcessorMixin:
@@ -178,8 +181,8 @@ def _without_videos(model: str, tokenizer: PreTrainedTokenizerBase, config: Any)
 
 
 def processor() -> ProcessorMixin:
-    """That of the images which are in use."""
-    return _current[0]
+    """The one that was asked for last: a run has one."""
+    return next(reversed(_processors.values()))
 
 
 @functools.lru_cache(None)
@@ -293,4 +296,3 @@ def expanded(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     found = ids.clone()
     found[own] = real.to(ids.device)
     return found, features, numbers
-

@@ -191,11 +191,18 @@ def load_pretrained(
             model = auto_class.from_config(config, dtype=dtype)
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
-    # Files may come with older or newer names. Ours have the published ones, whatever those of `path` are.
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [x for x in conversions if not isinstance(x, PrefixChange)]
+    name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
     return model, missing
+
+
+def name_weights(model: PreTrainedModel, path: str) -> None:
+    """Let `exported` give published names, whatever those of the files in `path` are, which may be older or newer. What
+    is the text part of a model that also sees images keeps the names within that, whose config becomes `model.whole`.
+    """
+    model.whole = AutoConfig.from_pretrained(path) if vision.is_text_part(path) else None
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [x for x in conversions if model.whole or not isinstance(x, PrefixChange)]
 
 
 def _hush_transformers() -> None:

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from rl.model import delta_rule
 from rl.model.attention import Packing
 
 Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
-SCANS = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}  # of transformers -> kernels' package
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+SCANS = {DELTA_RULE: "fla", "mamba2_chunk_scan": "mamba_ssm"}  # functions of transformers -> the package of kernels
 
 
 class Places(NamedTuple):
@@ -51,7 +53,8 @@ def _is_along_tokens(module: nn.Module) -> bool:
 
 
 def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
-    """Whether all these layers may have kernels that take borders. From now on their convolutions know borders."""
+    """Whether all these layers may have kernels that take borders. From now on their convolutions know
+    borders, and the delta rule is one operation."""
     for name in {type(x).__module__ for x in mixers}:
         space = vars(sys.modules[name])
         scans = [package for name, package in SCANS.items() if name in space]
@@ -63,6 +66,8 @@ def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
         own = space["causal_conv1d_fn"]
         if importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
             space["causal_conv1d_fn"] = _knowing_borders(own)
+        if (rule := space.get(DELTA_RULE)) and not hasattr(rule, "is_operation"):
+            space[DELTA_RULE] = delta_rule.as_operation(rule)
     return bool(mixers)
 
 

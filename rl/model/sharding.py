@@ -36,7 +36,7 @@ COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inducto
 
 PRODUCTS = (  # beginnings of the names of operations whose results "selective" keeps
     *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
-    *("aten._scaled_dot_product", "torch_attn.", "flash_attn."),
+    *("aten._scaled_dot_product", "torch_attn.", "flash_attn.", "rl.gated_delta"),
 )
 
 

@@ -34,6 +34,14 @@ def auto_class(path: str) -> Any:
     return AutoModelForImageTextToText
 
 
+def is_text_part(path: str) -> bool:
+    """Whether `auto_class` loads only the text part of the model in `path`, which has a class of its own."""
+    config = AutoConfig.from_pretrained(path)
+    if auto_class(path) is not AutoModelForCausalLM or not hasattr(config, "vision_config"):
+        return False
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config)
+
+
 def tower_of(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The vision tower of a model and its name; None if it has none."""
     for name in TOWERS:

@@ -1,15 +1,19 @@
 """What other programs load from a checkpoint: huggingface/ has a whole model, and adapter/ the adapters of LoRA."""
 
 import copy
+import json
 import pathlib
 import tempfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import cached_file
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rl.model import load as models
 from rl.model import lora
@@ -32,6 +36,7 @@ class Export(NamedTuple):
     module: nn.Module
     keys: list[str]  # of the weights that it trains
     kept: dict[str, torch.Tensor]  # on rank 0: other weights, whole, and buffers
+    beside: dict[str, torch.Tensor]  # on rank 0: of a larger model, the weights that the module is without
     num_weights: int  # trained or not
 
 
@@ -39,7 +44,7 @@ class Exporter:
     """Writes the modules that a run trains, on rank 0. `frozen`: weights that nothing trains, read once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ranks: Ranks):
-        self.ranks, self.frozen = ranks, {}
+        self.ranks, self.frozen, self.beside = ranks, {}, {}
         self.tokenizer_files = _files_of(tokenizer)  # made once: that holds Python's lock for up to 0.2 s
 
     def prepare(self, trained: Trained) -> dict[str, Export]:
@@ -50,9 +55,11 @@ class Exporter:
                 continue
             if name not in self.frozen:
                 self.frozen[name] = frozen_weights(module, self.ranks)
+                self.beside[name] = dict(_weights_beside(module)) if self.ranks.is_main else {}
             buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
             size = sum(x.numel() for x in module.parameters())
-            found[name] = Export(module, list(tensors.learning(module)), self.frozen[name] | buffers, size)
+            kept = self.frozen[name] | buffers
+            found[name] = Export(module, list(tensors.learning(module)), kept, self.beside[name], size)
         return found
 
     def write(self, folder: pathlib.Path, exports: dict[str, Export], host: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -61,10 +68,11 @@ class Exporter:
         Args: host, this rank's part of the state. Returns: what the adapters of each module stand beside.
         """
         bases = {}
-        for i, (name, (module, keys, kept, _)) in enumerate(exports.items()):
+        for i, (name, (module, keys, kept, beside, _)) in enumerate(exports.items()):
             suffix, own = f"_{name}" if i else "", self._whole(folder / "state", name, keys, host)
             weights = {key: _alone(x) for key, x in models.exported(module, (kept | own).items())}
-            write_huggingface(folder / f"huggingface{suffix}", module, weights, self.tokenizer_files, self.ranks.dtype)
+            files = folder / f"huggingface{suffix}"
+            write_huggingface(files, module, weights | beside, self.tokenizer_files, self.ranks.dtype)
             if hasattr(module, "lora"):
                 lora.write(folder / f"adapter{suffix}", module, own)
                 bases[name] = {"base": module.lora.base, "base_sha256": module.lora.base_sha256}
@@ -103,6 +111,24 @@ def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     return found
 
 
+def whole_config(module: nn.Module) -> PreTrainedConfig | None:
+    """The config of the model that a module is the text part of; see `load.name_weights`."""
+    return getattr(module, "whole", None)
+
+
+def _weights_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the files of that model hold and the module has not, as it is there: its vision tower."""
+    if (whole := whole_config(module)) is None:
+        return
+    shapes = {key: x.shape for key, x in module.named_parameters() if not lora.is_adapter(key)}
+    own = revert_weight_conversion(module, {key: torch.empty(x, device="meta") for key, x in shapes.items()})
+    index = cached_file(whole.name_or_path, SAFE_WEIGHTS_INDEX_NAME, **CALM)
+    files = set(json.loads(pathlib.Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}
+    for name in sorted(files):
+        with safe_open(cached_file(whole.name_or_path, name), "pt") as file:
+            yield from ((key, file.get_tensor(key)) for key in file.keys() if key not in own)
+
+
 def write_huggingface(
     path: pathlib.Path,
     module: nn.Module,
@@ -112,9 +138,10 @@ def write_huggingface(
 ) -> None:
     """Write what transformers and vLLM load: safetensors, config with `dtype`, generation config, tokenizer."""
     path.mkdir(parents=True)
-    config = copy.deepcopy(module.config)
-    config.dtype = dtype
-    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    config = copy.deepcopy(whole_config(module) or module.config)
+    config.dtype = config.get_text_config().dtype = dtype
+    if whole_config(module) is None:
+        config.architectures = [type(module).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if module.can_generate():
         module.generation_config.to_json_file(path / "generation_config.json")  # save_pretrained refuses many a model's

@@ -10,12 +10,16 @@ import pytest
 import torch
 from PIL import Image
 
+import eval
+import sft
+import train_grpo
 from data import dots, files, geometry3k
 from rl.data import images
 from rl.data.batching import collate, shared_prefix
 from rl.data.encode import encode_prompts, encode_sft, load_tokenizer
 from rl.data.rows import read_rows, read_sft_rows
 from rl.data.types import Sample
+from rl.flags import build
 
 PNG = dots.draw(2, random.Random(0))
 
@@ -24,6 +28,7 @@ PNG = dots.draw(2, random.Random(0))
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("sees") / "model"
     dots.save_model(folder)
+    (folder / "model.safetensors").unlink()  # rows are checked without weights
     return str(folder)
 
 
@@ -32,6 +37,12 @@ def own_images():
     vision.forget()
     yield
     vision.forget()
+
+
+def png(width, height):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
 
 
 def row(*pictures, text=dots.QUESTION, **changes):
@@ -59,11 +70,7 @@ def test_paths_bytes_and_dicts_are_the_same_image(tmp_path):
 
 
 def test_an_image_has_as_many_tokens_as_the_processor_gives_it(tmp_path, model):
-    wide, high = (Image.new("RGB", size, "red") for size in ((96, 48), (32, 64)))
-    file = io.BytesIO(), io.BytesIO()
-    for picture, f in zip((wide, high), file, strict=True):
-        picture.save(f, "PNG")
-    two = [{"bytes": f.getvalue()} for f in file]
+    two = [{"bytes": png(96, 48)}, {"bytes": png(32, 64)}]
     [found] = encode_prompts(load_tokenizer(model), read_rows(write(tmp_path, row(*two, text="a<image>b<image>c"))))
     ids = torch.tensor(found["prompt_ids"])
     assert [(ids == images.FIRST + k).sum() for k in (1, 2)] == [6 * 3, 2 * 4]  # patches of 8 pixels, four make a token
@@ -107,12 +114,25 @@ def test_demonstrations_learn_no_image(tmp_path, model):
         ([{"bytes": PNG}, {"bytes": PNG}], dots.QUESTION, r": has 2 image\(s\), and its messages 1 place\(s\) for"),
         ([{"bytes": PNG}], "how many?", r": has 1 image\(s\), and its messages 0 place\(s\).*write <image> for each"),
         ([{"bytes": PNG}], "<image><|image_pad|>", r": has 1 image\(s\), and its messages 2 place\(s\)"),
+        ([{"bytes": png(900, 2)}], dots.QUESTION, r": the model's processor refuses an image \(.*ratio.*\); drop the"),
+        ([{"bytes": png(480, 480)}], dots.QUESTION, r": the prompt has 66 tokens, over --max-prompt-length 40"),
     ],
 )
 def test_what_is_wrong_names_the_row(tmp_path, model, pictures, text, message):
     file = write(tmp_path, row({"bytes": PNG}), row(*pictures, text=text))
     with pytest.raises(ValueError, match=r"train\.parquet: row 1" + (": " if message[0] == "i" else "") + message):
-        encode_prompts(load_tokenizer(model), read_rows(file))
+        encode_prompts(load_tokenizer(model), read_rows(file), max_prompt_length=40)
+
+
+@pytest.mark.parametrize("script", [sft, train_grpo, eval])
+def test_scripts_name_the_row_before_they_look_for_weights(tmp_path, model, script):
+    """The model's folder has none, so loading it would be another error."""
+    file = write(tmp_path, *(row(x, response="#### 1") for x in ({"bytes": PNG}, {"path": "a.png"})))
+    files_of = {"val_files" if script is eval else "train_files": (str(file),)}
+    more = dict(max_length=64) if script is sft else dict(engine="hf", max_prompt_length=64, max_response_length=8)
+    more |= dict(val_before_train=False, test_freq=-1) if script is train_grpo else {}
+    with pytest.raises(ValueError, match=r"train\.parquet: row 1: images\[0\]: no such file .*a\.png; give its path"):
+        script.main(build(script.Args, model=model, **files_of, **more))
 
 
 def test_a_decompression_bomb_is_not_decoded(tmp_path):
@@ -127,10 +147,10 @@ def test_a_decompression_bomb_is_not_decoded(tmp_path):
 
 def test_models_that_cannot_see_are_named(tmp_path, model, tiny_model):
     rows = read_rows(write(tmp_path / "rows", row({"bytes": PNG})))
-    with pytest.raises(ValueError, match="the data has images, and qwen2 reads text only"):
+    with pytest.raises(ValueError, match=r"row 0: has images, and --model .* \(qwen2\) reads text only; use"):
         encode_prompts(load_tokenizer(tiny_model), rows)
     blind = vision.without(model, "preprocessor_config.json", tmp_path / "blind")
-    with pytest.raises(ValueError, match=r"--model .*blind: the data has images, and no processor can be loaded from"):
+    with pytest.raises(ValueError, match=r"row 0: has images, and --model .*blind has no processor that.*; give a"):
         encode_prompts(load_tokenizer(blind), rows)
     with pytest.raises(ValueError, match="row 0: the prompt is a text; rows with images need messages"):
         encode_prompts(load_tokenizer(model), [rows[0] | {"prompt": "<image>how many?"}])

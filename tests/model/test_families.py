@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 
 import helpers_families as families
@@ -11,7 +10,7 @@ import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers_families import BORDERS, FAMILIES, OWN_HEAD, PACKED, PADDED
+from helpers_families import FAMILIES, OWN_HEAD, PACKED, PADDED
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +26,7 @@ import sft
 from rl.data.encode import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
-from rl.model import critic, recurrent, reward_model
+from rl.model import critic, reward_model
 from rl.model import load as models
 from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
@@ -90,31 +89,6 @@ def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
     """Rounding must not hide what is wrong, nor be taken for it."""
     model = families.load(folder_of[name], replace(world, dtype=torch.bfloat16))
     assert families.way_of(model) == FAMILIES[name][2]
-
-
-@pytest.mark.parametrize("name", ["delta nets", "delta nets and experts", "delta nets of OLMo"])
-def test_kernels_that_know_borders_get_them(name, folder_of, batch, world, monkeypatch):
-    """flash-linear-attention's run on GPUs only. In its place stands torch's, one sequence after the other."""
-    model = families.load(folder_of[name], world)
-    space = sys.modules[type(model.packed.mixers[0]).__module__]
-    own, calls = space.torch_chunk_gated_delta_rule, []
-
-    def kernel(*states, cu_seqlens=None, g, beta, **rest):
-        if cu_seqlens is None:
-            return own(*states, g=g, beta=beta, **rest)
-        calls.append(len(cu_seqlens) - 1)
-        parts = zip(*(x.split(cu_seqlens.diff().tolist(), 1) for x in (*states, g, beta)), strict=True)
-        return torch.cat([own(q, k, v, g=decay, beta=b, **rest)[0] for q, k, v, decay, b in parts], 1), None
-
-    monkeypatch.setattr(space, "causal_conv1d_fn", space.causal_conv1d_fn)  # put back in the end
-    monkeypatch.setattr(space, "torch_chunk_gated_delta_rule", kernel)
-    monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: package == "fla")
-    assert models.choose_forward(model, world, longest=64) == BORDERS
-    calls.clear()
-    single = in_float32(batch)
-    _, expected = plain_gradients(families.plain(folder_of[name]), single, range(8), CASE)
-    packed_backward(model, single, range(8), CASE, max_tokens=1000)
-    assert set(calls) == {8} and largest_error(families.gradients(model), expected) < 5e-4
 
 
 TWO_RANKS = ("scaled logits", "capped scores", "convolutions", "delta nets", "experts", "experts in groups")

@@ -34,7 +34,9 @@ from rl.run.task import load_task
 from rl.sampling.engines import Rollout, hf, vllm
 from rl.sampling.rollout import check_engine, sample_groups
 
-FAMILIES = list(dots.FAMILIES)
+PADDED = ["gemma3"]  # attention to both sides within an image
+FAMILIES = [name for name in dots.FAMILIES if name != "smolvlm" or find_spec("num2words")]  # its processor wants that
+
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
@@ -85,19 +87,21 @@ def test_prompts_have_the_tokens_of_the_processor(folder_of, rows, family):
     for i, row in enumerate(vision.encoded(folder_of[family], rows)):
         wanted, ids = vision.as_processed(folder_of[family], rows, i)["input_ids"], torch.tensor([row["prompt_ids"]])
         assert torch.equal(images.expanded(ids)[0], wanted)
-        assert (ids >= images.FIRST).sum() == (vision.TOKENS if i < 3 else 0)
+        marks = {"gemma3": 2, "smolvlm": 3}.get(family, 0)  # that stand around the others
+        assert (ids >= images.FIRST).sum() == (vision.TOKENS + marks if i < 3 else 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_as_one_sequence_at_a_time(world, folder_of, rows, expected, family):
     samples, wanted, gradients = expected[family]
     is_padded, logp, found = measure(folder_of[family], rows, world, LoRA(freeze_vision_tower=False))
-    assert not is_padded
+    assert is_padded == (family in PADDED)
     for i, s in enumerate(samples):
         torch.testing.assert_close(logp[i, len(s.prompt_ids) : s.num_tokens], wanted[i], rtol=0, atol=1e-5)
     assert found.keys() == gradients.keys()
     for name, x in gradients.items():
-        close(found[name], x, 2e-4)
+        if not name.endswith("k_proj.bias"):  # which changes nothing, so that its gradient is rounding
+            close(found[name], x, 1e-3 if "A_log" in name or "dt_bias" in name else 2e-4)
     # The same text before another image: were its hidden states shared, these would be equal.
     assert (wanted[0][:1] - wanted[2][:1]).abs() > 1e-3 or (wanted[0][:1] - wanted[4][:1]).abs() > 1e-3
 
@@ -122,16 +126,15 @@ def test_two_ranks_of_which_one_has_no_image(folder_of, rows, expected, tmp_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family):
     """Prompts with and without an image side by side, before and after a push of other weights, also of the tower."""
-    policy = models.load_policy(
-        folder_of[family], world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64
-    )
-    engine = hf.Engine(folder_of[family], world, longest=64)
-    sampling, places = Sampling(n=3, max_tokens=16), 0
+    folder, sampling, places = folder_of[family], Sampling(n=3, max_tokens=16), 0
+    prompts = vision.encoded(folder, rows)
+    policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
+    engine = hf.Engine(folder, world, longest=64)
     for seed in range(3):
-        samples, _ = sample_groups(engine, vision.encoded(folder_of[family], rows), sampling, seed=seed)
+        samples, _ = sample_groups(engine, prompts, sampling, seed=seed)
         gap = check_engine(policy, samples, sampling, Rollout(), world, num_probe=len(samples))
         assert gap < 5e-6
-        places += sum((s.response_ids == vision.PLACEHOLDER).sum() for s in samples)
+        places += sum((s.response_ids == policy.config.image_token_id).sum() for s in samples)
         e.change(policy, scale=0.02, seed=seed)
         engine.update_weights(models.weights_for_engine(policy, world))
     assert places > 0  # the policy has sampled some, and they were text
@@ -144,9 +147,9 @@ def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
     if find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
     folder = folder_of["qwen3_vl"]
+    sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
     policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
     engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
-    sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
 
     def gap(seed: int) -> float:
         samples, _ = sample_groups(engine, prompts, sampling, seed=seed)

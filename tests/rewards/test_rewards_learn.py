@@ -359,10 +359,9 @@ def test_scoring_hides_behind_generation(tmp_path):
     settings = dict(
         engine="vllm",
         custom_reward_function=(str(tmp_path / "slow.py"),),
-        train_batch_size=8,
-        ppo_mini_batch_size=8,
         rollout_n=4,
-        max_response_length=40,
+        max_response_length=32,
+        total_training_steps=1,
         save_freq=0,
     )
     runs = {
@@ -375,7 +374,7 @@ def test_scoring_hides_behind_generation(tmp_path):
     ]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=1)
     assert status == 0, output
-    serial = 8 * 4 * 0.05
+    serial = 4 * 4 * 0.05
     for name in runs:
         for x in h.read_jsonl(tmp_path / name / "metrics.jsonl"):
             generation, waiting = x["timing_s/gen"], x["timing_s/reward"]

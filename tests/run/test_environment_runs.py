@@ -254,7 +254,7 @@ def test_latencies_of_tools_change_nothing(engine, task, tmp_path):
         assert forked.ends() == [0], (tmp_path / f"log{i}").read_text()
     logs = [h.read_jsonl(folder / "run" / "metrics.jsonl") for folder, _ in runs]
     assert all(len(lines) == 2 and 1.5 <= lines[1]["num_turns/mean"] < 3 for lines in logs)
-    assert logs[1][1]["environment/seconds"] > 0.5 > logs[0][1]["environment/seconds"]
+    assert logs[1][1]["environment/seconds"] > 0.5
     for folder, _ in runs[1:]:
         same_run(runs[0][0] / "run", folder / "run", 2)
 

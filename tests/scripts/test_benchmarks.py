@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     get_scheduler,
@@ -58,6 +59,7 @@ from benchmarks import (
     step_model,
     step_time,
 )
+from benchmarks.flops import train_flops
 from benchmarks.tables import RESULTS
 from data import arithmetic
 from rl.data.encode import stop_token_ids
@@ -89,12 +91,27 @@ def flags_of(script: str, words: list[str], model: str) -> SimpleNamespace:
 
 
 def test_train_flops_by_hand():
-    config = Qwen2Config(**SHAPE, intermediate_size=16)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, intermediate_size=16))
     # A layer has 8*8 (q) + 8*8 (o) + 2 * 8*4 (k, v) + 3 * 8*16 (mlp) = 576 weights: 6 * 2 * 576 * 10 = 69,120.
     # Head: 6 * 32 * 8 * 4 = 6,144. Attention over 6 and 4 tokens: 6 * 2 * 8 * (36 + 16) = 4,992.
     counts = dict(tokens=10, response_tokens=4, sum_squares=52)
-    assert step_time.train_flops(config, **counts) == 69_120 + 6_144 + 4_992
-    assert step_time.train_flops(config, **counts, frozen=True) == (69_120 + 6_144) * 4 / 6 + 4_992  # LoRA's base
+    assert train_flops(model, **counts) == 69_120 + 6_144 + 4_992
+    assert train_flops(model, **counts, frozen=True) == (69_120 + 6_144) * 4 / 6 + 4_992  # LoRA's base
+
+
+def test_train_flops_of_a_hybrid_by_hand():
+    delta = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=3)
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    sizes = SHAPE | dict(num_hidden_layers=3, layer_types=kinds, intermediate_size=16, head_dim=4)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes, **delta, linear_conv_kernel_dim=5))
+    # A delta net: 8*14 (q, k, v) + 5*14 (convolution) + 8*6 (gate) + 2 * 8*2 (beta, decay) + 6*8 (out) = 310.
+    # Attention: 2 * 8*8 (q and its gate) + 2 * 8*4 (k, v) + 8*8 (o) = 256. MLP: 3 * 8*16 = 384.
+    products = 6 * (2 * 310 + 256 + 3 * 384) * 10 + 6 * 32 * 8 * 4
+    # In two layers a token has two states of 4 * 3: three products forward, two of each backward.
+    states = 3 * (2 + 4) * 2 * 2 * 4 * 3 * 10
+    counts = dict(tokens=10, response_tokens=4, sum_squares=52)
+    assert train_flops(model, **counts) == products + 6 * 8 * 52 + states
+    assert train_flops(model, **counts, frozen=True) == products * 4 / 6 + 6 * 8 * 52 + states
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -120,7 +137,7 @@ def test_train_flops_are_what_torch_counts(config, frozen):
     head_dim = 8 if config.model_type == "qwen2" else config.head_dim
     masked = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * tokens**2  # torch counts it too
     counts = dict(tokens=tokens, response_tokens=responses, sum_squares=tokens**2)
-    ours = step_time.train_flops(config, **counts, frozen=frozen)
+    ours = train_flops(model, **counts, frozen=frozen)
     assert counter.get_total_flops() == ours + masked
 
 

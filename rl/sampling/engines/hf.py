@@ -14,7 +14,7 @@ import torch
 
 from rl.data.types import Completion, Sampling
 from rl.model import experts, vision
-from rl.model.load import buffers_in_files, check_whole, exported
+from rl.model.load import buffers_in_files, check_whole, exported, name_weights
 from rl.ranks import Ranks
 from rl.sampling.engines.base import DEFAULT, OpenRequest, Rollout
 from rl.sampling.engines.base import Engine as Base
@@ -31,6 +31,7 @@ class Engine(Base):
         kind = vision.auto_class(model)
         replica, info = kind.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
         check_whole(model, set(info["missing_keys"]))
+        name_weights(replica, model)
         vision.prepare(replica)
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
         self.routers = experts.add_routers(replica) if flags.router_replay else ()

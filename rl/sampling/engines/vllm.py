@@ -59,11 +59,17 @@ class Engine(Base):
         if flags.router_replay and on_cpu and ranks.is_main:
             say("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which")
         self.sees = vision.auto_class(model) is AutoModelForImageTextToText
+        if self.sees and images.in_use() and images.tokens(0).before:
+            raise ValueError(
+                f"--engine vllm: the processor of {model} puts text around an image (Gemma 3: line breaks), which vLLM "
+                "adds once more; use --engine hf for such a model"
+            )
+        is_part = vision.is_text_part(model)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _transformers_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
-                skip_tokenizer_init=not self.sees,
+                skip_tokenizer_init=not (self.sees or is_part),
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=size,
                 dtype=str(ranks.dtype).removeprefix("torch."),
@@ -86,7 +92,7 @@ class Engine(Base):
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
                 **({"enable_return_routed_experts": True} if returns_experts else {}),
-                **(_of_images() if self.sees else {}),
+                **(_of_images() if self.sees else {"language_model_only": True} if is_part else {}),
                 seed=seed,
             )
         self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size

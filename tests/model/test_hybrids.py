@@ -1,0 +1,112 @@
+"""Models with recurrent layers: borders for their kernels, and Qwen3.5, whose text is a part of a larger model."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import helpers_families as families
+import helpers_scripts as h
+import pytest
+import torch
+from helpers_families import BORDERS
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients
+
+import sft
+import train_grpo
+from rl.flags import build
+from rl.model import delta_rule, recurrent
+from rl.model import load as models
+from rl.sampling.engines import hf
+
+CASE = ("all terms", "token-mean")
+
+
+@pytest.mark.parametrize("name", ["delta nets", "delta nets and experts", "delta nets of OLMo"])
+def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
+    """flash-linear-attention's run on GPUs only. In its place stands torch's, one sequence after the other."""
+    folder = families.save(name, tmp_path)
+    batch = make_batch(families.plain(folder).double())
+    model = families.load(folder, world)
+    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    own, calls = space.torch_chunk_gated_delta_rule.__wrapped__, []
+
+    def kernel(*states, borders, normalize):
+        calls.append(len(borders) - 1)
+        parts = zip(*(x.split(borders.diff().tolist(), 1) for x in states), strict=True)
+        options = dict(use_qk_l2norm_in_kernel=normalize)
+        return torch.cat([own(q, k, v, g=g, beta=beta, **options)[0] for q, k, v, g, beta in parts], 1)
+
+    for name in ("causal_conv1d_fn", recurrent.DELTA_RULE):
+        monkeypatch.setattr(space, name, getattr(space, name))  # put back in the end
+    monkeypatch.setattr(delta_rule, "kernel", kernel)
+    monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: package == "fla")
+    assert models.choose_forward(model, world, longest=64) == BORDERS
+    calls.clear()
+    single = {k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()}
+    single = replace(batch, **single)
+    _, expected = plain_gradients(families.plain(folder), single, range(8), CASE)
+    packed_backward(model, single, range(8), CASE, max_tokens=1000)
+    assert set(calls) == {8} and len(calls) == 2 and largest_error(families.gradients(model), expected) < 5e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A published folder of Qwen3.5
+
+
+def save_qwen3_5(folder, **text):
+    """A tiny model as Qwen publishes them: text and a vision tower, and weights for guessing several tokens ahead."""
+    sizes = families.SIZES | families.DELTA | text
+    rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0, mrope_section=[2, 1, 1])
+    tower = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+    tower["num_position_embeddings"] = 16
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    special = dict(zip(names, range(sizes["vocab_size"] - 4, sizes["vocab_size"]), strict=True))
+    config = Qwen3_5Config(text_config=sizes | dict(rope_parameters=rope), vision_config=tower, **special)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_the_text_of_a_model_with_a_vision_tower_is_trained_and_its_export_is_whole(tmp_path, world, runs_here):
+    task = h.make_task(tmp_path)
+    folder = Path(task.model)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    whole = save_qwen3_5(folder, vocab_size=vocabulary)
+    before = load_file(folder / "model.safetensors")
+    policy = families.load(task.model, world)
+    assert families.way_of(policy) == families.ROWS
+
+    pushed = dict(models.weights_for_engine(policy, world))
+    assert pushed.keys() == {name for name in before if ".visual." not in name}
+    engine = hf.Engine(task.model, world, longest=64)
+    engine.update_weights((name, 1.5 * x) for name, x in pushed.items())
+    assert all(torch.equal(x, 1.5 * policy.get_parameter(n).full_tensor()) for n, x in engine.model.named_parameters())
+
+    settings = h.sft_settings(task, tmp_path / "run", total_training_steps=1)
+    sft.main(build(sft.Args, **settings))
+    export = tmp_path / "run" / "global_step_1" / "huggingface"
+    after = load_file(export / "model.safetensors")
+    assert after.keys() == before.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if ".visual." in name}
+    config, ours = (json.loads((x / "config.json").read_text()) for x in (folder, export))
+    assert config.pop("text_config").items() <= ours.pop("text_config").items() and config.items() <= ours.items()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    found = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model, info = kind.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        found.append(model.eval()(input_ids=ids).logits)
+    assert torch.equal(*found) and not torch.allclose(found[0], whole(input_ids=ids).logits, atol=1e-3)
+
+    settings = h.grpo_settings(task, tmp_path / "grpo", model=str(export), total_training_steps=1)
+    metrics = train_grpo.main(build(train_grpo.Args, **settings))
+    assert metrics["rollout/logprob_gap_mean"] < 1e-5
+    assert load_file(tmp_path / "grpo" / "global_step_1" / "huggingface" / "model.safetensors").keys() == before.keys()
