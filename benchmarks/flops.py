@@ -14,17 +14,19 @@ def train_flops(
     `tokens` pass through the layers, 2 a weight forward and 4 backward, in a mixture only through the routers and the
     experts that they choose; `response_tokens` of them through the LM head. With LoRA the weights are `frozen` and have
     no gradients: 2 backward; its adapters are left out. Causal attention over a sequence of s tokens takes half of
-    12 * width * s^2 in each layer that has it; `sum_squares` is the sum of s^2. In a layer of linear attention a token
-    reads, changes and reads again a state (K, V) of each head: 18 * heads * K * V.
-    Norms, activations, other recurrences and the optimizer are left out, as usual for the utilisation of a GPU.
+    12 * width * s^2 in each layer that has it; `sum_squares` is the sum of s^2. In a gated delta net a token reads,
+    changes and reads again a state (K, V) of each head: 18 * heads * K * V. Left out are other recurrences,
+    norms, activations and the optimizer, as usual for the utilisation of a GPU.
     """
     c, head = model.config, model.get_output_embeddings()
     layers = sum(weights_used(x, model) for x in model.modules() if x is not head and not isinstance(x, nn.Embedding))
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-    linear = kinds.count("linear_attention")
-    attending = sum(kind.endswith("attention") for kind in kinds) - linear
-    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
-    states = linear and linear * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    attending = sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    heads = getattr(c, "num_attention_heads", 0)
+    width = heads * (getattr(c, "head_dim", None) or c.hidden_size // max(1, heads))
+    is_delta_net = hasattr(c, "linear_num_value_heads")
+    state = c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim if is_delta_net else 0
+    states = kinds.count("linear_attention") * state
     products = layers * tokens + head.weight.numel() * response_tokens
     return (4 if frozen else 6) * products + 6 * attending * width * sum_squares + 18 * states * tokens
 

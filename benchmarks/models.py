@@ -110,7 +110,7 @@ FAMILIES |= {
         | dict(num_position_embeddings=16),
         **dict(image_token_id=76, video_token_id=77, vision_start_token_id=78, vision_end_token_id=79),
     ),
-    "qwen3_next": GROUPED | DELTA | dict(num_experts=0),
+    "qwen3_next": GROUPED | DELTA | EXPERTS | dict(shared_expert_intermediate_size=64),
     "olmo_hybrid": GROUPED | DELTA,
     "bamba": GROUPED | STATES | dict(attn_layer_indices=[1]),
     "granitemoehybrid": GROUPED

@@ -50,9 +50,9 @@ def load_prompts(
     kept = dict(needs_truth=needs_truth, in_turns=tools is not None)
     train_rows = read_preference_rows(train) if pairs else read_prompts(train, **kept)
     val_rows = read_prompts(val, **kept) if evaluates else []
-    limits = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=data.filter_overlong_prompts)
-    limits |= dict(tools=tools)
-    return encode_prompts(tokenizer, train_rows, **limits), encode_prompts(tokenizer, val_rows, **limits)
+    filters = data.filter_overlong_prompts
+    way = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=filters, tools=tools)
+    return encode_prompts(tokenizer, train_rows, **way), encode_prompts(tokenizer, val_rows, **way)
 
 
 def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--train-batch-size") -> int:

@@ -23,18 +23,22 @@ from torch import Tensor
 from rl.formulas.shared import check_shapes
 
 
-def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
-    """x minus its weighted mean along dim; 0 where the weight is 0.
+def _mean(x: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """The weighted mean of x along dim, which stays; inf if all weights are 0.
 
-    Everything is measured from the smallest entry of positive weight, so equal entries give exactly 0. The mean itself
-    is rounded: three times 0.1 would leave 1e-9, which a division by std + 1e-6 turns into an advantage.
+    It is measured from the smallest entry of positive weight, so the mean of equal entries is exactly their value. Else
+    three times 0.1 would leave a deviation of 1e-9, which a division by std + 1e-6 turns into an advantage.
     """
     used = weights > 0
     lowest = torch.where(used, x, torch.inf).amin(dim, keepdim=True)
     above = torch.where(used, x - lowest, 0.0)
     total = weights.sum(dim, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    mean = (weights * above).sum(dim, keepdim=True) / total
-    return torch.where(used, above - mean, 0.0)
+    return lowest + (weights * above).sum(dim, keepdim=True) / total
+
+
+def _deviation(x: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """x minus its weighted mean along dim, see `_mean`; 0 where the weight is 0."""
+    return torch.where(weights > 0, x - _mean(x, weights, dim), 0.0)
 
 
 def _centred(rewards: Tensor, weights: Tensor | float = 1.0) -> Tensor:
@@ -54,20 +58,17 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation (ddof=1) of the scored rewards of each group.
 
-    A group with fewer than two scored rewards has mean 0 and std 1. The mean of equal rewards is exactly that reward,
-    see `_deviation`. Example: [1, 0, 0] -> 1/3, 0.5774.
+    A group with fewer than two scored rewards has mean 0 and std 1. The mean of equal rewards is exactly that reward.
+    Example: [1, 0, 0] -> 1/3, 0.5774.
 
     Args: rewards (P, G) float, NaN = not scored. Returns: two tensors (P, 1).
     """
     check_shapes(rewards, dims=2)
-    scored = ~rewards.isnan()
+    scored = (~rewards.isnan()).to(rewards.dtype)
     num_scored = scored.sum(-1, keepdim=True)
-    lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
-    above = torch.where(scored, rewards - lowest, 0.0)
-    mean_above = above.sum(-1, keepdim=True) / num_scored.clamp(min=1)
-    deviation = torch.where(scored, above - mean_above, 0.0)
-    std = (deviation.square().sum(-1, keepdim=True) / (num_scored - 1).clamp(min=1)).sqrt()
-    return torch.where(num_scored > 1, lowest + mean_above, 0.0), torch.where(num_scored > 1, std, 1.0)
+    squares = _deviation(rewards, scored, dim=-1).square().sum(-1, keepdim=True)
+    std = (squares / (num_scored - 1).clamp(min=1)).sqrt()
+    return torch.where(num_scored > 1, _mean(rewards, scored, dim=-1), 0.0), torch.where(num_scored > 1, std, 1.0)
 
 
 def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:

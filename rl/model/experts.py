@@ -188,7 +188,7 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
     """
     if not seen:
         return {}
-    loads, means, entropies, changed, known = [], [], [], 0.0, 0.0
+    loads, means, entropies, known, changed = [], [], [], [], []
     for choices in seen.values():
         logits, chosen = (torch.cat([x[i] for x in choices]) for i in (0, 2))
         logp = logits.float().log_softmax(-1)
@@ -197,11 +197,11 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
         means.append(logp.exp().double().sum(0))
         if all(x.replayed is not None for x in choices):
             replayed = torch.cat([x.replayed for x in choices]).to(chosen.dtype)
-            known = (replayed < logits.shape[-1]).all(-1)
-            other = known & (replayed.sort(-1).values != chosen.sort(-1).values).any(-1)
-            changed = other if isinstance(changed, float) else changed | other
+            known.append((replayed < logits.shape[-1]).all(-1))
+            changed.append(known[-1] & (replayed.sort(-1).values != chosen.sort(-1).values).any(-1))
     count = entropies[0].new_tensor(float(len(logits)))
-    own = torch.stack([count, sum(entropies), *(torch.as_tensor(x).double().sum().to(count) for x in (known, changed))])
+    replays = (torch.stack(known).all(0), torch.stack(changed).any(0)) if known else (torch.zeros_like(count),) * 2
+    own = torch.stack([count, sum(entropies), *(x.double().sum() for x in replays)])
     sums = ranks.all_reduce_sum(torch.cat([own, *loads, *means])).tolist()
     layers, E = len(seen), len(loads[0])
     shares, means = torch.tensor(sums[4:], dtype=torch.float64).view(2, layers, E)

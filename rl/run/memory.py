@@ -28,10 +28,8 @@ def rehearse(
 
     The engine must be asleep, and what else stays on the device, such as a reference, must be there.
 
-    Args: trained, the policy as "actor" and any other model that learns, each with its AdamW, or None for a
-    reference that the run changes; max_length, of a sequence; engine_memory, bytes that the engine takes when it wakes;
-    offloaded, names in `trained` of models that are on the host while the engine generates; visiting, a teacher on the
-    host that comes to the device to score.
+    Args: trained, offloaded, visiting, as for `Run.resume`; the policy is "actor". max_length, of a sequence;
+    engine_memory, bytes that the engine takes when it wakes.
     Returns: what a GPU's memory is needed for, in GiB, as a line of text; "" on a CPU.
     Raises: RuntimeError with the flags to change, if the micro-batch or the optimizer's state does not fit.
     """
@@ -66,28 +64,26 @@ def rehearse(
             f"{total / GIB:.1f} free, and no more after {taken / GIB:.1f} (nvidia-smi says who else uses it): {advice}"
         ) from error
     here = (lambda xs: 0) if all_away else own_bytes
-    own_weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
-    own_gradients = {name: here(p for p in m.parameters() if p.requires_grad) for name, (m, _) in trained.items()}
-    own_states = {name: here(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
+    learning = {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in trained.items()}
+    weights = {name: here(module.parameters()) for name, (module, _) in trained.items()}
+    gradients = sum(map(here, learning.values()))
+    moments = {name: 0 if moments_away else here(_moments(optimizer)) for name, (_, optimizer) in trained.items()}
     # AdamW makes its two moments in its first step, which a resumed critic may have behind it and the actor not.
-    own_adamw = {name: own_states[name] or 2 * own_gradients[name] for name in trained}
-    weights, gradients, adamw = (sum(own.values()) for own in (own_weights, own_gradients, own_adamw))
-    states = 0 if moments_away else sum(own_states.values())
+    adamw = {name: 0 if moments_away else moments[name] or 2 * here(learning[name]) for name in trained}
+    resting = stepping = sum(adamw.values())  # moments between steps, and in one
+    if moments_away and not all_away:
+        stepping = max(map(moment_bytes_in_step, learning.values()))  # one model steps after the other
     micro_batch = torch.cuda.max_memory_allocated() - before
     policy.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ranks.device)
-    others = total - free - weights - states  # the sleeping engine, a reference model, CUDA itself
-    resting = stepping = adamw  # moments between steps, and in one
-    if moments_away and not all_away:
-        learning = [[p for p in module.parameters() if p.requires_grad] for module, _ in trained.values()]
-        resting, stepping = 0, max(map(moment_bytes_in_step, learning))  # one model steps after the other
-    needed = total - free - states + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
-    generating = total - free - states + resting + engine_memory
-    generating -= sum(own_weights[name] + (0 if moments_away else own_adamw[name]) for name in offloaded)
-    scoring = total - free - states + resting + (0 if visiting is None else here(visiting.parameters()))
+    stays = total - free - sum(moments.values())  # weights, the sleeping engine, a reference model, CUDA itself
+    all_weights, others = sum(weights.values()), stays - sum(weights.values())
+    needed = stays + gradients + max(micro_batch + resting, stepping)  # in a pass, in a step
+    generating = stays + resting + engine_memory - sum(weights[name] + adamw[name] for name in offloaded)
+    scoring = stays + resting + (0 if visiting is None else here(visiting.parameters()))
     plan = (
-        f"memory of a GPU, GiB: weights {weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
+        f"memory of a GPU, GiB: weights {all_weights / GIB:.1f}, AdamW {stepping / GIB:.1f}"
         f"{' at a time' if moments_away else ''}, gradients {gradients / GIB:.1f}, a micro-batch "
         f"{micro_batch / GIB:.1f}, others {others / GIB:.1f}: {needed / GIB:.1f} of {total / GIB:.1f} while training, "
         f"{generating / GIB:.1f} while generating, of which the engine gives back {engine_memory / GIB:.1f}"

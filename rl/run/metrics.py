@@ -12,6 +12,10 @@ import torch
 from rl.data.types import Batch, Response, Score
 from rl.formulas import implicit_reward, losses
 from rl.ranks import Ranks
+from rl.sampling.evaluation import mean_by_name
+from rl.sampling.rollout import lengths_of, scores_of
+
+DESCRIBED = ("mean", "max", "min")
 
 
 class Means:
@@ -144,13 +148,8 @@ class Means:
 def describe(prefix: str, values: torch.Tensor) -> dict[str, float]:
     """mean, max and min of the finite entries of values of any shape: {prefix/mean: ...}; NaN if there are none."""
     values = values[values.isfinite()].double()
-    if values.numel() == 0:
-        return {f"{prefix}/{k}": float("nan") for k in ("mean", "max", "min")}
-    return {
-        f"{prefix}/mean": values.mean().item(),
-        f"{prefix}/max": values.max().item(),
-        f"{prefix}/min": values.min().item(),
-    }
+    found = (values.mean(), values.max(), values.min()) if len(values) else (math.nan,) * 3
+    return {f"{prefix}/{kind}": float(x) for kind, x in zip(DESCRIBED, found, strict=True)}
 
 
 def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks: Ranks) -> dict[str, float]:
@@ -162,7 +161,7 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
     ends = torch.stack([own.max(), -own.min()]) if len(own) else torch.full((2,), -math.inf).double()
     high, low = (ranks.all_reduce_max(ends) * torch.tensor([1, -1])).tolist()
     found = (ranks.mean(values, mask), high, low) if low <= high else (math.nan,) * 3
-    return {f"{prefix}/{kind}": value for kind, value in zip(("mean", "max", "min"), found, strict=True)}
+    return {f"{prefix}/{kind}": value for kind, value in zip(DESCRIBED, found, strict=True)}
 
 
 def of_staleness(responses: Sequence[Response], version: int) -> dict[str, float]:
@@ -185,10 +184,8 @@ def of_groups(scores: torch.Tensor) -> dict[str, float]:
     """
     if scores.shape[1] == 1:
         return {}
-    spread = torch.stack(
-        [g[g.isfinite()].max() - g[g.isfinite()].min() if g.isfinite().any() else g.new_zeros(()) for g in scores]
-    )
-    return {"reward/zero_std_frac": (spread == 0).double().mean().item()}
+    spread = scores.nan_to_num(-math.inf).amax(1) - scores.nan_to_num(math.inf).amin(1)  # -inf without any score
+    return {"reward/zero_std_frac": (spread <= 0).double().mean().item()}
 
 
 def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> dict[str, float]:
@@ -197,8 +194,8 @@ def of_sampled(responses: Sequence[Response], rows: Sequence[dict], n: int) -> d
     """
     if not responses:
         return {}
-    groups = torch.tensor([r.score.value_or_nan for r in responses]).view(-1, n)
-    return of_scores(responses, rows) | of_lengths(responses) | of_conversations(responses) | of_groups(groups)
+    found = of_scores(responses, rows) | of_lengths(responses) | of_conversations(responses)
+    return found | of_groups(scores_of(responses).view(-1, n))
 
 
 def of_pairs(logps: torch.Tensor, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -237,23 +234,18 @@ def of_scores(responses: Sequence[Response], rows: Sequence[dict]) -> dict[str, 
     """critic/score/*, and how scoring went: shares of responses without a score by cause, seconds, and the mean of
     every component by data source, which `rows` say.
     """
-    scores = [r.score for r in responses]
-    values = torch.tensor([x.value_or_nan for x in scores])
-    return describe("critic/score", values) | of_scoring(scores, _sources(responses, rows))
+    source = {row["row_index"]: row["data_source"] for row in rows}
+    scoring = of_scoring([r.score for r in responses], [source[r.row_index] for r in responses])
+    return describe("critic/score", scores_of(responses)) | scoring
 
 
 def of_lengths(responses: Sequence[Response]) -> dict[str, float]:
     """Lengths in tokens that the policy sampled; `clip_ratio` is the share of responses that ended at the length limit,
     by finish reason.
     """
-    response = torch.tensor([float(r.num_sampled) for r in responses])
-    prompt = torch.tensor([float(len(r.prompt_ids)) for r in responses])
     truncated = sum(r.finish_reason == "length" for r in responses) / len(responses)
-    return (
-        describe("response_length", response)
-        | {"response_length/clip_ratio": truncated}
-        | describe("prompt_length", prompt)
-    )
+    found = describe("response_length", lengths_of(responses)) | {"response_length/clip_ratio": truncated}
+    return found | describe("prompt_length", torch.tensor([float(len(r.prompt_ids)) for r in responses]))
 
 
 def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
@@ -263,21 +255,14 @@ def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
     """
     if not any(r.numbers for r in responses):
         return {}
-    given = {"environment/turn_rewards": _mean([sum(r.turn_rewards) for r in responses])}
-    numbers = [r.numbers or {} for r in responses]
-    names = dict.fromkeys(name for found in numbers for name in found)
-    told = [float(r.response_length - r.num_sampled) for r in responses]
-    return {
-        **describe("num_turns", torch.tensor([float(r.turns) for r in responses])),
-        "environment/observation_tokens": _mean(told),
-        "environment/error_frac": sum(r.finish_reason == "error" for r in responses) / len(responses),
-        **{f"environment/{name}": _mean([x[name] for x in numbers if name in x]) for name in names},
-        **(given if any(r.turn_rewards for r in responses) else {}),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    n = len(responses)
+    found = describe("num_turns", torch.tensor([float(r.turns) for r in responses]))
+    found["environment/observation_tokens"] = sum(r.response_length - r.num_sampled for r in responses) / n
+    found["environment/error_frac"] = sum(r.finish_reason == "error" for r in responses) / n
+    found |= {f"environment/{name}": x for name, x in mean_by_name([r.numbers or {} for r in responses]).items()}
+    if any(r.turn_rewards for r in responses):
+        found["environment/turn_rewards"] = sum(sum(r.turn_rewards) for r in responses) / n
+    return found
 
 
 def of_critic(batch: Batch, ranks: Ranks) -> dict[str, float]:
@@ -301,11 +286,6 @@ def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
     return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
 
 
-def _sources(responses: Sequence[Response], rows: Sequence[dict]) -> list[str]:
-    by_index = {row["row_index"]: row["data_source"] for row in rows}
-    return [by_index[r.row_index] for r in responses]
-
-
 def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
     """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
 
@@ -313,20 +293,13 @@ def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, flo
     """
     seconds = torch.tensor([s.seconds for s in scores])
     status = Counter(s.status for s in scores)
-    components: dict[str, list[float]] = {}
-    for score, source in zip(scores, sources, strict=True):
-        for name, value in score.components.items():
-            components.setdefault(f"reward/{source}/{name}", []).append(value)
+    pairs = zip(scores, sources, strict=True)
+    components = [{f"reward/{source}/{name}": x for name, x in s.components.items()} for s, source in pairs]
     return {
         "reward/error_frac": status["error"] / len(scores),
         "reward/timeout_frac": status["timeout"] / len(scores),
         "reward/none_frac": status["none"] / len(scores),
         "reward/seconds_p95": seconds.quantile(0.95).item(),
         "reward/seconds_max": seconds.max().item(),
-        **{name: sum(values) / len(values) for name, values in sorted(components.items())},
+        **dict(sorted(mean_by_name(components).items())),
     }
-
-
-def count(responses: Sequence[Response]) -> dict[str, int]:
-    """Tokens of a step, and those of them that were sampled: what `Run.log_step` divides by its seconds."""
-    return {"tokens": sum(r.num_tokens for r in responses), "generated": sum(r.num_sampled for r in responses)}

@@ -163,10 +163,9 @@ def differences(then: dict[str, Any], now: dict[str, Any], defaults: dict[str, A
     if gone := sorted(then["args"].keys() - now["args"].keys()):
         named = ", ".join(f"{spelled(flag)} {then['args'][flag]}" for flag in gone)
         changed.append(f"{now['script']}.py does not have these flags; --force-resume continues without them: {named}")
-    if then["data_sha256"] != now["data_sha256"]:
-        changed.append(f"contents of --train-files: sha256 was {then['data_sha256']}, is {now['data_sha256']}")
-    if then["tokenizer_sha256"] != now["tokenizer_sha256"]:
-        changed.append(f"tokenizer: sha256 was {then['tokenizer_sha256']}, is {now['tokenizer_sha256']}")
+    for what, key in (("contents of --train-files", "data_sha256"), ("tokenizer", "tokenizer_sha256")):
+        if then[key] != now[key]:
+            changed.append(f"{what}: sha256 was {then[key]}, is {now[key]}")
     if now["args"]["lr_scheduler_type"] != "constant" and then["total_steps"] != now["total_steps"]:
         changed.append(f"steps that shape the learning rate: were {then['total_steps']}, are {now['total_steps']}")
     return changed

@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from rl import children
 from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.rows import Row
@@ -44,7 +44,6 @@ from rl.sampling.protocol import (
 )
 from rl.scoring.pool import Ticket
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_MS = 20
 LEASE_AGAIN_S = 3.0  # a lease that its sampler does not know was lost on the way
 SILENT_S = 5.0  # nobody waits for the probe of a sampler that has said nothing for so long
@@ -167,12 +166,11 @@ class Dispatcher:
             self.failure = error
         for identity in self.members:
             self._send(identity, End("the run is complete" if self.failure is None else "the run has failed"))
-        for local in self.locals:
+        for process in filter(None, (local.process for local in self.locals)):
             try:
-                local.process.wait(5)
-            except (subprocess.TimeoutExpired, AttributeError):
-                if local.process is not None:
-                    local.process.kill()
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
         self.socket.close(linger=1000)
 
     def _send(self, identity: str, message: Setup | Orders | End) -> None:
@@ -198,20 +196,20 @@ class Dispatcher:
         held = [*self.evaluation.held_by(identity), *self.ledger.held_by(identity)]
         unknown = [n for n in held if n not in message.holding and now - member.sent_at[n] > LEASE_AGAIN_S]
         member.sent_at = {n: now if n in unknown else member.sent_at[n] for n in held}
-        newer = self.weights if self.weights and self.weights["version"] > message.version else None
-        forget = sorted(set(message.holding) - set(held))
-        self._send(identity, Orders([self._lease(n) for n in unknown], forget, newer))
+        self._order(identity, unknown, forget=sorted(set(message.holding) - set(held)))
+
+    def _order(self, identity: str, numbers: list[int], *, forget: Sequence[int] = ()) -> None:
+        """Send leases and what to forget, and tell of weights that are newer than the sampler's."""
+        newer = self.weights if self.weights and self.weights["version"] > self.members[identity].version else None
+        self._send(identity, Orders([self._lease(n) for n in numbers], list(forget), newer))
 
     def _finish(self, identity: str, number: int, packed: list[PackedSample]) -> None:
         """A group has come. It may be nobody's, or come twice: then nothing happens."""
-        leases = self._leases_of(number)
+        leases = self.ledger if number >= 0 else self.evaluation
         if leases.leased.get(number) == identity:
             row = self._row_of(number)
             samples = [unpack(x, row) for x in packed]
             leases.finish(number, identity, (row, samples, self.submit(row, samples)))
-
-    def _leases_of(self, number: int) -> Leases[Group]:
-        return self.ledger if number >= 0 else self.evaluation
 
     def _row_of(self, number: int) -> Row:
         return self.row(number) if number >= 0 else self.held_out[number % len(self.held_out)]
@@ -235,9 +233,7 @@ class Dispatcher:
                 self.members[identity].sent_at[number] = time.monotonic()
                 new.setdefault(identity, []).append(number)
         for identity, numbers in new.items():
-            member = self.members[identity]
-            newer = self.weights if self.weights and self.weights["version"] > member.version else None
-            self._send(identity, Orders([self._lease(n) for n in numbers], [], newer))
+            self._order(identity, numbers)
 
     def _look_after(self) -> None:
         """Lose samplers that are silent or dead, and start those of this machine."""
@@ -278,13 +274,10 @@ class Dispatcher:
 
     def _start(self, device: str | None) -> subprocess.Popen:
         """Start a sampler on this machine."""
-        kept = {
-            name: x for name, x in os.environ.items() if name not in OF_A_RANK and not name.startswith("TORCHELASTIC")
-        }
-        own = {TOKEN: self.token, PARENT: str(os.getpid())} | (
-            {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-        )
-        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.sampler import run; run()"
-        command = [sys.executable, "-c", code, "--connect", self.address.replace("0.0.0.0", "127.0.0.1")]
-        options = dict(stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-        return subprocess.Popen(command, env=kept | own, **options)
+        of_a_rank = {name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC")}
+        kept = {name: x for name, x in os.environ.items() if name not in of_a_rank}
+        own = {TOKEN: self.token, PARENT: str(os.getpid())}
+        if device is not None:
+            own["CUDA_VISIBLE_DEVICES"] = device
+        here = self.address.replace("0.0.0.0", "127.0.0.1")
+        return children.start("rl.sampler.run", "--connect", here, env=kept | own)

@@ -8,7 +8,6 @@ own conversation. See environments.py for the contract.
 import asyncio
 import contextlib
 import ctypes
-import importlib.util
 import inspect
 import json
 import os
@@ -18,14 +17,13 @@ import socket
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, fork_worker
+from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, fork_worker, import_file
 
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
@@ -105,11 +103,7 @@ def load_file(spec: str) -> tuple[Any, str]:
     path, _, name = spec.partition(":")
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path!r}; give path/to/file.py:name")
-    sys.path.append(str(Path(path).resolve().parent))  # its neighbours, behind everything else
-    own = f"environment_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
-    found = importlib.util.spec_from_file_location(own, path)
-    module = sys.modules[own] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = import_file(path)
     if name and not hasattr(module, name):
         raise ValueError(f"{path} has no {name!r}")
     return module, name

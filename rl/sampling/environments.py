@@ -23,23 +23,21 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pickle
 import resource
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rl import children
 from rl.console import say
 from rl.data.chat import Calls, Chat
 from rl.data.encode import named
@@ -47,7 +45,6 @@ from rl.data.rows import Row
 from rl.flags import AtLeast1, Free, Seconds
 from rl.sampling.environment_worker import Call, Reply
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_ANSWER = 64 << 20  # bytes of one answer
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
 END_SECONDS = 15  # for the `close` of environments, when all end
@@ -77,8 +74,8 @@ class Answer(NamedTuple):
 class _Conversation:
     """One environment, as the trainer sees it."""
 
-    def __init__(self, number: int, row: Row, seed: int):
-        self.number, self.row, self.seed = number, row, seed
+    def __init__(self, number: int, row: Row):
+        self.number, self.row = number, row
         self.socket: socket.socket | None = None  # to its process, which starts when it is first asked
         self.received, self.asked_at, self.waited_s = bytearray(), 0.0, 0.0
         self.report: dict[str, Any] = {}
@@ -104,20 +101,15 @@ class Environments:
         atexit.register(self.close)
         if "problem" in hello:
             self._stop()
-            named = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
-            raise ValueError(f"{named} cannot be loaded: {hello['problem']}")
+            given = f"--environment {flags.environment}" if flags.environment else f"--tools {' '.join(flags.tools)}"
+            raise ValueError(f"{given} cannot be loaded: {hello['problem']}")
         self.has_reset = hello["has_reset"]
         self.chat = Chat(tokenizer, hello["tools"], stop_ids)
 
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path, module = str(REPOSITORY), "rl.sampling.environment_worker"
-        code = f"import sys; sys.path.insert(0, {path!r}); from {module} import main; main()"
-        with theirs:
-            own = dict(pass_fds=(theirs.fileno(),), start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            command = [sys.executable, "-c", code, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, **own)  # prints go to stderr
+        self.process = children.start_worker("rl.sampling.environment_worker.main", theirs)
         flags = self.flags
         self.control.send(pickle.dumps((flags.environment, flags.tools, flags.max_tool_response_length)))
         self.control.settimeout(START_SECONDS)
@@ -129,15 +121,13 @@ class Environments:
     def _stop(self) -> None:
         """End the process that `_launch` has started, and all below it."""
         self.control.close()
-        self.process.terminate()  # its guard kills the rest
-        self.process.send_signal(signal.SIGCONT)
-        self.process.wait()
+        children.end_worker(self.process)
 
     def start(self, key: Hashable, row: Row, seed: int) -> None:
         """Begin a conversation; its first answer is what `reset` says."""
         self.count += 1
         seen = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
-        self.open[key] = _Conversation(self.count, seen, seed)
+        self.open[key] = _Conversation(self.count, seen)
         if self.has_reset:
             self._send(key, "reset", seen, seed)
         else:
@@ -145,8 +135,8 @@ class Environments:
 
     def ask(self, key: Hashable, text: str, calls: Calls, turn: int) -> None:
         """Hand a turn of the policy to its environment."""
-        named = tuple(Call(f"call{i:05d}", name, arguments) for i, (name, arguments) in enumerate(calls))
-        self._send(key, "step", Reply(text, named, turn))
+        numbered = tuple(Call(f"call{i:05d}", name, arguments) for i, (name, arguments) in enumerate(calls))
+        self._send(key, "step", Reply(text, numbered, turn))
 
     def answers(self, wait_s: float) -> list[Answer]:
         """The answers that have come; waits for the first one for so many seconds at most."""

@@ -25,7 +25,7 @@ from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
 from rl.sampling.environments import Environments
-from rl.sampling.rollout import STOP_EVERY, Decoding, sample_groups, seeded
+from rl.sampling.rollout import Decoding, sample_groups, seeded
 from rl.sampling.rollouts import Rollouts, saved_group
 
 
@@ -80,23 +80,18 @@ class InFlight:
         if self.rollouts is None:
             self.rollouts = Rollouts(engine, environments, seed=seed)
             self._restore(sampling, on_group)
-        wanted, steps = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank)), itertools.count()
+        wanted = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
         with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
             self.rollouts.resume()
             for row in own_rows:
                 own_seed = derive_seed(seed, row["row_index"]) if environments else None
                 self.rollouts.start(self.count, row, sampling, own_seed)
                 self.count += 1
-            while self.rollouts.is_open():
-                # Ranks of an engine leave together and must ask each other; one alone can look at every token.
-                if engine.group is None or next(steps) % STOP_EVERY == 0:
-                    if all(engine.of_group(len(self.ready) >= wanted)) or stop.requested(engine.group):
-                        break
-                self._step(on_group, bar.update)
-            self.rollouts.interrupt()
-            # An environment that was asked answers before others use it. Ranks of an engine step together.
-            while engine.has_requests(waiting=bool(self.rollouts.waiting)):
-                self._step(on_group, bar.update)
+            complete = self.rollouts.run(enough=lambda: len(self.ready) >= wanted)
+            for name, samples in itertools.chain(complete, self.rollouts.pause()):
+                row = self.rows[samples[0].row_index]
+                self.ready[name] = row, samples, on_group(row, samples)
+                bar.update()
         taken = sorted(self.ready)[:wanted]
         asked = stop.requested(engine.group)  # all ranks of an engine must enter
         if len(taken) < wanted and not asked:
@@ -118,12 +113,6 @@ class InFlight:
         complete = {name: saved_group(row, dict(enumerate(x))) for name, (row, x, _) in self.ready.items()}
         found = self.rollouts.state() | complete
         return {"in_flight": [found[name] for name in sorted(found)]}
-
-    def _step(self, on_group: Callable, count: Callable) -> None:
-        for name, samples in self.rollouts.step():
-            row = self.rows[samples[0].row_index]
-            self.ready[name] = row, samples, on_group(row, samples)
-            count()
 
     def _restore(self, sampling: Sampling, on_group: Callable) -> None:
         """Go on with a checkpoint's groups. Those that no longer fit, as after --force-resume, begin again."""

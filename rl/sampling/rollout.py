@@ -1,7 +1,6 @@
 """From prompts to samples, and to what every rank knows of them; and whether the engine holds the policy's weights."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rl import stop
 from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
@@ -26,7 +24,6 @@ from rl.sampling.environments import Environments
 from rl.sampling.rollouts import Rollouts
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
-STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
 
 
 @contextlib.contextmanager
@@ -94,18 +91,15 @@ def sample_groups(
     if the engine returns anything but each response once, with a finite log-prob for every token.
     """
     ways = [sampling] * len(rows) if isinstance(sampling, Sampling) else sampling
-    rollouts, handed, steps = Rollouts(engine, environments, seed=seed), {}, itertools.count()
+    rollouts, handed = Rollouts(engine, environments, seed=seed), {}
     with seeded(seed, engine.device), progress("generate", [], total=len(rows)) as bar:
         for i, (row, way) in enumerate(zip(rows, ways, strict=True)):
             rollouts.start(i, row, way)
-        while rollouts.is_open():
-            # Ranks of an engine leave together and must ask each other; one alone can look at every token.
-            if (engine.group is None or next(steps) % STOP_EVERY == 0) and stop.requested(engine.group):
-                rollouts.abandon()
-                break
-            for i, samples in rollouts.step():
-                bar.update()
-                handed[i] = samples, on_group(rows[i], samples) if on_group is not None else None
+        for i, samples in rollouts.run():
+            bar.update()
+            handed[i] = samples, on_group(rows[i], samples) if on_group is not None else None
+        if rollouts.is_open():  # the run was asked to stop
+            rollouts.abandon()
         rollouts.check_complete()
     return [s for i in sorted(handed) for s in handed[i][0]], [handed[i][1] for i in sorted(handed)]
 

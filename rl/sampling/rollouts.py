@@ -3,8 +3,7 @@
     rollouts = Rollouts(engine)
     for name, row in enumerate(rows):
         rollouts.start(name, row, sampling)           at any time, also while others are sampled
-    while rollouts.is_open():
-        for name, samples in rollouts.step(): ...     one more token for each response; groups that are complete now
+    for name, samples in rollouts.run(): ...          each group as soon as it is complete
 
 With environments a response is a conversation. After a turn of the policy its environment is asked, while the engine
 samples the others. What it answers is appended with mask 0, and the policy goes on behind it:
@@ -13,18 +12,21 @@ samples the others. What it answers is appended with mask 0, and the policy goes
     mask       =   1    +     0       +   1    + ...        log-probs of observations are 0
 """
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from rl import stop
 from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions, sample_of
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
 
+STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for an environment when the engine has nothing to sample
 
 
@@ -171,6 +173,26 @@ class Rollouts:
             else:
                 done += self._finish(answer.key)
         return done
+
+    def run(self, enough: Callable[[], bool] | None = None) -> Iterator[tuple[Hashable, list[Sample]]]:
+        """`step` until nothing is in flight, the run is asked to stop, or all ranks of the engine have `enough`."""
+        for num_steps in itertools.count():
+            if not self.is_open():
+                return
+            # Ranks of an engine leave together and must ask each other; one alone can look at every token.
+            if self.engine.group is None or num_steps % STOP_EVERY == 0:
+                has_enough = enough is not None and all(self.engine.of_group(enough()))
+                if has_enough or stop.requested(self.engine.group):
+                    return
+            yield from self.step()
+
+    def pause(self) -> Iterator[tuple[Hashable, list[Sample]]]:
+        """`interrupt`, then wait for environments that were asked: they answer before others use them. Gives the groups
+        that become complete by that. Ranks of an engine wait together.
+        """
+        self.interrupt()
+        while self.engine.has_requests(waiting=bool(self.waiting)):
+            yield from self.step()
 
     def interrupt(self) -> None:
         """Take what is in flight out of the engine, which may sleep then, or get new weights; see `resume`."""

@@ -189,11 +189,10 @@ class Sampler:
         self.engine.policy_version = self.weights["version"] - 1
         self.engine.update_weights(named_tensors)
         self.version = self.weights["version"]
-        probes, found = Rollouts(self.engine), {}
+        probes = Rollouts(self.engine)
         for i, row in enumerate(self.setup.probes):
             probes.start(i, row, sampling_of(self.setup.probe_sampling), derive_seed(self.setup.seed, self.version, i))
-        while probes.is_open():
-            found |= dict(probes.step())
+        found = dict(probes.run())
         packed = [pack(sample) for i in range(len(found)) for sample in found[i]]
         self.probe, self.reported_at = Probe(self.version, packed), 0.0
         self.rollouts.resume()

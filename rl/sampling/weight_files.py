@@ -48,8 +48,9 @@ class WeightWriter:
             path = self.folder / f"weights_{version}_{os.getpid()}"
             file = open(path, "wb")
         mark = secrets.token_bytes(ALIGNMENT)
-        tensors, end, is_complete = [], ALIGNMENT, False
-        try:
+        tensors, end = [], ALIGNMENT
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._remove, file)
             file.write(mark)
             for name, x in named_tensors:
                 x = x.detach().contiguous().cpu()
@@ -57,10 +58,7 @@ class WeightWriter:
                 end += file.write(x.flatten().view(torch.uint8).numpy())
                 end += file.write(bytes(-end % ALIGNMENT))
             file.flush()
-            is_complete = True
-        finally:
-            if not is_complete:
-                self._remove(file)
+            on_failure.pop_all()
         old, self.file = self.file, file
         self._remove(old)
         return {"version": version, "path": str(path), "mark": mark, "bytes": end, "tensors": tensors}

@@ -11,14 +11,10 @@ time. Past its deadline, or when it dies, a process is replaced, and its task ha
 the group statistics and the loss, and is counted. (A wrong answer has a score, usually 0.)
 """
 
-import json
 import math
 import os
 import pickle
 import queue
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +26,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rl import stop
+from rl import children, stop
 from rl.console import say
 from rl.data.encode import load_tokenizer, named
 from rl.data.rows import Row, no_ground_truth
@@ -40,12 +36,9 @@ from rl.model import reward_model
 from rl.model.load import shard_as
 from rl.model.sharding import BARE, offload
 from rl.ranks import Ranks
+from rl.scoring.process import Worker
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
-START_SECONDS = 120  # to import the reward functions
-WALL_FACTOR = 4  # a response may take this many times its CPU seconds by the clock: it waits, or the machine is busy
-MAX_REPLY = 64 << 20  # bytes that a worker may send for one task
 TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 FAILED = ("error", "timeout")  # status of a response that could not be scored
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
@@ -253,7 +246,7 @@ class Scorer:
     def _serve(self, hello: Future) -> None:
         """One thread: keep one worker alive, and give it tasks."""
         try:
-            worker = _Worker(self.setup)
+            worker = Worker(self.setup)
             hello.set_result(worker.hello)
         except Exception as error:  # such as that no process can be started: whoever made the pool waits for it
             return hello.set_result({"problem": repr(error)})
@@ -262,36 +255,34 @@ class Scorer:
             try:
                 if worker.has_ended or worker.num_tasks == TASKS_PER_WORKER or worker.process.poll() is not None:
                     worker.kill()
-                    worker = _Worker(self.setup)
+                    worker = Worker(self.setup)
                 future.set_result(self._score(worker, *arguments))
             except Exception as error:  # `collect` raises it
                 future.set_exception(error)
         worker.kill()
 
-    def _score(self, worker: "_Worker", row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
+    def _score(self, worker: Worker, row: Row, samples: Sequence[Sample], twice: bool) -> Scored:
         """Let a worker score responses to a row."""
         texts = decode_responses(self.tokenizer, [s.response_ids.tolist() for s in samples])
         texts = [text if s.report is None else _last_turn(s.messages) for s, text in zip(samples, texts, strict=True)]
-        has_failed = [s.finish_reason == "error" for s in samples]  # its environment: no reward function is asked
-        truth = row["reward_model"]["ground_truth"]
-        facts = [row["extra_info"] | self.extra_info | _facts(s) for s in samples]
-        calls = [(row["data_source"], text, truth, fact) for text, fact in zip(texts, facts, strict=True)]
-        calls = [call for call, failed in zip(calls, has_failed, strict=True) if not failed]
-        if not calls:
-            return [Score(text, None, {}, "none", 0.0) for text in texts], None
+        scores = [Score(text, None, {}, "none", 0.0) for text in texts]
+        asked = [i for i, s in enumerate(samples) if s.finish_reason != "error"]  # where no environment has failed
+        if not asked:
+            return scores, None
+        source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+        known = row["extra_info"] | self.extra_info
+        calls = [(source, texts[i], truth, known | _facts(samples[i])) for i in asked]
         start = time.monotonic()
         reply = worker.score(calls, self.timeout_s, twice=twice)
         seconds = (time.monotonic() - start) / len(calls)
         problem, results = reply.get("problem"), reply.get("scored", [(None, {})] * len(calls))
         if not reply.get("same", True):
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
-        results, status = iter(results), reply.get("status", "none")
-        scores = []
-        for s, text, failed in zip(samples, texts, has_failed, strict=True):
-            value, parts = (None, {}) if failed else next(results)
-            value = None if value is None else value + sum(s.turn_rewards)
-            why = "ok" if value is not None else "none" if failed else status
-            scores.append(Score(text, value, parts, why, seconds))
+        for i, (value, parts) in zip(asked, results, strict=True):
+            if value is None:
+                scores[i] = Score(texts[i], None, parts, reply.get("status", "none"), seconds)
+            else:
+                scores[i] = Score(texts[i], value + sum(samples[i].turn_rewards), parts, "ok", seconds)
         if problem is not None:
             problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
         return scores, problem
@@ -299,10 +290,11 @@ class Scorer:
 
 def _facts(sample: Sample) -> dict[str, Any]:
     """What extra_info says of a response: how many tokens the policy sampled, and the conversation, if it is one."""
-    given = {"turn_rewards": list(sample.turn_rewards)} if sample.turn_rewards else {}
-    conversation = {"messages": list(sample.messages), "environment": given | (sample.report or {})}
-    conversation = {} if sample.report is None else conversation
-    return {"response_length": sample.num_sampled} | conversation
+    facts: dict[str, Any] = {"response_length": sample.num_sampled}
+    if sample.report is not None:
+        given = {"turn_rewards": list(sample.turn_rewards)} if sample.turn_rewards else {}
+        facts |= {"messages": list(sample.messages), "environment": given | sample.report}
+    return facts
 
 
 def _last_turn(messages: Sequence[dict]) -> str:
@@ -354,80 +346,6 @@ def raise_if_failing(responses: Sequence[Response], limit: float) -> None:
         )
 
 
-class _Worker:
-    """One process and a socket to it. `hello` is its first message: {"batched": ...} or {"problem": ...}."""
-
-    def __init__(self, setup: bytes):
-        self.socket, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from rl.scoring.worker import main; main()"
-        with theirs:
-            own = dict(pass_fds=(theirs.fileno(),), start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            command = [sys.executable, "-c", code, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, **own)  # prints go to stderr
-        self.num_tasks, self.has_ended = 0, False
-        self.hello = self._exchange(setup, START_SECONDS)
-
-    def score(self, calls: list[tuple], timeout_s: float, *, twice: bool) -> dict[str, Any]:
-        """{"scored": [(score, components)], "same": ...} or {"problem": text, "status": "error" or "timeout"}."""
-        if "problem" in self.hello:
-            return {"problem": self.hello["problem"], "status": "error"}
-        self.num_tasks += 1
-        return self._exchange(pickle.dumps((calls, twice)), WALL_FACTOR * timeout_s * len(calls) * (1 + twice))
-
-    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any]:
-        """Send a message and wait for the reply, a line of JSON. Kills a worker that is late or sends other things."""
-        tick, waited, last_look = min(seconds / 10, 0.5), 0.0, time.monotonic()
-        self.socket.settimeout(tick)
-        outgoing, incoming = memoryview(message), bytearray()
-        while not incoming.endswith(b"\n"):
-            now = time.monotonic()  # a job that was suspended for hours is not late: of such a gap two ticks count
-            waited, last_look = waited + min(now - last_look, 2 * tick), now
-            if waited > seconds:
-                return self._give_up("timeout", f"no score after {seconds:.0f} s; the worker was killed")
-            try:
-                if outgoing:
-                    outgoing = outgoing[self.socket.send(outgoing) :]
-                    continue
-                data = self.socket.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                data = b""
-            if not data:
-                return self._death()
-            incoming += data
-            if len(incoming) > MAX_REPLY:  # a reward function writes to our socket
-                return self._give_up("error", f"the worker sent {len(incoming)} bytes")
-        try:
-            reply = json.loads(incoming)
-            if reply.get("last"):
-                self.kill()
-        except (ValueError, AttributeError, RecursionError) as error:
-            return self._give_up("error", f"the worker sent something else: {error}")
-        return reply
-
-    def _death(self) -> dict[str, Any]:
-        self.process.send_signal(signal.SIGCONT)  # a reward function may have stopped the guard
-        code = self.process.wait()
-        if code == -signal.SIGXCPU:
-            return self._give_up("timeout", "no score within --reward-timeout; the worker was killed")
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return self._give_up("error", f"the worker process died ({how})")
-
-    def _give_up(self, status: str, problem: str) -> dict[str, Any]:
-        self.kill()
-        return {"status": status, "problem": problem}
-
-    def kill(self) -> None:
-        """End the process and all that it started."""
-        if not self.has_ended:
-            self.process.terminate()  # its guard kills the rest
-            self.process.send_signal(signal.SIGCONT)  # as above
-            self.process.wait()
-            self.socket.close()
-            self.has_ended = True
-
-
 def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
     """`path/to/file.py[:function[:weight]]` -> (label, weight, file, function). The label is the file's stem, and the
     function's name where two share a stem. Raises ValueError naming the spec.
@@ -435,7 +353,7 @@ def parse_functions(specs: Sequence[str]) -> list[tuple[str, float, str, str]]:
     parsed = []
     for spec in specs:
         path, name, weight = (spec.split(":", 2) + ["", ""])[:3]
-        file = Path(path) if Path(path).is_file() else REPOSITORY / path  # wherever the script was started
+        file = Path(path) if Path(path).is_file() else children.REPOSITORY / path  # wherever the script was started
         if not file.is_file():
             raise ValueError(f"--custom-reward-function {spec!r}: no file {path!r}; give path/to/file.py:function")
         try:

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -40,14 +41,19 @@ class Reward(NamedTuple):
     batched: bool
 
 
+def import_file(path: str) -> ModuleType:
+    """The module of a user's Python file, which may import its neighbours. Raises whatever importing it raises."""
+    sys.path.append(str(Path(path).resolve().parent))  # behind everything else
+    own = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
+    spec = importlib.util.spec_from_file_location(own, path)
+    module = sys.modules[own] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_reward(label: str, weight: float, path: str, name: str) -> Reward:
     """The function `name` of the Python file `path`. Raises whatever importing the file raises."""
-    sys.path.append(str(Path(path).parent))  # its neighbours, behind everything else
-    spec = importlib.util.spec_from_file_location(f"reward_{zlib.crc32(path.encode())}", path)  # two may share a stem
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function = vars(module).get(name)
+    function = vars(import_file(path)).get(name)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
     return Reward(label, weight, function, "solution_strs" in inspect.signature(function).parameters)

@@ -10,7 +10,6 @@ from helpers_data import ranks_without_group, response, scored
 from rl.ranks import Ranks
 from rl.run.metrics import (
     Means,
-    count,
     describe,
     describe_tokens,
     of_groups,
@@ -175,10 +174,6 @@ def test_the_age_of_tokens_by_hand():
     expected = {"staleness_mean": 7 / 9, "staleness_max": 2.0, "mixed_frac": 1 / 3}
     assert of_staleness(of, 7) == pytest.approx({f"rollout/{name}": x for name, x in expected.items()})
     assert set(of_staleness([], 7).values()) == {0.0}
-
-
-def test_count_of_prompt_and_response_tokens():
-    assert count(RESPONSES) == {"tokens": 34, "generated": 20}
 
 
 def test_norms_are_means_and_count_the_updates_that_were_skipped():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.sampling.engines.base import InFlight
+from rl.sampling.engines.base import OpenRequest
 from rl.sampling.engines.vllm_scheduler import drop_shortcuts, take_shortcuts
 
 if importlib.util.find_spec("vllm") is None:
@@ -96,7 +96,7 @@ def drive(scheduler, *, shortcuts, pushes=()):
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    responses = {name: InFlight(None, 0, [(0, 0)], ends_of(name)) for name in REQUESTS}
+    responses = {name: OpenRequest(None, 0, [(0, 0)], ends_of(name)) for name in REQUESTS}
     take_shortcuts(scheduler, responses if shortcuts else {})
     if not shortcuts:
         vars(scheduler).pop("schedule")  # and update_from_output passes on what it does not expect

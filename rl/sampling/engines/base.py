@@ -63,8 +63,8 @@ DEFAULT = Rollout()
 
 
 @dataclass
-class InFlight:
-    """A response that is being sampled."""
+class OpenRequest:
+    """A request whose response is being sampled."""
 
     request: Request
     rank: int  # that asked for it
@@ -152,7 +152,7 @@ class Engine:
     def close(self) -> None:
         """Shut down, once every rank is done."""
 
-    def _complete(self, x: InFlight, reason: str) -> Completion:
+    def _complete(self, x: OpenRequest, reason: str) -> Completion:
         """Forget a request of this rank; returns what it has."""
         self.keys.discard(x.request.key)
         pairs = itertools.pairwise([*x.began, (0, len(x.token_ids))])
@@ -160,7 +160,7 @@ class Engine:
         routed = np.concatenate(x.routed).astype(self.routing) if x.routed else None
         return Completion(x.request.key, x.token_ids, x.logprobs, reason, versions, routed)
 
-    def _count_push(self, in_flight: Iterable[InFlight]) -> None:
+    def _count_push(self, in_flight: Iterable[OpenRequest]) -> None:
         """Note that weights were pushed, also in the responses that are being sampled."""
         self.policy_version += 1
         for x in in_flight:
@@ -170,7 +170,7 @@ class Engine:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.path)  # only requests with stop texts need it
 
-    def _has_stop_text(self, x: InFlight) -> bool:
+    def _has_stop_text(self, x: OpenRequest) -> bool:
         return bool(x.request.sampling.stop) and completes(self._tokenizer, x.token_ids, x.request.sampling.stop)
 
 

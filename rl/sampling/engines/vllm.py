@@ -19,7 +19,7 @@ from rl.data.types import Completion, Sampling
 from rl.model import experts, vision
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
-from rl.sampling.engines.base import InFlight, Rollout
+from rl.sampling.engines.base import OpenRequest, Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
 ASK_EVERY = 16  # steps after which ranks that share an engine ask each other for new requests, at the latest
@@ -99,7 +99,7 @@ class Engine(Base):
         self.group = parallel_state.get_tp_group().cpu_group if size > 1 else None
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
-        self.in_flight: dict[str, InFlight] = {}  # by vLLM's name of the request, of all ranks that share this engine
+        self.in_flight: dict[str, OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
         self.watched: set[str] = set()  # those of them whose text may end them
         self.may_be_new = True  # whether ranks that share this engine have to ask each other for new requests
         self.steps = 0
@@ -146,7 +146,7 @@ class Engine(Base):
                     f"{self.path} as {len(ours)}, or as others: such a model cannot be trained here"
                 )
             ends = theirs.sampling_params.all_stop_token_ids
-            self.in_flight[name] = InFlight(x, rank, [(self.policy_version, 0)], ends)
+            self.in_flight[name] = OpenRequest(x, rank, [(self.policy_version, 0)], ends)
             if x.sampling.stop:
                 self.watched.add(name)
 

@@ -14,12 +14,12 @@ gets one token longer, and that is written down here. Two methods of a live sche
 import math
 from typing import Any, NamedTuple
 
-from rl.sampling.engines.base import InFlight
+from rl.sampling.engines.base import OpenRequest
 
 TESTED = ("0.26.", "0.28.", "0.32.")  # of vLLM; tests/sampling/test_shortcuts.py has run on these
 
 
-def take_shortcuts(scheduler: Any, in_flight: dict[str, InFlight]) -> None:
+def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
     """Let sequences of `in_flight`, by vLLM's name, bypass the scheduler where they just get one token longer.
 
     Their tokens and log-probs are put there directly. Other tokens pass as ever, with a number as `new_logprobs`.
