@@ -1,5 +1,6 @@
 """What the tests of images share: small models that see, rows of the dots task, prompts as a processor makes them."""
 
+import functools
 import io
 import random
 import shutil
@@ -51,6 +52,7 @@ def encoded(model: str, file: Path) -> list[dict]:
     return encode_prompts(load_tokenizer(model), read_rows(file))
 
 
+@functools.cache
 def as_processed(model: str, file: Path, row: int) -> dict[str, torch.Tensor]:
     """The model's inputs for a row's prompt, by its image processor and by hand: nine placeholders an image."""
     tokenizer, source = load_tokenizer(model), pq.read_table(file).to_pylist()[row]
