@@ -105,7 +105,7 @@ FAMILIES |= {
     "qwen3_5": dict(  # as published, with a vision tower, of which text is trained
         text_config=GROUPED
         | DELTA
-        | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 4, 4])),
+        | dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1.0, mrope_section=[8, 4, 4])),
         vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128)
         | dict(num_position_embeddings=16),
         **dict(image_token_id=76, video_token_id=77, vision_start_token_id=78, vision_end_token_id=79),
