@@ -72,11 +72,9 @@ def _gradient(ctx, grad):
     return *grads, None, None
 
 
-gated_delta.register_autograd(_gradient, setup_context=_keep)
-
-
 def as_operation(own: Any) -> Any:
     """transformers' function of the gated delta rule by this operation, where no state goes in or is wanted."""
+    gated_delta.register_autograd(_gradient, setup_context=_keep)
 
     def rule(query, key, value, *, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None, **options):
         if options.get("initial_state") is not None or options.get("output_final_state"):
