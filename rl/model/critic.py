@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
+from rl.data.encode import load_tokenizer
 from rl.data.types import Batch
 from rl.model.load import check_second_model, check_weights
 from rl.model.logprobs import over_micro_batches, run_on_responses
@@ -24,8 +25,9 @@ def check_critic(path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, p
     number, or as `check_second_model`, which has the arguments (`policy`: `model`).
     """
     kept = dict(longest=longest, flag="--critic-model", model=policy)
-    check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
+    load_tokenizer(path, flag="--critic-model")  # raises if it names no model
     check_reward_model(path, flag="--critic-model", new_head=True)
+    check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
     check_weights(path, AutoModelForSequenceClassification, flag="--critic-model", new_head=True)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
@@ -52,6 +53,10 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
         raise ValueError(
             f"{flag} {path}: a {name}, which has no score head; give a ...ForSequenceClassification with one label, "
             "such as the huggingface/ folder of a checkpoint of train_reward.py"
+        )
+    elif type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"{flag} {path}: transformers has no {config.model_type} with a score head; choose another model"
         )
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    FalconH1Config,
     Qwen2ForSequenceClassification,
 )
 from workers import values as worker
@@ -235,7 +236,7 @@ def test_a_critic_keeps_the_weights_of_its_files(judge, tiny_model, world):
 @pytest.fixture
 def refused(judge, tmp_path):
     """Folders that are no critics, by what is wrong with them."""
-    folders = {name: tmp_path / name for name in ("two_labels", "incomplete", "bert")}
+    folders = {name: tmp_path / name for name in ("two_labels", "incomplete", "bert", "headless")}
     for folder in folders.values():
         shutil.copytree(judge, folder)
     AutoModelForSequenceClassification.from_pretrained(
@@ -246,6 +247,7 @@ def refused(judge, tmp_path):
     model.save_pretrained(folders["incomplete"], state_dict=weights)
     small = BertConfig(vocab_size=80, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_labels=1)
     AutoModelForSequenceClassification.from_config(small).save_pretrained(folders["bert"])
+    FalconH1Config(vocab_size=80).save_pretrained(folders["headless"])
     return folders
 
 
@@ -259,11 +261,15 @@ def test_models_that_give_no_values_are_refused(refused, tiny_model, judge):
         ("two_labels", "its head gives 2 labels, it has to give 1; choose another model"),
         ("incomplete", "its files lack 13 of its weights, model.layers.1.input_layernorm.weight among"),
         ("bert", "a BertForSequenceClassification has no linear `score` head"),
+        ("headless", "transformers has no falcon_h1 with a score head; choose another model"),
     ):
         with pytest.raises(ValueError, match=f"--critic-model .*{name}: {words}"):
             worker.load_critic(str(refused[name]), ALONE)
     with pytest.raises(ValueError, match="--critic-model .*two_labels: its head gives 2 labels"):
         check(refused["two_labels"])
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(refused["headless"])
+    with pytest.raises(ValueError, match="--critic-model .*headless: transformers has no falcon_h1"):
+        check(refused["headless"])
     for folder in (tiny_model, judge):
         check(folder)
     with pytest.raises(ValueError, match=r"--max-prompt-length \+ --max-response-length = 513 tokens, but .* 512 pos"):
