@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from rl.model import vision
 from rl.ranks import Ranks
 
 ROUTER = re.compile(r"Top[kK]Router$")  # ends the names of the classes of routers in transformers
@@ -56,12 +57,15 @@ def shape_of(path: str) -> tuple[int, int, int]:
     return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
 
 
-def check_balanced(coef: float, path: str) -> None:
-    """Raise ValueError if an auxiliary loss is asked for and the model has no experts, by its config."""
-    if coef and not all(shape_of(path)):
-        raise ValueError(
-            f"--router-aux-loss-coef {coef} needs a mixture of experts, and {path} has no experts; drop it"
-        )
+def check_routed(path: str, flag: str) -> None:
+    """Raise ValueError, from the config alone, if the model has no experts, or none with routers that `flag` knows."""
+    if not all(shape_of(path)):
+        raise ValueError(f"{flag} needs a mixture of experts, and {path} has no experts; drop it")
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = vision.auto_class(path).from_config(config)
+    if not any(ROUTER.search(type(x).__name__) for x in model.modules()):
+        raise ValueError(f"{flag}: {path}, a {config.model_type}, has routers that are not known here; drop it")
 
 
 def unknown(num_experts: int) -> np.generic:
@@ -81,9 +85,13 @@ def add_routers(model: nn.Module) -> tuple[tuple[int, nn.Module], ...]:
     return tuple(found)
 
 
-def _route(router: nn.Module, own_forward, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's forward: hidden (N, H) -> logits (N, E), gates (N, k) and experts (N, k)."""
-    logits, gates, chosen = own_forward(hidden)
+def _route(router: nn.Module, own_forward, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's forward: hidden (N, H), perhaps a bias -> logits (N, E), gates (N, k), experts (N, k), or these in
+    the opposite order.
+    """
+    found = own_forward(hidden, *args, **kwargs)
+    order = 1 if found[0].is_floating_point() else -1
+    logits, gates, chosen = found[::order]
     if router.seen is not None:
         router.seen.append(Choice(logits, gates, chosen, router.replayed))
     if router.replayed is not None:
@@ -92,7 +100,7 @@ def _route(router: nn.Module, own_forward, hidden: Tensor) -> tuple[Tensor, Tens
         gates = gates_of(router, logits, chosen).to(gates.dtype)
     if router.balanced is not None:
         gates = _AddLoss.apply(gates, unevenness(logits, chosen, router.balanced))
-    return logits, gates, chosen
+    return (logits, gates, chosen)[::order]
 
 
 class _AddLoss(torch.autograd.Function):

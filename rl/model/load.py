@@ -189,6 +189,10 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(path, **config_changes)
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        for part, own in model._get_dtype_plan(dtype).items():  # what files give in another precision
+            for x in (x for name, x in tensors if part in name):
+                x.data = x.data.to(own)
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
     name_weights(model, path)
@@ -200,7 +204,8 @@ def name_weights(model: PreTrainedModel, path: str) -> None:
     """Let `exported` give published names, whatever those of the files in `path` are, which may be older or newer. What
     is the text part of a model that also sees images keeps the names within that, whose config becomes `model.whole`.
     """
-    model.whole = AutoConfig.from_pretrained(path) if vision.is_text_part(path) else None
+    config = AutoConfig.from_pretrained(path)
+    model.whole = None if isinstance(model.config, type(config)) else config
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [x for x in conversions if model.whole or not isinstance(x, PrefixChange)]
 

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rl.data import images
 from rl.flags import AtLeast1, Count, NotNegative, spelled
 from rl.model import lora_experts, vision
 from rl.model.lora_experts import ExpertAdapter
@@ -100,10 +101,11 @@ def layers_of(
     model: nn.Module, targets: Sequence[str], *, freeze_vision_tower: bool = True, flag: str = "--model"
 ) -> list[str]:
     """Names of the linear layers that `targets` means; never the head, which stands directly below the model, nor those
-    of a frozen vision tower. Raises ValueError, which names the target and what there is, if one means no layer.
+    of a vision tower that is frozen or has nothing to see. Raises ValueError, which names the target and what there is,
+    if one means no layer.
     """
     linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
-    if freeze_vision_tower and (tower := vision.tower_of(model)):
+    if (freeze_vision_tower or not images.in_use()) and (tower := vision.tower_of(model)):
         linear = [name for name in linear if not name.startswith(f"{tower[0]}.")]
     kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if not linear:
@@ -179,7 +181,9 @@ class Base:
 
     def __init__(self, model: nn.Module):
         self.model, self.packed = model, replace(model.packed, forward=self._forward, replays=False)
-        self.parameters, self.modules = model.parameters, model.modules  # both models share them
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)  # such as its parameters and its vision tower
 
     def _forward(self, *args: Any) -> Any:
         layers = [x for x in self.model.modules() if isinstance(x, ADAPTED)]

@@ -83,7 +83,8 @@ def with_image(batch: Batch) -> Batch:
             rows[-1] = blank
         return rows
 
-    return replace(batch, **{name: longer(name, x) for name, x in vars(batch).items() if x is not None})
+    tensors = {name: x for name, x in vars(batch).items() if x is not None and name != "share"}
+    return replace(batch, **{name: longer(name, x) for name, x in tensors.items()})
 
 
 def positions_of(model: nn.Module, ids: Tensor, real: Tensor) -> Tensor:

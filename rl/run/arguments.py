@@ -20,7 +20,7 @@ from rl.data.prompts import Data
 from rl.flags import AtLeast1, Free, check_limits, flat
 from rl.model import lora
 from rl.model.checks import check_trainable
-from rl.model.experts import check_balanced
+from rl.model.experts import check_routed
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.ranks import die_with_launcher
@@ -99,7 +99,7 @@ def check(args: Any) -> PreTrainedTokenizerBase:
     if isinstance(args, RLBase):
         _check_rl(args)
         tokenizer = load_tokenizer(args.model)  # raises if --model names no model
-        check_balanced(args.lora.router_aux_loss_coef, args.model)
+        _check_balanced(args)
         check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
         return tokenizer
@@ -109,9 +109,14 @@ def check(args: Any) -> PreTrainedTokenizerBase:
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
     tokenizer = load_tokenizer(args.model)
-    check_balanced(args.lora.router_aux_loss_coef, args.model)
+    _check_balanced(args)
     check_trainable(args.model, args.max_length, "--max-length")
     return tokenizer
+
+
+def _check_balanced(args: Any) -> None:
+    if coef := args.lora.router_aux_loss_coef:
+        check_routed(args.model, f"--router-aux-loss-coef {coef}")
 
 
 def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:

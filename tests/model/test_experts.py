@@ -8,8 +8,9 @@ import helpers_scripts as h
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import PeftModel
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import train_grpo
@@ -281,6 +282,49 @@ def test_metrics_of_routers_by_hand(world):
     assert found == {"router/load_max": pytest.approx(1.5), "router/entropy": entropy, "router/changed_frac": changed}
     del seen[0], seen[3]
     assert experts.describe(seen, world) == {}
+
+
+ROUTERS = {  # what is special -> config and options
+    "an argument more": (
+        "Lfm2MoeConfig",
+        dict(layer_types=["conv", "full_attention"], num_dense_layers=0, moe_intermediate_size=24, num_experts=E),
+    ),
+    "the opposite order": ("GraniteMoeConfig", dict(num_local_experts=E)),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_of_another_form(name, batch, world, tmp_path):
+    kind, options = ROUTERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**families.SIZES | options | dict(num_experts_per_tok=K))
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for x in plain.parameters():
+            x.add_(0.1 * torch.randn(x.shape))
+    plain.save_pretrained(tmp_path)
+    model = families.load(str(tmp_path), world)
+    with experts.watched(model.packed.routers) as seen:
+        logp, _ = token_logprobs(model, batch)
+    for row, ids, n, mask in zip(logp, batch.input_ids, batch.lengths, batch.response_mask, strict=True):
+        own = plain(input_ids=ids[None, :n]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:n, None])[:, 0]
+        torch.testing.assert_close(row[1:n], own * mask[1:n], rtol=0, atol=1e-5)
+    for [choice] in seen.values():
+        assert choice.logits.shape[1] == E and choice.gates.shape == choice.chosen.shape == (len(choice.logits), K)
+    assert K < experts.describe(seen, world)["router/aux_loss"] < E
+    model.packed = replace(model.packed, balance=1.0)
+    (0.0 * token_logprobs(model, replace(batch, share=torch.tensor(1.0)))[0].sum()).backward()
+    assert any(
+        x.any() for name, x in families.gradients(model).items() if "feed_forward.gate" in name or "router" in name
+    )
+
+
+def test_an_auxiliary_loss_that_would_do_nothing_is_refused(tmp_path):
+    transformers.JambaConfig(**families.SIZES | dict(num_experts=E, use_mamba_kernels=False)).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"--router-aux-loss-coef 0\.1: .*a jamba, has routers that are not known here"
+    ):
+        experts.check_routed(str(tmp_path), "--router-aux-loss-coef 0.1")
 
 
 def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):

@@ -10,6 +10,7 @@ import launch
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from helpers_families import FAMILIES, OWN_HEAD, PACKED, PADDED
 from transformers import (
     AutoConfig,
@@ -89,6 +90,21 @@ def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
     """Rounding must not hide what is wrong, nor be taken for it."""
     model = families.load(folder_of[name], replace(world, dtype=torch.bfloat16))
     assert families.way_of(model) == FAMILIES[name][2]
+
+
+def test_every_rank_makes_room_for_what_rank_0_reads(world, tmp_path):
+    """Also for what a model in half precision keeps in float32, such as the bias of a router."""
+    sizes = families.SIZES | families.EXPERTS | dict(n_routed_experts=6, moe_shared_expert_intermediate_size=24)
+    config = transformers.NemotronHConfig(**sizes, layers_block_type=["attention", "moe"], n_group=1, topk_group=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = []
+    for ranks in (world, replace(world, rank=1)):
+        model, _ = models.load_pretrained(AutoModelForCausalLM, str(tmp_path), ranks, dtype=torch.bfloat16)
+        found.append({k: (x.shape, x.dtype) for k, x in [*model.named_parameters(), *model.named_buffers()]})
+    assert found[0] == found[1]
+    assert {k for k, x in found[0].items() if x[1] == torch.float32 and "inv_freq" not in k} == {
+        "model.layers.1.mixer.gate.e_score_correction_bias"
+    }
 
 
 TWO_RANKS = ("scaled logits", "capped scores", "convolutions", "delta nets", "experts", "experts in groups")

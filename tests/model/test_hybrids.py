@@ -11,13 +11,19 @@ import pytest
 import torch
 from helpers_families import BORDERS
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Qwen3_5Config,
+)
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients
 
 import sft
 import train_grpo
+import train_reward
 from rl.flags import build
-from rl.model import delta_rule, recurrent
+from rl.model import delta_rule, recurrent, reward_model
 from rl.model import load as models
 from rl.sampling.engines import hf
 
@@ -110,3 +116,15 @@ def test_the_text_of_a_model_with_a_vision_tower_is_trained_and_its_export_is_wh
     metrics = train_grpo.main(build(train_grpo.Args, **settings))
     assert metrics["rollout/logprob_gap_mean"] < 1e-5
     assert load_file(tmp_path / "grpo" / "global_step_1" / "huggingface" / "model.safetensors").keys() == before.keys()
+
+
+def test_a_reward_model_of_it_is_exported_as_one(tmp_path, world, runs_here):
+    task = h.make_task(tmp_path)
+    save_qwen3_5(Path(task.model), vocab_size=json.loads((Path(task.model) / "config.json").read_text())["vocab_size"])
+    train_reward.main(
+        build(train_reward.Args, **h.reward_settings(task, tmp_path / "run", total_training_steps=1, lora_rank=4))
+    )
+    export = tmp_path / "run" / "global_step_1" / "huggingface"
+    reward_model.check_reward_model(str(export))
+    model, info = AutoModelForSequenceClassification.from_pretrained(export, num_labels=1, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.score.weight.any()

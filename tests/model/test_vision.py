@@ -1,11 +1,13 @@
 """Models that see images train on what their own forward gives for one sequence at a time."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import helpers_engines as e
+import helpers_families as families
 import helpers_scripts as h
 import helpers_vision as vision
 import launch
@@ -21,13 +23,16 @@ import train_grpo
 import train_ppo
 from data import dots, files
 from rl.data import images
+from rl.data.batching import collate, plan_updates
 from rl.data.encode import encode_conversation, load_tokenizer
 from rl.data.rows import read_rows
-from rl.data.types import Sampling
+from rl.data.types import Sampling, take_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora
+from rl.model import vision as seeing
 from rl.model.checks import check_same_tokenizer
+from rl.model.logprobs import fixed_logprobs
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.task import load_task
@@ -166,12 +171,29 @@ def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
     engine.llm.llm_engine.engine_core.shutdown()
 
 
-def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of):
+def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of, rows):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder_of["qwen3_vl"]))
+    vision.forget()
+    unseen = lora.layers_of(model, ["all-linear"], freeze_vision_tower=False)  # the data has no images
+    vision.encoded(folder_of["qwen3_vl"], rows)
     names = [lora.layers_of(model, ["all-linear"], freeze_vision_tower=x) for x in (True, False)]
-    assert len(names[0]) == 14 and not any("visual" in x for x in names[0])
+    assert len(names[0]) == 14 and not any("visual" in x for x in names[0]) and unseen == names[0]
     assert set(names[0]) < set(names[1]) and "model.visual.blocks.0.attn.qkv" in names[1]
+
+
+def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows):
+    samples = responses(vision.encoded(folder_of["qwen3_vl"], rows))
+    batch = collate(samples)
+    [update] = plan_updates([s.num_tokens for s in samples], mini_batch_size=8, max_tokens=200, ranks=world)
+    kept = dict(ranks=world, memory=Memory(compile=False), longest=128)
+    policy = families.make_them_count(models.load_policy(folder_of["qwen3_vl"], lora=LoRA(lora_rank=4), **kept))
+    reference = models.load_reference(folder_of["qwen3_vl"], world, policy)
+    first = models.load_policy(folder_of["qwen3_vl"], frozen=True, **kept)
+    found, wanted, now = (fixed_logprobs(x, batch, [update]) for x in (reference, first, policy))
+    assert torch.equal(found, wanted) and (now - found).abs().max() > 0.1
+    # A micro-batch without an image, as a mixture of experts has it with --router-aux-loss-coef
+    assert seeing.with_image(replace(take_rows(batch, [6, 7]), share=torch.tensor(0.25))).share == 0.25
 
 
 def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):

@@ -218,10 +218,10 @@ def test_flags_of_the_variants_are_those_of_grpo_and_more():
     assert {name: kind for name, kind in more.items() if name in kinds} == kinds
 
 
-def test_a_flag_of_the_family_ends_train_grpo_with_the_name_of_the_other_script():
-    process = launch.start("train_grpo.py", "--adv-estimator", "rloo")
-    output = launch.finish(process)
-    assert process.returncode == 2
+def test_a_flag_of_the_family_ends_train_grpo_with_the_name_of_the_other_script(tmp_path):
+    forked = launch.fork_file("train_grpo.py", "--adv-estimator", "rloo", log=tmp_path / "log")
+    assert forked.ends() == [2]
+    output = forked.log.read_text()
     assert "Unrecognized options: --adv-estimator, rloo" in output
     [line] = [line for line in output.splitlines() if "train_grpo_variants.py" in line]
     assert line == "train_grpo_variants.py has the flags of other estimators, losses and KL terms"

@@ -14,8 +14,8 @@ def check_engine_flags(flags: EngineFlags, model: str) -> None:
     if flags.engine == "hf" and (size := flags.tensor_model_parallel_size) != 1:
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     check_heads(model, flags.tensor_model_parallel_size)
-    if isinstance(flags, Rollout) and flags.router_replay and not all(experts.shape_of(model)):
-        raise ValueError(f"--router-replay needs a mixture of experts, and {model} has no experts; drop it")
+    if isinstance(flags, Rollout) and flags.router_replay:
+        experts.check_routed(model, "--router-replay")
 
 
 def make_engine(
