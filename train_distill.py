@@ -192,6 +192,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
+            version=engine.policy_version,
         )  # (b, T)
         clock("batch")
 

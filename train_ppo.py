@@ -175,13 +175,9 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
-        batch, updates = make_batch(
-            responses,
-            trainable=is_scored,
-            mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
-            ranks=ranks,
-        )  # (b, T)
+        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=args.memory.ppo_max_token_len_per_gpu)
+        kept = dict(trainable=is_scored, ranks=ranks, version=engine.policy_version)
+        batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
         clock("batch")
 
         # 5. Values and log-probs that stay fixed while the models change: by the critic and the actor that start the

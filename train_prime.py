@@ -174,11 +174,11 @@ def main(args: Args) -> dict[str, float]:
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)  # within 0 and 1, NaN likewise
         sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=args.memory.ppo_max_token_len_per_gpu)
-        batch, updates = make_batch(responses, trainable=scores_PG.isfinite().flatten(), **sizes, ranks=ranks)  # (b, T)
+        kept = dict(trainable=scores_PG.isfinite().flatten(), ranks=ranks, version=engine.policy_version)
+        batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
         clock("batch")
 
-        # 5. Log-probs that stay fixed while models change: by the policy that starts the step, unless there is one
-        # update a step, and by the PRM before training, the reference.
+        # 5. Log-probs that stay fixed: with several updates by the policy that starts the step, and by the reference.
         if num_updates > 1:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")

@@ -170,7 +170,7 @@ class Run:
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         metrics |= of_staleness(responses, self.engine.policy_version) if responses else {}
-        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated)
+        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated) | metrics  # what is given counts
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():
             metrics |= getattr(module, "routing_metrics", {})  # of a mixture of experts, from `check_engine`
@@ -214,7 +214,8 @@ class Run:
             raise RuntimeError(
                 f"step {self.step + 1}: three updates in a row were useless, the last one with gradient norm {norm} "
                 f"over {num_tokens:.0f} tokens that are learned from; if a norm is not finite lower the learning rate, "
-                "if there are no tokens look at the rewards and at what is filtered out; "
+                "if there are no tokens look at the rewards, at what is filtered out, and at what an environment says "
+                "first, which must leave room in --max-response-length; "
                 f"the step's batch is in {self.folder.save_batch(self.step + 1, batch)}"
             )
 

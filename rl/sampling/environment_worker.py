@@ -230,7 +230,8 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
                 is_pair = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Mapping)
                 if is_pair and method == "step":
                     found, reward = found[0], float(found[1])
-                messages = None if found is None else [dict(x) for x in found]
+                # A `reset` that returns nothing adds nothing.
+                messages = None if found is None and method == "step" else [dict(x) for x in found or ()]
                 texts = [x.get(name) for x in messages or () for name in ("role", "content")]
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")

@@ -52,7 +52,9 @@ class InFlight:
         self.seed = seed
         self.rows, self.batch_size, self.ranks = {row["row_index"]: row for row in rows}, batch_size, ranks
         self.rollouts: Rollouts | None = None
-        self.count = 0  # groups that this rank has begun: the name of the next one
+        # The name of the next group that this rank begins. Conversations stay open beside those of an evaluation, which
+        # has other names.
+        self.count = 1 << 32
         self.ready: dict[int, tuple[Row, list[Sample], Any]] = {}  # complete, by name, with what `on_group` returned
         own = [state.get("in_flight", []) for state in states]
         self.saved = own[ranks.rank] if len(own) == ranks.size else ranks.own_slice(list(itertools.chain(*own)))
@@ -74,9 +76,11 @@ class InFlight:
         returned for these. All are incomplete if the run was asked to stop: call `run.exit_if_asked` then. All data
         ranks must enter.
         """
-        own_rows, seed = self.ranks.own_slice(rows), derive_seed(self.seed, step, engine.first_rank)
+        seed, own_slice = derive_seed(self.seed, step, engine.first_rank), self.ranks.own_slice
         if not self.ahead:
-            return rows, *sample_groups(engine, own_rows, sampling, on_group, environments, seed=seed)
+            return rows, *sample_groups(engine, own_slice(rows), sampling, on_group, environments, seed=seed)
+        # Two shares: a share of both together may be less than a rank's share of P.
+        own_rows = own_slice(rows[: self.batch_size]) + own_slice(rows[self.batch_size :])
         if self.rollouts is None:
             self.rollouts = Rollouts(engine, environments, seed=seed)
             self._restore(sampling, on_group)

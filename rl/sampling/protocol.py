@@ -9,6 +9,7 @@ without it no connection comes about.
 """
 
 import hashlib
+import json
 import secrets
 import socket as sockets
 from typing import Any
@@ -23,7 +24,7 @@ from rl.data.types import Sample, Sampling
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 1  # of these messages; both sides must have the same
+PROTOCOL = 2  # of these messages; both sides must have the same
 
 
 class Join(msgspec.Struct, tag=True):
@@ -66,8 +67,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     finish_reason: str
     policy_versions: list[list[int]]
     turns: int
-    messages: list[dict[str, Any]]
-    report: dict[str, Any] | None
+    conversation: str  # messages and report as JSON: msgpack has no integers of more than 64 bits
     turn_rewards: list[float]
 
 
@@ -126,8 +126,8 @@ def pack(sample: Sample) -> PackedSample:
     """A sample as it travels."""
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
     versions = [list(span) for span in sample.policy_versions]
-    messages = list(sample.messages)
-    about = (versions, sample.turns, messages, sample.report, list(sample.turn_rewards))
+    conversation = json.dumps([list(sample.messages), sample.report])
+    about = (versions, sample.turns, conversation, list(sample.turn_rewards))
     return PackedSample(*arrays, sample.finish_reason, *about)
 
 
@@ -138,7 +138,8 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
     if not len(ids) == len(mask) == len(logprobs):
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     versions = tuple(tuple(span) for span in packed.policy_versions)
-    about = (versions, packed.turns, tuple(packed.messages), packed.report, tuple(packed.turn_rewards))
+    messages, report = json.loads(packed.conversation)
+    about = (versions, packed.turns, tuple(messages), report, tuple(packed.turn_rewards))
     return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
 
 

@@ -147,8 +147,10 @@ def given_responses(rows: Sequence[dict], ranks: Ranks) -> list[Response]:
 
 def side_by_side(given: Sequence[Response], sampled: Sequence[Response], rows: Sequence[dict]) -> list[Response]:
     """Responses in the order of their rows, for each row first what it has given, then what was sampled."""
-    place = {row["row_index"]: i for i, row in enumerate(rows)}
-    return sorted([*given, *sampled], key=lambda response: place[response.row_index])  # stable
+    found, k, n = [], len(given) // len(rows), len(sampled) // len(rows)  # responses to each row
+    for i in range(len(rows)):  # by place: with --partial-rollouts a step may have a row of two epochs twice
+        found += [*given[k * i : k * (i + 1)], *sampled[n * i : n * (i + 1)]]
+    return found
 
 
 def scores_of(responses: Sequence[Response]) -> torch.Tensor:

@@ -188,10 +188,10 @@ class Rollouts:
 
     def pause(self) -> Iterator[tuple[Hashable, list[Sample]]]:
         """`interrupt`, then wait for environments that were asked: they answer before others use them. Gives the groups
-        that become complete by that. Ranks of an engine wait together.
+        that become complete by that. Ranks of an engine wait together, and not if the run is asked to stop.
         """
         self.interrupt()
-        while self.engine.has_requests(waiting=bool(self.waiting)):
+        while self.engine.has_requests(waiting=bool(self.waiting)) and not stop.requested(self.engine.group):
             yield from self.step()
 
     def interrupt(self) -> None:

@@ -210,11 +210,11 @@ class Sampler:
         self.waiting = later
 
     def _step(self) -> None:
-        start = time.monotonic()
+        start, is_sampling = time.monotonic(), not self.engine.is_idle  # else it waits for environments
         for number, samples in self.rollouts.step():
             del self.leases[number]
             self.done[number] = Group(number, [pack(s) for s in samples]), 0.0
-        self.busy_s += time.monotonic() - start
+        self.busy_s += is_sampling * (time.monotonic() - start)
 
     def _report(self) -> None:
         now = time.monotonic()

@@ -94,7 +94,7 @@ class Samplers:
         self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
         self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)
         self.held_out: list[Row] = []
-        self.waited_s, self.measured_at, self.measured = 0.0, time.monotonic(), (0.0, 0.0)
+        self.waited_s, self.measured_at, self.measured, self.num_taken = 0.0, time.monotonic(), (0.0, 0.0), 0
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
@@ -133,6 +133,7 @@ class Samplers:
             with self.desk.lock:
                 groups = self.ledger.take()
         samples = [sample for _, group, _ in groups.values() for sample in group]
+        self.num_taken += sum(s.num_sampled for s in samples)
         return [self.row(n) for n in self.ranks.all_gather(groups)], samples, [x for _, _, x in groups.values()]
 
     def start_evaluation(self, rows: Sequence[Row], validation: Validation) -> None:
@@ -192,6 +193,7 @@ class Samplers:
         samplers/ready, waiting             prompts whose groups are ready, and that no sampler has begun
         rollouter/idle_ratio                share of the samplers' time in which they have not sampled
         trainer/idle_ratio                  share of the trainers' time in which they have waited for samplers
+        perf/gen_tokens_per_s               sampled tokens that were taken, a second: samplers do not wait for trainers
         """
         if not self.ranks.is_main:
             return {}
@@ -209,7 +211,8 @@ class Samplers:
         idle = 1 - (busy - old_busy) / (total - old_total) if total > old_total else 0.0
         found["rollouter/idle_ratio"] = min(max(idle, 0.0), 1.0)  # one may have come or gone
         found["trainer/idle_ratio"] = min(self.waited_s / (now - self.measured_at), 1.0)
-        self.waited_s, self.measured_at, self.measured = 0.0, now, (busy, total)
+        found["perf/gen_tokens_per_s"] = self.num_taken / (now - self.measured_at)
+        self.waited_s, self.measured_at, self.measured, self.num_taken = 0.0, now, (busy, total), 0
         return found
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """Partial rollouts: groups that outlive a step are trained once, keep their tokens, and survive a checkpoint."""
 
+import importlib
+import time
 from dataclasses import replace
 from statistics import mean, stdev
 
@@ -9,14 +11,17 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from rl import stop
 from rl.data.order import prompts_for_step
-from rl.data.types import Sampling
-from rl.ranks import init_ranks
+from rl.data.types import Response, Sampling, Score
+from rl.flags import build
+from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
 from rl.sampling.engines import Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import Decoding, sample_groups
+from rl.sampling.rollout import Decoding, sample_groups, side_by_side
+from rl.sampling.rollouts import Rollouts
 
 STOPS = (2, *range(20, 32))
 ROWS = [{"prompt_ids": [1, 35, 33 + i % 5], "row_index": i, "extra_info": {}} for i in range(40)]
@@ -109,16 +114,61 @@ def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engi
     assert all([v for v, _ in s.policy_versions] == [3] for s in again)
 
 
+def test_every_rank_begins_as_many_groups_as_it_takes(engine):
+    """7 prompts, and one ahead, on 5 ranks: the third has two of 7, and of 8 it would have one."""
+    for rank in range(5):
+        ranks = Alone(**vars(init_ranks()) | dict(rank=rank, size=5, data_rank=rank, data_size=5))
+        flight = InFlight(Decoding(partial_rollouts=0.1), ROWS, 7, ranks, [], 5)
+        rows, _, _ = flight.sample(engine, prompts_for_step(ROWS, 0, 7, 0, ahead=1), WAY, named, step=0)
+        assert len(rows) == len(ranks.slice_of(7, rank)) and len(flight.state()["in_flight"]) == (rank == 4)
+
+
+class Alone(Ranks):
+    """A rank whose peers are not there."""
+
+    def all_gather(self, items):
+        return list(items)
+
+
+def test_given_responses_stand_before_those_of_their_own_row_also_if_a_step_has_it_twice():
+    """A group of an epoch's end may be complete with one of the next epoch's beginning."""
+
+    def response(row_index, number):
+        score = Score("", 0.0, {}, "ok", 0.0)
+        return Response(row_index, score, 1, 1, 0, "stop", (), 1, 0, number)
+
+    rows = [ROWS[i] for i in (7, 3, 7)]
+    given, sampled = (
+        [response(row["row_index"], k * i + j) for i, row in enumerate(rows) for j in range(k)] for k in (1, 2)
+    )
+    found = side_by_side(given, sampled, rows)
+    assert [(x.row_index, x.number) for x in found] == [
+        (7, 0),
+        (7, 0),
+        (7, 1),
+        (3, 1),
+        (3, 2),
+        (3, 3),
+        (7, 2),
+        (7, 4),
+        (7, 5),
+    ]
+    assert side_by_side([], sampled, rows) == sampled and side_by_side(given, [], rows) == given
+
+
+# A `reset` that returns nothing, as many do.
 GAME = """
+import time
 class Environment:
     def reset(self, row, seed):
-        return ()
+        self.latency = row["extra_info"].get("latency", 0)
     def step(self, reply):
+        time.sleep(self.latency)
         return None if reply.turn == 3 else [{"role": "user", "content": "1"}]
 """
 
 
-def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path):
+def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypatch):
     (tmp_path / "game.py").write_text(GAME)
     flags = EnvironmentFlags(environment=str(tmp_path / "game.py"), max_turns=4)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -126,14 +176,30 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path):
     try:
         way = replace(WAY, max_tokens=60)
         flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
-        found = list(steps_of(engine, flight, range(6), way=way, environments=environments))
-        assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
+        found = []
+        for step in range(6):
+            found += steps_of(engine, flight, [step], way=way, environments=environments)
+            assert not flight.rollouts.waiting  # nobody is asked while the engine sleeps
+            if step < 2:  # an evaluation has conversations of its own
+                held_out, _ = sample_groups(engine, ROWS[:12], way, named, environments, seed=1)
+                assert [s.row_index for s in held_out[::2]] == list(range(12))
+                assert all(s.num_sampled and s.finish_reason != "error" for s in held_out)
         samples = [s for _, own in found for s in own]
         assert any(len(s.policy_versions) > 1 and s.turns > 1 for s in samples)
         for s in samples:
             assert s.num_sampled == sum(n for _, n in s.policy_versions) and len(s.turn_lengths) == s.turns
         (state,) = saved_and_read(flight, tmp_path)
         assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
+        # A run that is asked to stop does not wait for environments.
+        slow = Rollouts(engine, environments)
+        slow.start("slow", ROWS[0] | {"extra_info": {"latency": 20}}, way)
+        while slow.is_open() and not any(x.turns for x in slow.trajectories.values()):
+            slow.step()
+        assert slow.waiting
+        start = time.monotonic()
+        monkeypatch.setattr(stop, "requested", lambda group: True)
+        list(slow.pause())
+        assert slow.waiting and time.monotonic() - start < 10
     finally:
         environments.close()
 
@@ -156,3 +222,24 @@ def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_fa
     assert max(line["rollout/staleness_max"] for line in lines) >= 1 and lines[-1]["rollout/mixed_frac"] > 0
     assert all(line["rollout/logprob_gap_mean"] < 1e-5 for line in lines)  # of fresh tokens
     assert max(line.get("rollout/stale_gap_mean", 0) for line in lines) > 1e-3
+
+
+FRESH = ["grpo", "grpo_variants", "ppo", "reinforce", "prime", "distill"]
+
+
+@pytest.mark.parametrize("script", FRESH)
+def test_a_step_of_old_tokens_alone_does_not_take_them_for_new_ones(script, without_stops, tmp_path):
+    """All responses are equally long, so that the groups of step 2 are complete in step 1."""
+    module, settings = importlib.import_module(f"train_{script}"), getattr(h, f"{script.split('_')[0]}_settings")
+    sizes = dict(train_batch_size=2, ppo_mini_batch_size=2, rollout_n=2, partial_rollouts=1.0)
+    own = dict(adv_estimator="reinforce_plus_plus") if script == "reinforce" else {}
+    module.main(build(module.Args, **settings(without_stops, tmp_path / "run", **sizes, **own, rollout_is="token")))
+    first, second = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < first["rollout/logprob_gap_max"] < 1e-5 and first["rollout/staleness_max"] == 0
+    assert second["rollout/staleness_mean"] == second["rollout/staleness_max"] == 1
+    assert second["rollout/logprob_gap_max"] == 0 and second["rollout/stale_gap_mean"] > 1e-4
+
+
+@pytest.fixture(scope="module")
+def without_stops(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))

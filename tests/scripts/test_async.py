@@ -1,8 +1,10 @@
 """train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
 
 import itertools
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers_scripts as h
 import launch
@@ -13,6 +15,7 @@ from rl.data.order import derive_seed
 from rl.sampling import in_flight
 from rl.sampling.protocol import TOKEN
 from rl.sampling.rollouts import Rollouts
+from rl.sampling.sampler import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,8 @@ class Environment:
         return [{"role": "user", "content": str(seed % 1000)}]
     def step(self, reply):
         return (None, 0.5) if reply.turn == 3 else ([{"role": "user", "content": str(len(reply.text))}], 0.25)
+    def report(self):
+        return {"huge": 10**400}
 """
 
 
@@ -94,6 +99,8 @@ def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
     last = pools.lines()[-1]
     assert last["samplers/count"] == 2 and last["samplers/lost"] == last["samplers/dropped"] == 0
     assert 0 < last["rollout/staleness_max"] <= 2
+    for line in pools.lines():  # most were sampled while the last step trained, not while this one waited
+        assert 0 < line["perf/gen_tokens_per_s"] <= 1.5 * 16 * line["response_length/mean"] / line["timing_s/step"]
 
 
 def test_a_run_starts_its_own_samplers(task, tmp_path):
@@ -117,3 +124,13 @@ def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, ta
     assert [x["step"] for x in lines if "val/accuracy" in x] == [2, 4, 6]
     mixed = [x for x in lines if x.get("rollout/mixed_frac", 0) > 0]
     assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
+
+
+def test_a_sampler_that_waits_for_environments_is_idle():
+    engine, rollouts = SimpleNamespace(is_idle=True), SimpleNamespace(step=lambda: time.sleep(0.05) or [])
+    one = SimpleNamespace(engine=engine, rollouts=rollouts, busy_s=0.0)
+    Sampler._step(one)
+    assert one.busy_s == 0
+    engine.is_idle = False
+    Sampler._step(one)
+    assert one.busy_s >= 0.05

@@ -64,6 +64,7 @@ def test_the_first_environment_scores_a_right_answer_by_its_try(tmp_path):
     environment, score = space["Environment"](), space["compute_score"]
     environment.reset({"reward_model": {"ground_truth": "7"}}, 0)
     assert environment.report() == {"tries": 0, "right": False}
+    assert score("x", "and so", "7", {"environment": environment.report()}) == 0  # its first turn was cut
     assert environment.step(Reply("I say 8", (), 1)) == [{"role": "user", "content": "That is wrong. Try again."}]
     assert environment.step(Reply("#### 7", (), 2)) is None
     assert score("x", "#### 7", "7", {"environment": environment.report()}) == 0.5
