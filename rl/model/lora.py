@@ -32,6 +32,7 @@ from rl.model.lora_experts import ExpertAdapter
 
 ALL = "all-linear"
 PARTS = ("lora_A", "lora_B")
+EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # of PEFT, one expert's linear layers
 
 
 @dataclass(frozen=True)
@@ -244,10 +245,13 @@ def write(folder: pathlib.Path, model: nn.Module, weights: dict[str, Tensor]) ->
     """Write adapter_config.json and adapter_model.safetensors for PEFT, from whole tensors by name on the host."""
     folder.mkdir(parents=True)
     own, is_lm = model.lora, model.can_generate()
+    # If a model has experts, PEFT takes layers of these names for theirs; it finds the right ones as parameters.
+    renamed = [x for x in own.targets if x.rpartition(".")[2] in EXPERT_NAMES and lora_experts.experts_of(model)]
     config = dict(peft_type="LORA", task_type="CAUSAL_LM" if is_lm else "SEQ_CLS", base_model_name_or_path=own.base)
-    if own.experts:
-        config |= dict(target_parameters=[f"experts.{weight}" for weight in lora_experts.WEIGHTS])
-    config |= dict(r=own.rank, lora_alpha=own.alpha, target_modules=list(own.targets))
+    experts = [f"experts.{weight}" for weight in lora_experts.WEIGHTS] if own.experts else []
+    if parameters := experts + [f"{name}.weight" for name in renamed]:
+        config |= dict(target_parameters=parameters)
+    config |= dict(r=own.rank, lora_alpha=own.alpha, target_modules=[x for x in own.targets if x not in renamed])
     config |= dict(modules_to_save=None if is_lm else ["score"], lora_dropout=0.0, bias="none")
     config |= dict(fan_in_fan_out=False, inference_mode=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

@@ -261,6 +261,20 @@ def test_experts_with_adapters_compute_and_learn_as_in_peft(folder_of, batch, ad
     assert largest_error({f"base_model.model.{name}": x for name, x in found.items()}, expected) < 5e-4
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_peft_has_adapters_beside_experts_where_they_belong(has_experts, folder_of, batch, world, tmp_path):
+    """Its layers gate_proj, up_proj and down_proj, of all tokens, are none of the experts'."""
+    folder = folder_of["experts in groups"]
+    model = families.load_with_adapters(folder, world, lora_rank=8, lora_experts=has_experts)
+    learning = {name: x for name, x in families.make_them_count(model).named_parameters() if x.requires_grad}
+    lora.write(tmp_path / "adapter", model, {name: x.detach().full_tensor() for name, x in learning.items()})
+    theirs = PeftModel.from_pretrained(families.plain(folder), tmp_path / "adapter").eval()
+    ours = token_logprobs(model, batch, sampling=SAMPLING)[0]
+    for i, n in enumerate(batch.lengths.tolist()):
+        expected = plain_logprobs(theirs, batch.input_ids[i, :n].tolist())[0].detach() * batch.response_mask[i, :n]
+        torch.testing.assert_close(ours[i, :n], expected, rtol=0, atol=2e-5)
+
+
 def test_adapters_of_experts_are_refused_before_weights_are_read(folder_of, tiny_model, world):
     for path, rank, words in ((tiny_model, 8, "has none"), (folder_of["experts"], 4, "a multiple of 8, not 4")):
         with pytest.raises(ValueError, match=f"--lora-experts.*{words}"):
