@@ -179,12 +179,17 @@ def load_pretrained(
 ) -> tuple[nn.Module, set[str]]:
     """A model of a transformers auto class on the host, and the names of its weights that the files do not hold. Rank 0
     reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: such as num_labels.
+    Raises ValueError if weights that the config ties differ in the files, so that ranks would have different models.
     """
     _hush_transformers()
     missing: set[str] = set()
     if ranks.is_main:
         model, info = auto_class.from_pretrained(path, dtype=dtype, **config_changes, output_loading_info=True)
         missing = set(info["missing_keys"])
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+        if untied := ties - model.all_tied_weights_keys.keys():
+            problem = f"its config ties {min(untied)} to another weight, and its files have two that differ"
+            raise ValueError(f"{path}: {problem}; set tie_word_embeddings to false in its config.json")
     else:
         config = AutoConfig.from_pretrained(path, **config_changes)
         with torch.device("meta"):

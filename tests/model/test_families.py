@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import helpers_families as families
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers_families import FAMILIES, OWN_HEAD, PACKED, PADDED
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -175,6 +177,23 @@ def test_a_model_that_is_wrong_packed_and_padded_is_refused(tiny_model, world):
     model.base_model.embed_tokens.register_forward_hook(shift)
     with pytest.raises(ValueError, match=r"--critic-model: qwen2 gives other numbers.*packed \(its log-probs.*padded"):
         models.choose_forward(model, world, longest=64, flag="--critic-model")
+
+
+def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world, tmp_path):
+    """transformers would leave both weights on rank 0, and other ranks have one: their collectives would not match."""
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] and "lm_head.weight" not in weights
+    for more, is_right in ((0.0, True), (0.1, False)):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + more
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        if is_right:
+            models.load_causal_lm(str(folder), world)
+            continue
+        with pytest.raises(
+            ValueError, match=r"config ties lm_head\.weight to another .* set tie_word_embed"
+        ):
+            models.load_causal_lm(str(folder), world)
 
 
 def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):
