@@ -185,10 +185,11 @@ def main(args: Args) -> dict[str, float]:
         clock("reward")
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
-        # and send each rank the tokens that it trains on. The teacher also judges responses without a score.
+        # and send each rank the tokens that it trains on. The teacher also judges responses without a score, but for
+        # conversations whose environment has failed.
         batch, updates = make_batch(
             responses,
-            trainable=torch.ones(len(responses), dtype=torch.bool),
+            trainable=torch.tensor([r.finish_reason != "error" for r in responses]),
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,

@@ -387,3 +387,30 @@ def test_a_teacher_that_lacks_tokens_is_refused(distill, task, tmp_path):
     padded = with_rows(task.model, 96, tmp_path / "padded")  # whose padding an untrained student samples
     with pytest.raises(RuntimeError, match=r"--teacher-model .*: it has no token [89]\d, which the student"):
         distill(model=padded, teacher_model=task.model)
+
+
+FAILS = """
+class Environment:
+    def reset(self, row, seed):
+        self.fails = row["extra_info"]["index"] % 2
+        return []
+    def step(self, reply):
+        if self.fails:
+            raise OSError("no tool")
+"""
+
+
+def test_a_conversation_whose_environment_fails_teaches_nothing(distill, tmp_path, monkeypatch):
+    (tmp_path / "fails.py").write_text(FAILS)
+    seen = []
+
+    def note(responses, original=train_distill.make_batch, **kw):
+        batch, updates = original(responses, **kw)
+        seen.append(([r.finish_reason == "error" for r in responses], batch.response_mask[batch.rows.argsort()]))
+        return batch, updates
+
+    monkeypatch.setattr(train_distill, "make_batch", note)
+    path = str(tmp_path / "fails.py")
+    distill(environment=path, max_response_length=60, reward_max_error_frac=1.0, total_training_steps=1)
+    ((failed, mask),) = seen
+    assert len(set(failed)) == 2 and (mask.sum(-1) == 0).tolist() == failed
