@@ -17,6 +17,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 PATIENCE = datetime.timedelta(days=30)
+ALONE = "GLASSRL_PORT_ALONE"  # environment: MASTER_PORT of a world of one that this process has made
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,15 @@ def init_ranks() -> Ranks:
     world of one; under torchrun, this process dies with it from here on.
     """
     die_with_launcher()
-    if is_alone := "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ |= alone | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), ALONE: str(port)}
         if "lo" in dict(socket.if_nameindex()).values():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the machine's name leads
+    is_alone = os.environ.get("MASTER_PORT", "") == os.environ.get(ALONE)  # also when it joins once more
     use_cuda = torch.cuda.is_available()
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:

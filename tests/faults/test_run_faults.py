@@ -29,7 +29,7 @@ from rl.data.types import Sampling
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding
-from rl.ranks import init_ranks
+from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.checkpoint_files import list_steps
 from rl.sampling.engines import Rollout, hf
 from rl.sampling.rollout import check_engine, sample_groups
@@ -403,6 +403,17 @@ def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
         torch.testing.assert_close(several[name], one[name], rtol=0, atol=1e-7)
     losses = [[x["train/loss"] for x in h.read_jsonl(tmp_path / n / "metrics.jsonl")] for n in ("one", "several")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-7) and len(losses[0]) == 3
+
+
+def test_a_world_of_one_is_made_again_though_its_port_is_taken(monkeypatch):
+    for name in launch.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    init_ranks()
+    shutdown_ranks()
+    with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+        assert init_ranks().size == 1
+        shutdown_ranks()
+    launch.forget_rank()
 
 
 def test_a_port_in_use_is_named(monkeypatch):

@@ -106,7 +106,7 @@ def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
 def test_a_run_starts_its_own_samplers(task, tmp_path):
     """As a user does, under torchrun: the sampler is a process that ends with the run."""
     flags = h.flags(h.grpo_settings(task, tmp_path / "run", samplers=1, total_training_steps=2))
-    output = launch.run("train_async.py", *flags, nproc=1)
+    output = launch.run("train_async.py", *flags, nproc=1, timeout=400)
     assert "has joined" in output and "the run is complete" in output
     token = Path(tmp_path, "run", "sampler_token")
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 32
