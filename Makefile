@@ -2,6 +2,7 @@
 # make check   install, then ruff and the tests of formulas, batching and data: under a minute on two cores
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
 #              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
+# make thorough  install, then the suite with the further cases of each property that `make test` leaves out
 # make faults  install, then kill runs at 50 random times and break their checkpoints: 7 minutes on two cores
 # make lint    install, then ruff
 
@@ -17,7 +18,7 @@ endif
 # Bytecode is written even where the environment forbids it: else every process of a test compiles what it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo check test faults lint clean
+.PHONY: install demo check test thorough faults lint clean
 
 install: $(VENV)/installed
 
@@ -48,8 +49,11 @@ else
 	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -k "vllm or behind_generation"
 endif
 
+thorough: install
+	$(PYTEST) -m "thorough or not thorough"
+
 faults: install
-	GLASSRL_RANDOM_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults
+	GLASSRL_RANDOM_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "thorough or not thorough" tests/faults
 
 lint: install
 	$(BIN)/ruff check .

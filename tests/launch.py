@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -114,6 +115,12 @@ def run(*command: object, nproc: int = 0, timeout: float = 120, cwd: str | Path 
     output = finish(process, timeout=timeout)
     assert process.returncode == 0, f"{process.args} ended with {process.returncode}:\n{output[-8000:]}"
     return output
+
+
+def objects(output: str, key: str) -> list[dict]:
+    """The JSON objects, printed by any rank, whose first key is this one: their lines may be glued to others."""
+    starts = (found.start() for found in re.finditer(re.escape(f'{{"{key}":'), output))
+    return [json.JSONDecoder().raw_decode(output, start)[0] for start in starts]
 
 
 def run_elsewhere(*command: object, cwd: str | Path) -> str:
@@ -221,6 +228,8 @@ def _child(env: dict[str, str], log: Path, target: Callable, arguments: tuple) -
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    for stream in (sys.stdout, sys.stderr):  # with PYTHONUNBUFFERED a text and its newline would be two writes
+        stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)

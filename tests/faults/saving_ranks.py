@@ -53,7 +53,9 @@ def main(model: str, train_file: str, root: str) -> None:
         saver.close("completed", 33)
     except RuntimeError as error:
         end = str(error)
-    print(json.dumps({"rank": ranks.rank, "failures": failures, "busy": busy, "end": end}), flush=True)
+    found = {"rank": ranks.rank, "failures": failures, "busy": busy, "end": end}
+    sys.stdout.write(json.dumps(found) + "\n")  # in one write: two lines of ranks that print at once stay two
+    sys.stdout.flush()
     dist.barrier()
     shutdown_ranks()
 

@@ -84,7 +84,7 @@ def files_of(folder):
 def test_at_every_point_of_writing_exactly_one_intact_checkpoint_is_found(task, tmp_path):
     """The worker stops the world at each file operation of saving step 2 after 1, keeping one, and 2 again."""
     out = launch.run_file(HERE / "every_point.py", Path(task.model).parent, tmp_path / "run")
-    result = json.loads(out.splitlines()[-1])
+    (result,) = launch.objects(out, "complete")
     assert len(set(result["complete"])) == 3
     order = {digest: i for i, digest in enumerate(result["complete"])}
     sequence = [order[digest] for _, digest, _ in result["found"]]  # a KeyError: something that was never complete
@@ -436,7 +436,7 @@ def test_saving_ranks_and_training_ranks_never_wait_for_each_other(task, tmp_pat
     """33 saves are written while the main threads call collectives; failures on rank 1 are known to both, in time."""
     names = [str(HERE / "saving_ranks.py"), task.model, task.train, tmp_path / "run"]
     output = launch.run_file(*names, nproc=2)
-    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+    results = launch.objects(output, "rank")
     assert sorted(x["rank"] for x in results) == [0, 1]
     for result in results:
         # Step 10 failed, which the save of step 11 finds out; 31 and 32 failed, and 33 was the third in a row.
