@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic, and one real run of step_time.py (20 to 40 s, mostly imports; the rest takes 2 s)."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -49,6 +50,7 @@ from benchmarks import (
     environments,
     for_trl,
     fp8_gap,
+    hybrids,
     learning,
     learning_trl,
     make_model,
@@ -65,7 +67,7 @@ from data import arithmetic
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
 from rl.flags import change, flat
-from rl.model import lora
+from rl.model import delta_rule, lora, recurrent
 from rl.run.arguments import check
 
 matplotlib.use("Agg")
@@ -677,6 +679,38 @@ def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_mode
     assert 0 < 4 * gaps[0] < gaps[1] < 0.5
     assert found["bf16"]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.01)
     assert 4 <= int(re.search(r"^fp8 tokens (\d+)", capsys.readouterr().out, re.MULTILINE)[1]) <= 32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# make_model.py and hybrids.py
+
+
+def test_the_shape_of_qwen3_5_by_hand():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_model.config_of("4B-hybrid"))
+    H, mlp, norms = 2560, 3 * 2560 * 9216, 2 * 2560
+    # q, k, v, gate, out; beta and decay of 32 heads; convolution of four tokens; A, dt; a norm of 128
+    delta = H * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * H + 4 * (2 * 2048 + 4096) + 2 * 32 + 128
+    attention = H * (2 * 4096 + 2 * 1024) + 4096 * H + 2 * 256  # q and its gate, k, v, out, two norms
+    total = 24 * delta + 8 * attention + 32 * (mlp + norms) + 151936 * H + H
+    assert sum(x.numel() for x in model.parameters()) == total == 3_959_008_256
+
+
+def test_packed_delta_nets_are_compared_with_transformers(tmp_path, monkeypatch):
+    """As on a GPU, with torch's function in the place of the kernels: one net, forward and backward."""
+    monkeypatch.setitem(hybrids.SIZES, "num_hidden_layers", 2)
+    monkeypatch.setitem(hybrids.SIZES, "layer_types", ["linear_attention", "full_attention"])
+    space = vars(importlib.import_module(hybrids.QWEN))
+    for name in ("causal_conv1d_fn", recurrent.DELTA_RULE):
+        monkeypatch.setitem(space, name, space[name])  # put back in the end
+    monkeypatch.setattr(delta_rule, "kernel", delta_rule.kernel)
+    monkeypatch.setattr(recurrent, "_has_kernels", recurrent._has_kernels)
+    flags = dict(head=16, lengths=(3, 9, 1), dtype="float32", kernels="torch", compile=False, out=tmp_path)
+    lines = {x["what"]: x for x in hybrids.main(hybrids.Check(**flags))}
+    packed, padded = lines["eager, checkpointing selective"], lines["eager, padded"]
+    assert (packed["way"], packed["all"], packed["with borders"]) == (hybrids.WAYS["borders"], 2, 2)
+    assert lines["eager, checkpointing full"]["all"] == 3 and padded["with borders"] == 0 < padded["all"]
+    assert all(x["logp_max"] < 1e-5 and x["grad_worst"] < 1e-4 for x in lines.values()) and len(lines) == 7
 
 
 # ---------------------------------------------------------------------------------------------------------------------
