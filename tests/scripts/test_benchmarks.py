@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import statistics
 import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -513,7 +513,7 @@ def test_chains_with_larger_totals_are_all_there_once(max_total):
     assert len(chains) == sum(ways.values())
     for totals in chains:
         assert 1 <= totals[0] <= 9 and all(0 <= t <= max_total for t in totals)
-        assert all(1 <= abs(a - b) <= 9 for a, b in pairwise(totals))
+        assert all(1 <= abs(a - b) <= 9 for a, b in itertools.pairwise(totals))
 
 
 def test_data_with_larger_totals(tmp_path):
@@ -806,3 +806,16 @@ def test_alike_lengths_gain_only_what_a_larger_batch_gains(base, sequence, ratio
     args = step_model.Args(**alike, base_ms=base, sequence_ms=sequence)
     alone, ahead = (sum(x.generate_s for x in step_model.steady(args, share)) for share in (0.0, 1.0))
     assert alone == pytest.approx(6 * 0.05 * (8 if sequence else 1)) and ahead == pytest.approx(ratio * alone)
+
+
+def test_pools_wait_for_the_longest_response_or_for_the_trainer(monkeypatch):
+    """Groups of one response, of 100 and 300 tokens in turn, at 10 ms a token; a step trains on two: 1 s and 3 s."""
+    given = itertools.cycle([[100], [300]])
+    monkeypatch.setattr(step_model, "lengths", lambda args, random: np.array(next(given)))
+    speeds = dict(base_ms=10, sequence_ms=0, read_ms=0, prompt_length=0, rollout_n=1, prompts=1, steps=9)
+    rate = lambda staleness, **own: step_model.pools(step_model.Args(**speeds, **own), staleness, 1, 1)  # noqa: E731
+    tick = 0.1  # after each event the model waits for the next tick, at most
+    # S = 0: 3 s of sampling, then 2 s of training. S = 1: the groups of two steps are sampled meanwhile. The longest of
+    # a step takes 3 s in any case, so two steps take at least 3 + 2 s. With much staleness only training takes time.
+    for staleness, step_s in ((0, 5.0), (1, 2.5), (8, 2.0)):
+        assert 400 / (step_s + 2 * tick) <= rate(staleness, update_ms=0, fixed_s=2.0) <= 400 / step_s + 1e-9
