@@ -56,7 +56,7 @@ def trains(own: Any, heads: int, key_width: int, value_width: int, device: torch
             return False
         expected = run(plain, [x.float() for x in inputs])
     errors = [(x.float() - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
-    return float(torch.stack(errors).max()) < 0.05
+    return float(torch.stack(errors).max()) < 0.1  # bfloat16 makes about 0.01
 
 
 def without_kernels(own: Any) -> Any:
