@@ -136,8 +136,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def runs_here(one_thread) -> Iterator[None]:
+def runs_here(one_thread, monkeypatch) -> Iterator[None]:
     """For tests that call the main of scripts: one thread, and no process group left behind."""
+    monkeypatch.setattr(models, "choose_forward", h.choose_once())
     yield
     h.leave_distributed()
 

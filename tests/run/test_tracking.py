@@ -318,7 +318,7 @@ def test_no_file_of_a_run_or_its_trackers_holds_a_secret(tracked):
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
-@pytest.mark.parametrize("sent", ["as it happened", "later, by hand"])
+@pytest.mark.parametrize("sent", h.some(["as it happened", "later, by hand"], "as it happened"))
 def test_tensorboard_holds_every_value(tracked, tmp_path, sent):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -443,7 +443,6 @@ def test_a_tracker_that_raises_is_told_once_and_gets_nothing_more(tmp_path, caps
 # name: backend, what the run says, environment
 FAULTS = {
     "wandb refused": ("wandb", "CommError: ", {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}),
-    "wandb without a key": ("wandb", "UsageError: No API key configured", {}),
     "swanlab without a key": ("swanlab", "KeyFileError: api key not configured", {}),
 }
 
