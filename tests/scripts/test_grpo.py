@@ -176,7 +176,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         assert {name: line[name] for name in report} == pytest.approx(report, rel=5e-5, abs=1e-6)  # float32 log-probs
         assert line["actor/pg_clipfrac"] > 0.02 and line["rollout/logprob_gap_max"] > 1e-2
     assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 2
-    assert reports[-1]["actor/kl_loss"] > 1e-3 and any(0 < report["reward/none_frac"] < 1 for report in reports)
+    assert reports[-1]["actor/kl_loss"] > 2e-4 and any(0 < report["reward/none_frac"] < 1 for report in reports)
     assert h.distance(h.weights(tmp_path / "run" / "global_step_2"), weights) < 1e-5
 
 

@@ -679,7 +679,7 @@ def test_memory_flags_do_not_change_the_numbers(variants, in_double, task):
 
 def test_the_learning_rate_follows_its_schedule(grpo):
     short = dict(total_training_steps=4, max_response_length=4, rollout_n=2)
-    grpo(**short, lr_warmup_steps=2, weight_decay=0.0, save_freq=3)
+    grpo(**short, lr_warmup_steps=2, save_freq=0)
     assert [x["actor/lr"] for x in grpo.lines(1)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
     grpo(**short, lr_scheduler_type="cosine", save_freq=0)
     expected = [1e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
