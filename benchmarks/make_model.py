@@ -13,7 +13,16 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SHAPES = {  # Qwen2.5: hidden, layers, heads, kv heads, intermediate, tied
     "0.5B": (896, 24, 14, 2, 4864, True),
@@ -26,7 +35,10 @@ QWEN3 = {  # hidden, layers, heads, kv heads, intermediate (of an expert), exper
     "30B-A3B": (2048, 48, 32, 4, 768, 128, 8),
     "3B-dense": (2048, 48, 32, 4, 8 * 768, 0, 0),  # has as many active parameters
 }
-Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B", "3B-dense"]
+HYBRIDS = {  # Qwen3.5: hidden, layers, heads, kv heads, intermediate, and key and value heads of gated delta nets
+    "4B-hybrid": (2560, 32, 16, 4, 9216, 16, 32),
+}
+Shape = Literal["0.5B", "1.5B", "7B", "14B", "32B", "30B-A3B", "3B-dense", "4B-hybrid"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,8 @@ class Args:
     out: Path
     """Folder to write."""
     shape: Shape = "1.5B"
-    """Which Qwen2.5; 30B-A3B is Qwen3's mixture of experts, 3B-dense as large as what a token uses of it."""
+    """Which Qwen2.5; 30B-A3B is Qwen3's mixture of experts, 3B-dense as large as what a token uses of it, 4B-hybrid the
+    text of Qwen3.5 with a vision tower of one small layer."""
     layers: int | None = None
     """Only so many layers."""
     seed: int = 0
@@ -48,15 +61,29 @@ def config_of(shape: str, layers: int | None = None, **options: Any) -> PreTrain
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     common = dict(vocab_size=151936, max_position_embeddings=32768, bos_token_id=None, dtype=torch.bfloat16)
     common["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000000.0}
-    common |= dict(zip(names, {**SHAPES, **QWEN3}[shape], strict=False))
+    common |= dict(zip(names, {**SHAPES, **QWEN3, **HYBRIDS}[shape], strict=False))
     if layers is not None:
         common["num_hidden_layers"] = layers
     if shape in SHAPES:
         return Qwen2Config(**common | dict(tie_word_embeddings=SHAPES[shape][-1]) | options)
+    if shape in HYBRIDS:
+        return hybrid(common | options, *HYBRIDS[shape][-2:])
     *_, width, experts, top_k = QWEN3[shape]
     common |= dict(head_dim=128, tie_word_embeddings=False)
     of_experts = dict(num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=width, norm_topk_prob=True)
     return Qwen3MoeConfig(**common | of_experts | options) if experts else Qwen3Config(**common | options)
+
+
+def hybrid(common: dict[str, Any], key_heads: int, value_heads: int) -> PreTrainedConfig:
+    """As Qwen publishes them. Three of four layers are gated delta nets; ids of images end the vocabulary."""
+    heads = dict(head_dim=256, linear_num_key_heads=key_heads, linear_num_value_heads=value_heads)
+    heads["mamba_ssm_dtype"] = "float32"  # of vLLM's states
+    rope = common["rope_parameters"] | dict(partial_rotary_factor=0.25, mrope_section=[11, 11, 10], rope_theta=1e7)
+    text = common | heads | dict(rope_parameters=rope, tie_word_embeddings=True)
+    tower = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=common["hidden_size"])
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    special = {name: common["vocab_size"] - 1 - i for i, name in enumerate(names)}
+    return Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True, **special)
 
 
 def main(args: Args) -> None:
@@ -64,7 +91,8 @@ def main(args: Args) -> None:
     config = config_of(args.shape, args.layers, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(args.seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cpu()
+        kind = AutoModelForImageTextToText if args.shape in HYBRIDS else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.bfloat16).cpu()
     torch.cuda.empty_cache()  # somebody may want the GPU while the files are written
     model.save_pretrained(args.out, max_shard_size="2GB")  # which are copied in memory, one at a time
     tokenizer.save_pretrained(args.out)

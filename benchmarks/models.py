@@ -144,7 +144,13 @@ FAMILIES |= {
     "gpt_oss": GROUPED | EXPERTS | dict(head_dim=32),
     "qwen3_5_moe_text": GROUPED | DELTA | EXPERTS,
 }
-LEARNING = {"mistral": dict(sliding_window=24)}  # other options for `learn`
+LEARNING = {  # other options for `learn`
+    "mistral": dict(sliding_window=24),
+    # vLLM's kernels of gated delta nets want heads of 128
+    "qwen3_5": dict(
+        text_config=FAMILIES["qwen3_5"]["text_config"] | dict(linear_key_head_dim=128, linear_value_head_dim=128)
+    ),
+}
 ALIASES = {"granite_logits": "granite"}  # a second line of a family
 
 
@@ -166,16 +172,21 @@ def make(name: str, folder: Path) -> None:
     """A random model in the folder of the arithmetic task's model, with its tokenizer. Weights are livelier than new
     ones: else all tokens would be about equally likely, and a wrong layer would go unnoticed.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name])
-    kind = AutoModelForImageTextToText if "vision_config" in FAMILIES[name] else AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.float32)
+    model = new(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_((0.05 if parameter.ndim > 1 else 0.2) * torch.randn(parameter.shape))
     model.save_pretrained(folder)
+
+
+def new(name: str, **options: Any) -> torch.nn.Module:
+    """A new model of a family, with other options."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | options)
+    kind = AutoModelForImageTextToText if "vision_config" in FAMILIES[name] else AutoModelForCausalLM
+    return kind.from_config(config, dtype=torch.float32)
 
 
 def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
@@ -298,8 +309,6 @@ def learn(name: str, seed: int, args: Args) -> None:
     """Teach a new model of a family the arithmetic task, or one that sees images to count dots (data/dots.py); leaves
     NAME-SEED.log and NAME-SEED.metrics.jsonl, of GRPO.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     from data import dots
 
     def run(log: Path, *command: object) -> None:
@@ -315,8 +324,7 @@ def learn(name: str, seed: int, args: Args) -> None:
         else:
             run(task, "data/arithmetic.py", "--output-dir", data, "--num-sft", args.sft_steps * 128)
             torch.manual_seed(seed)
-            config = CONFIG_MAPPING[ALIASES.get(name, name)](**FAMILIES[name] | LEARNING.get(name, {}))
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+            new(name, **LEARNING.get(name, {})).save_pretrained(model)
         common = ("--seed", seed, "--activation-checkpointing", "none", "--default-local-dir")
         run(
             task, "sft.py", "--model", model, "--train-files", data / "sft.parquet", "--max-length", 128,

@@ -10,7 +10,7 @@ are P (1 + F) in flight, and a step ends when P are complete, the oldest of whic
 Then come the update, `update` milliseconds a thousand tokens that are trained on, `fixed` seconds for everything else,
 and, in the next step, reading again what interrupted responses have, `read` milliseconds a thousand tokens.
 
-Pools (train_async.py): samplers never stop, and trainers are as fast as the slower of the two.
+Pools (train_async.py): samplers stop only when --max-staleness lets them sample nothing more; see `pools`.
 """
 
 import json
@@ -46,10 +46,15 @@ class Args:
     """Seconds of a step for everything else: push, sleep, wake, probe, rewards."""
     shares: tuple[float, ...] = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0)
     """--partial-rollouts (F)."""
+    gpus: tuple[int, ...] = (2, 8)
+    """Numbers of GPUs to compare, with P groups each."""
     steps: int = 60
     """Steps that are simulated; the first third is left out."""
     report: Path | None = None
     """report.json of benchmarks/partial_rollouts.py: fit its decoding speed, and compare."""
+
+
+STALENESS = (1, 2, 4)  # --max-staleness
 
 
 class Step(NamedTuple):
@@ -86,13 +91,15 @@ def simulate(args: Args, share: float, *, steps: int, seed: int = 0) -> tuple[li
         read += new * args.prompt_length
         flight += [Open(lengths(args, random), 0) for _ in range(new)]
         milliseconds, ticks, sampled = args.read_ms * read / 1000, 0, 0
-        while sum(x.tokens >= x.lengths.max() for x in flight) < args.prompts:
-            rest = np.concatenate([x.lengths - x.tokens for x in flight])
-            rest = rest[rest > 0]
+        whole = np.stack([x.lengths for x in flight])  # (N, G)
+        have, longest = np.array([x.tokens for x in flight]), whole.max(axis=1)
+        while (have >= longest).sum() < args.prompts:
+            rest = (whole - have[:, None])[whole > have[:, None]]
             go = int(rest.min())
             milliseconds += go * (args.base_ms + args.sequence_ms * len(rest))
             ticks, sampled = ticks + go, sampled + go * len(rest)
-            flight = [Open(x.lengths, min(x.tokens + go, int(x.lengths.max()))) for x in flight]
+            have = np.minimum(have + go, longest)
+        flight = [Open(x.lengths, int(n)) for x, n in zip(flight, have, strict=True)]
         ready = [x for x in flight if x.tokens >= x.lengths.max()]
         taken = {id(x) for x in ready[: args.prompts]}
         tokens = sum(int(x.lengths.sum()) for x in ready[: args.prompts])
@@ -113,18 +120,51 @@ def steady(args: Args, share: float) -> list[Step]:
     return simulate(args, share, steps=args.steps)[0][args.steps // 3 :]
 
 
-def pools(args: Args, staleness: int = 1) -> tuple[float, float]:
-    """Seconds a thousand response tokens of one sampler with one trainer, and of two synchronous GPUs with half of the
-    prompts each (the slower of the two decides). P (1 + S) groups are in flight in the sampler.
+def synchronous(args: Args, share: float, gpus: int) -> float:
+    """Tokens a second of GPUs that have P groups each and wait for the slowest in each step. 32 GPUs stand for more."""
+    ranks = [simulate(args, share, steps=args.steps, seed=seed)[0] for seed in range(min(gpus, 32))]
+    steps = list(zip(*ranks, strict=True))[args.steps // 3 :]
+    tokens = sum(x.tokens for step in steps for x in step) * gpus / len(ranks)
+    return tokens / sum(max(x.step_s for x in step) for step in steps)
+
+
+def pools(args: Args, staleness: int, samplers: int, trainers: int, tick_s: float = 0.1) -> float:
+    """Tokens a second of train_async.py, which trains on P groups for each of its GPUs in a step.
+
+    Version v may sample the groups below P (v + 1 + S), and step v needs all groups below P (v + 1). New responses go
+    round the samplers, from that with the fewest on; after a push a sampler first reads again what it has in flight.
     """
-    sampled = steady(args, float(staleness))
-    tokens = np.mean([x.tokens for x in sampled])
-    trainer = args.update_ms * (tokens + args.prompts * args.prompt_length) / 1e6 + args.fixed_s
-    sampler = np.mean([x.generate_s for x in sampled])
-    half = replace(args, prompts=max(args.prompts // 2, 1))
-    one, other = (simulate(half, 0.0, steps=args.steps, seed=seed)[0] for seed in (1, 2))
-    both = [(max(a.step_s, b.step_s), a.tokens + b.tokens) for a, b in zip(one, other, strict=True)]
-    return 1000 * max(sampler, trainer) / tokens, 1000 * sum(s for s, _ in both) / sum(n for _, n in both)
+    random, batch = np.random.default_rng(0), args.prompts * (samplers + trainers)
+    open_of = np.zeros(batch * (args.steps + staleness + 1), int)  # responses of a group that are not complete
+    group, rest, have, place = (np.zeros(0, kind) for kind in (int, float, float, int))  # of those in flight
+    seconds, drawn, trained, update_ends = 0.0, 0, 0, np.inf
+    reading, tokens, ends = np.zeros(samplers), np.zeros(args.steps + staleness + 1), []
+    while trained < args.steps:
+        if new := batch * (trained + 1 + staleness) - drawn:
+            given = np.stack([lengths(args, random) for _ in range(new)])
+            np.add.at(tokens, np.arange(drawn, drawn + new) // batch, given.sum(axis=1))
+            fewest = np.argsort(np.bincount(place, minlength=samplers), kind="stable")
+            place = np.append(place, fewest[np.arange(given.size) % samplers])
+            group = np.append(group, np.arange(drawn, drawn + new).repeat(args.rollout_n))
+            rest, have = np.append(rest, given), np.append(have, np.zeros(given.size))
+            open_of[drawn : drawn + new], drawn = args.rollout_n, drawn + new
+        speed = 1000 / (args.base_ms + args.sequence_ms * np.bincount(place, minlength=samplers))  # tokens a second
+        go = (speed * np.maximum(tick_s - reading, 0.0))[place]
+        reading = np.maximum(reading - tick_s, 0.0)
+        rest, have, seconds = rest - go, have + go, seconds + tick_s
+        np.subtract.at(open_of, group[rest <= 0], 1)
+        group, have, place, rest = (x[rest > 0] for x in (group, have, place, rest))
+        own = slice(batch * trained, batch * (trained + 1))
+        if update_ends == np.inf and drawn >= own.stop and not open_of[own].any():
+            update = args.update_ms * (tokens[trained] + batch * args.prompt_length) / 1e6
+            update_ends = seconds + update / trainers + args.fixed_s
+        if seconds >= update_ends:
+            trained, update_ends = trained + 1, np.inf
+            ends.append(seconds)
+            again = np.bincount(place, weights=have + args.prompt_length, minlength=samplers)
+            reading += args.read_ms * again / 1e6
+    first = args.steps // 3
+    return tokens[first : args.steps].sum() / (ends[-1] - ends[first - 1])
 
 
 def fitted(args: Args, report: dict) -> Args:
@@ -165,8 +205,13 @@ def main(args: Args) -> dict[str, float]:
         other = f"{measured[share] / measured[0.0]:10.2f}" if measured.get(share) and 0.0 in measured else f"{'-':>10}"
         step_s, generate_s = (np.mean([getattr(x, name) for x in steps]) for name in ("step_s", "generate_s"))
         print(f"{share:6g}{step_s:9.1f}{generate_s:10.1f}{found[share]:9.2f}{other}")
-    ours, sync = pools(args)
-    print(f"1 sampler + 1 trainer: {sync / ours:.2f} times the tokens a second of two synchronous GPUs")
+    print("\ntokens a second, times those of as many synchronous GPUs; train_async.py: half of them sample")
+    print(f"{'GPUs':>6}{'F = 0.25':>10}{'F = 1':>8}" + "".join(f"{f'S = {n}':>8}" for n in STALENESS))
+    for gpus in args.gpus:
+        base = synchronous(args, 0.0, gpus)
+        cells = [f"{synchronous(args, 0.25, gpus) / base:10.2f}{synchronous(args, 1.0, gpus) / base:8.2f}"]
+        cells += [f"{pools(args, n, gpus // 2, gpus // 2) / base:8.2f}" for n in STALENESS]
+        print(f"{gpus:6}{''.join(cells)}")
     return found
 
 

@@ -102,7 +102,7 @@ def model_folder(
         if file.name != "generation_config.json" and not link.exists():
             link.symlink_to(file.resolve())
     config = json.loads((fixed / "generation_config.json").read_text())
-    vocabulary = AutoConfig.from_pretrained(fixed).vocab_size
+    vocabulary = AutoConfig.from_pretrained(fixed).get_text_config().vocab_size
     eos = AutoTokenizer.from_pretrained(fixed).eos_token_id
     config["eos_token_id"] = geometric_stop_ids(vocabulary, mean_length, eos)
     (folder / "generation_config.json").write_text(json.dumps(config))

@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny model, a process group of one in this process, and more."""
 
 import gc
+import importlib
 from collections.abc import Iterator
 
 import helpers_scripts as h
@@ -82,8 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: garbage collections need not walk through it."""
-    gc.freeze()
+    """What is imported by now stays."""
+    importlib.import_module("frozen")
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import rms_norm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
@@ -37,9 +37,6 @@ from rl.model.logprobs import use_forward
 from rl.sampling.engines import hf
 from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
-
-# transformers writes it, at each load of a config, into a log that nobody reads: a tenth of a short run.
-PreTrainedConfig.__repr__ = object.__repr__
 
 CLOCKS = (  # differ from run to run
     "timing_s/",

@@ -4,12 +4,23 @@ import contextlib
 import gzip
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+
+from rl import client
 
 START = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n"
 IN_TIME, FORM, BROKEN = "no whole answer in time", "unusable reply", "no connection"
+SHORT, LONG = 0.2, 60.0  # seconds of a try: one that time ends, and one that ends before, on a slow machine too
+CERTIFICATES = ssl.create_default_context()  # as each call of the client makes it anew, in 70 ms of a core
+
+
+def hurry(monkeypatch) -> None:
+    """Short pauses between tries, and certificates that are read once."""
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(ssl, "create_default_context", lambda: CERTIFICATES)
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -119,8 +130,9 @@ WAYS = {  # -> what is said of it, and the way
 }
 REFUSALS = {
     "404": ("HTTP status 404", reply(b"no such model", "404 Not Found")),
-    "401 in drops": ("HTTP status 401", drip(b"HTTP/1.1 401 No\r\n\r\nno such", b" model")),
+    "401 in drops": ("HTTP status 401", drip(b"HTTP/1.1 401 No\r\n\r\nno such", b" model" * 20)),
     "an endless 400": ("HTTP status 400", flood(b"HTTP/1.1 400 Bad\r\n\r\nno such ", b"model")),
     "a redirect": ("HTTP status 302", reply(b"no such model", "302 Found", "Location: http://127.0.0.1:9/v1")),
 }
+SECONDS = {name: SHORT if said == IN_TIME else LONG for name, (said, _) in (WAYS | REFUSALS).items()}
 ENDLESS = [name for name in WAYS if "endless" in name or name in ("a petabyte", "a bomb")]

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import torch
 import zmq
 
 from rl import children
@@ -42,6 +43,7 @@ from rl.sampling.protocol import (
     row_of,
     unpack,
 )
+from rl.sampling.weight_network import Outbox
 from rl.scoring.pool import Ticket
 
 POLL_MS = 20
@@ -63,7 +65,9 @@ class SamplerFlags:
     sampler_address: Free[str] = "tcp://127.0.0.1:*"  # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
     # seconds without a word after which a sampler is lost; a run without any for so long ends
     sampler_timeout: Free[Seconds] = 60.0
-    # folder that all machines see, for the weights; default: shared memory, for samplers on the first machine
+    # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
+    weights_transfer: Free[Literal["host", "gloo", "nccl"]] = "host"
+    # folder for that file, which all machines see; default: shared memory, for samplers on the first machine
     weights_dir: Free[str | None] = None
 
 
@@ -95,7 +99,7 @@ Group = tuple[Row, list[Sample], Ticket]
 
 class Dispatcher:
     """See above; `start` it. Args: row, gives the training prompt of a number; sampling, of these; submit, takes a row
-    and its samples when they are complete; devices, a GPU for each sampler to start here, or None.
+    and its samples when they are complete; devices, a GPU for each sampler to start here, or None; device, of rank 0.
 
     Others read and change its ledger, evaluation, weights and members under `lock`, which also wakes who waits for a
     change. `failure` is what has ended the thread.
@@ -110,6 +114,7 @@ class Dispatcher:
         sampling: Sampling,
         submit: Callable[[Row, list[Sample]], Ticket],
         devices: Sequence[str | None],
+        device: torch.device,
     ):
         self.flags, self.setup, self.ledger, self.row, self.submit = flags, setup, ledger, row, submit
         self.sampling = sampling
@@ -127,6 +132,9 @@ class Dispatcher:
         self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRun)
         self.token = os.environ.get(TOKEN) or secrets.token_hex(16)
         self.socket, self.address = listen(flags.sampler_address, self.token, zmq.Context())
+        self.outbox: Outbox | None = None
+        if flags.weights_transfer != "host":
+            self.outbox = Outbox(flags.weights_transfer, self.address, device, flags.sampler_timeout)
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
@@ -201,6 +209,8 @@ class Dispatcher:
     def _order(self, identity: str, numbers: list[int], *, forget: Sequence[int] = ()) -> None:
         """Send leases and what to forget, and tell of weights that are newer than the sampler's."""
         newer = self.weights if self.weights and self.weights["version"] > self.members[identity].version else None
+        if newer is not None and self.outbox is not None:
+            newer = self.outbox.offer(identity, newer)
         self._send(identity, Orders([self._lease(n) for n in numbers], list(forget), newer))
 
     def _finish(self, identity: str, number: int, packed: list[PackedSample]) -> None:
@@ -261,6 +271,8 @@ class Dispatcher:
     def _lose(self, identity: str, why: str) -> None:
         member, held = self.members.pop(identity), len(self.ledger.held_by(identity))
         self.lost += 1
+        if self.outbox is not None:
+            self.outbox.sending.pop(identity, None)
         dropped = self.ledger.give_back(identity)
         failed = self.evaluation.give_back(identity)
         say(f"sampler {member.name} is lost: {why}; {held} prompts are handed out again", sys.stderr)

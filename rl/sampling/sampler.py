@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 import time
+import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 import zmq
+from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from rl.console import say
@@ -46,6 +49,7 @@ from rl.sampling.protocol import (
 )
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import read_weights
+from rl.sampling.weight_network import Receiving
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
@@ -74,6 +78,7 @@ class Line:
     """The connection to the run. Raises Gone once the run has ended, or ValueError if it refuses the token."""
 
     def __init__(self, address: str, token: str, patience_s: float):
+        self.host = urllib.parse.urlparse(address).hostname
         self.context = zmq.Context()
         self.socket = connect(address, token, self.context)
         self.events = self.socket.get_monitor_socket(
@@ -142,6 +147,8 @@ class Sampler:
         self.done: dict[int, tuple[Group, float]] = {}  # groups that the run may not have yet, and when they were sent
         self.weights: dict[str, Any] | None = None  # the newest that the run has told of
         self.version, self.probe = -1, None
+        self.arriving: Receiving | None = None  # weights that come over the network
+        self.tried = b""  # the transfer that was begun last
         self.unread_since: float | None = None  # since when weights could not be read
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
 
@@ -170,19 +177,22 @@ class Sampler:
                 if lease.number not in self.leases and lease.number not in self.done:
                     self.leases[lease.number] = lease
                     heapq.heappush(self.waiting, lease.number)
-            if orders.weights is not None and (self.weights is None or orders.weights["version"] > self.version):
+            if orders.weights is not None and self.arriving is None and orders.weights["version"] > self.version:
                 self.weights = orders.weights
 
     def _load(self) -> None:
         """Take the newest weights, and sample a few tokens with them, which the run compares with its own."""
         try:
-            named_tensors = read_weights(self.weights)
+            named_tensors = self._read_weights()
         except OSError as error:  # newer ones have replaced them, of which the run will tell
             self.unread_since = self.unread_since or time.monotonic()
             if time.monotonic() - self.unread_since > UNREADABLE_S:
-                why = "samplers on other machines need --weights-dir, a folder that all machines see"
-                raise RuntimeError(f"the run's weights cannot be read: {error}; {why}") from error
+                why = "on another machine a sampler needs --weights-transfer gloo or nccl, or --weights-dir"
+                why = "" if "key" in self.weights else f"; {why}"
+                raise RuntimeError(f"the run's weights cannot be read: {error}{why}") from error
             self.weights = None
+            return
+        if named_tensors is None:
             return
         self.unread_since = None
         self.rollouts.interrupt()
@@ -196,6 +206,18 @@ class Sampler:
         packed = [pack(sample) for i in range(len(found)) for sample in found[i]]
         self.probe, self.reported_at = Probe(self.version, packed), 0.0
         self.rollouts.resume()
+
+    def _read_weights(self) -> Iterator[tuple[str, Tensor]] | None:
+        """(name, tensor) pairs, or None while they are on their way. Raises OSError if they cannot be read."""
+        if "key" not in self.weights:
+            return read_weights(self.weights)
+        if self.arriving is None and self.weights["key"] != self.tried:  # else the run will see that it has failed
+            self.tried, self.arriving = self.weights["key"], Receiving(self.weights, self.line.host)
+            self.arriving.start()
+        if self.arriving is None or self.arriving.is_alive():
+            return None
+        arrived, self.arriving = self.arriving, None
+        return arrived.named_tensors()
 
     def _begin(self) -> None:
         """Begin the leases whose weights are here."""

@@ -99,7 +99,7 @@ class Samplers:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
             devices = _devices(flags, ranks)
-            self.desk = Dispatcher(flags, setup, self.ledger, self.row, sampling, scorer.submit, devices)
+            self.desk = Dispatcher(flags, setup, self.ledger, self.row, sampling, scorer.submit, devices, ranks.device)
             _write_private(folder / "sampler_token", self.desk.token)
             say(f"samplers: {self.desk.address}, with the token in {folder / 'sampler_token'}")
             self.desk.thread.start()

@@ -79,19 +79,24 @@ class WeightWriter:
 
 
 def read_weights(about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs on the host, which are valid until the iterator ends.
+    """(name, tensor) pairs on the host, which are valid until the iterator ends. Raises as `open_weights`."""
+    return tensors_in(open_weights(about), about)
 
-    Raises FileNotFoundError at once if newer weights have replaced these; the name may then be that of another file.
+
+def open_weights(about: dict[str, Any]) -> mmap.mmap:
+    """The bytes of weights, which stay while they are used.
+
+    Raises FileNotFoundError if newer weights have replaced these; the name may then be that of another file.
     """
     with open(about["path"], "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != about["bytes"] or file.read(ALIGNMENT) != about["mark"]:
             raise FileNotFoundError(f"{about['path']} does not hold weights of version {about['version']} any more")
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return _tensors(memory, about)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _tensors(memory: mmap.mmap, about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(memory: Any, about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs in a buffer with the bytes of weights."""
     for name, dtype, shape, start in about["tensors"]:
         kind = getattr(torch, dtype)
         count = torch.Size(shape).numel()

@@ -20,7 +20,7 @@ from helpers_samplers import Pools, batches, note_batches
 from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.sampling import dispatcher, sampler
+from rl.sampling import dispatcher, sampler, weight_network
 from rl.sampling.engines import hf
 from rl.sampling.protocol import TOKEN
 from rl.sampling.weight_files import WeightWriter
@@ -141,9 +141,44 @@ def blind():
 
 def test_a_sampler_that_cannot_read_the_weights_ends_with_the_flag(pools):
     run, one, friend = pools.run(total_training_steps=2), pools.sampler(blind), pools.sampler()
-    assert one.ends() == [1] and "need --weights-dir" in one.log.read_text()
+    assert one.ends() == [1] and "needs --weights-transfer gloo or nccl, or --weights-dir" in one.log.read_text()
     assert run.ends() == friend.ends() == [0], run.log.read_text()
     assert "is lost: RuntimeError: the run's weights cannot be read" in run.log.read_text()
+
+
+def end_in_the_middle(number):
+    """From now on weights come in many parts, and this process gets a signal when half of the third ones are here."""
+    weight_network.CHUNK = 1000
+    finish, count = weight_network.Transfer._finish, itertools.count()
+
+    def finish_or_end(transfer, *arguments):
+        if transfer.about["version"] >= 2 and next(count) == transfer.about["bytes"] // 2000:
+            os.kill(os.getpid(), number)
+        finish(transfer, *arguments)
+
+    weight_network.Transfer._finish = finish_or_end
+
+
+def in_parts(file):
+    """From now on batches are noted, and weights are sent in many parts."""
+    note_slowly(file, 0.2)
+    weight_network.CHUNK = 1000
+
+
+def test_samplers_that_die_or_stop_in_the_middle_of_a_transfer_cost_only_that(pools, task, tmp_path):
+    file = tmp_path / "batches.jsonl"
+    settings = dict(total_training_steps=9, weights_transfer="gloo", sampler_timeout=3)
+    run = pools.run(**settings, fault=partial(in_parts, file))
+    dies, stops = (pools.sampler(partial(end_in_the_middle, x)) for x in (signal.SIGKILL, signal.SIGSTOP))
+    other = pools.sampler(partial(slow, 0.01))
+    wait_for(" 1/9", run)
+    assert launch.listens(run.processes[0].pid) | launch.listens(other.processes[0].pid) <= {"0100007F"}
+    assert run.ends(120) == [0] and other.ends() == [0], run.log.read_text()
+    assert dies.ends() == [-signal.SIGKILL]
+    stops.ask(signal.SIGCONT)
+    assert stops.ends() == [0], stops.log.read_text()
+    assert [batches(file)[v]["rows"] for v in range(9)] == expected(task, 9)
+    assert run.log.read_text().count("have not reached a sampler") >= 1
 
 
 def skip_a_push():

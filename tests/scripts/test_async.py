@@ -58,7 +58,7 @@ class Environment:
 """
 
 
-@pytest.mark.parametrize("has_environment", h.some([False, True], False), ids=["single", "conversations"])
+@pytest.mark.parametrize("has_environment", h.some([False, True], False), ids=["single, network", "conversations"])
 def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, has_environment):
     changes = dict(total_training_steps=3, rollout_is="token", val_before_train=True, test_freq=1, save_freq=3)
     if has_environment:
@@ -66,7 +66,7 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
         game = dict(environment=str(tmp_path / "game.py"), max_response_length=60, reward_max_error_frac=1.0)
         # How an engine rounds depends on when environments answer, and an evaluation has other seeds.
         changes |= game | dict(rollout_is="none", val_before_train=False, test_freq=-1)
-    run = pools.run(max_staleness=0, **changes)
+    run = pools.run(max_staleness=0, weights_transfer="host" if has_environment else "gloo", **changes)
     sampler = pools.sampler()
     settings = h.grpo_settings(task, tmp_path / "grpo", **changes)
     grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=seed_by_number)

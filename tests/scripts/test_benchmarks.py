@@ -1,6 +1,8 @@
 """The benchmarks' arithmetic, and one real run of step_time.py."""
 
 import contextlib
+import importlib
+import itertools
 import json
 import os
 import re
@@ -9,7 +11,6 @@ import statistics
 import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ from benchmarks import (
     environments,
     for_trl,
     fp8_gap,
+    hybrids,
     learning,
     learning_trl,
     make_model,
@@ -66,7 +68,7 @@ from data import arithmetic
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
 from rl.flags import change, flat
-from rl.model import lora
+from rl.model import delta_rule, lora, recurrent
 from rl.run.arguments import check
 
 matplotlib.use("Agg")
@@ -515,7 +517,7 @@ def test_chains_with_larger_totals_are_all_there_once(max_total):
     assert len(chains) == sum(ways.values())
     for totals in chains:
         assert 1 <= totals[0] <= 9 and all(0 <= t <= max_total for t in totals)
-        assert all(1 <= abs(a - b) <= 9 for a, b in pairwise(totals))
+        assert all(1 <= abs(a - b) <= 9 for a, b in itertools.pairwise(totals))
 
 
 def test_data_with_larger_totals(tmp_path):
@@ -684,6 +686,38 @@ def test_an_engine_in_fp8_is_further_from_the_trainer_than_one_in_bf16(tiny_mode
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# make_model.py and hybrids.py
+
+
+def test_the_shape_of_qwen3_5_by_hand():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_model.config_of("4B-hybrid"))
+    H, mlp, norms = 2560, 3 * 2560 * 9216, 2 * 2560
+    # q, k, v, gate, out; beta and decay of 32 heads; convolution of four tokens; A, dt; a norm of 128
+    delta = H * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * H + 4 * (2 * 2048 + 4096) + 2 * 32 + 128
+    attention = H * (2 * 4096 + 2 * 1024) + 4096 * H + 2 * 256  # q and its gate, k, v, out, two norms
+    total = 24 * delta + 8 * attention + 32 * (mlp + norms) + 151936 * H + H
+    assert sum(x.numel() for x in model.parameters()) == total == 3_959_008_256
+
+
+def test_packed_delta_nets_are_compared_with_transformers(tmp_path, monkeypatch):
+    """As on a GPU, with torch's function in the place of the kernels: one net, forward and backward."""
+    monkeypatch.setitem(hybrids.SIZES, "num_hidden_layers", 2)
+    monkeypatch.setitem(hybrids.SIZES, "layer_types", ["linear_attention", "full_attention"])
+    space = vars(importlib.import_module(hybrids.QWEN))
+    for name in ("causal_conv1d_fn", recurrent.DELTA_RULE):
+        monkeypatch.setitem(space, name, space[name])  # put back in the end
+    monkeypatch.setattr(delta_rule, "kernel", delta_rule.kernel)
+    monkeypatch.setattr(recurrent, "_has_kernels", recurrent._has_kernels)
+    flags = dict(head=16, lengths=(3, 9, 1), dtype="float32", kernels="torch", compile=False, out=tmp_path)
+    lines = {x["what"]: x for x in hybrids.main(hybrids.Check(**flags))}
+    packed, padded = lines["eager, checkpointing selective"], lines["eager, padded"]
+    assert (packed["way"], packed["all"], packed["with borders"]) == (hybrids.WAYS["borders"], 2, 2)
+    assert lines["eager, checkpointing full"]["all"] == 3 and padded["with borders"] == 0 < padded["all"]
+    assert all(x["logp_max"] < 1e-5 and x["grad_worst"] < 1e-4 for x in lines.values()) and len(lines) == 7
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # memory_plan.py
 
 
@@ -776,3 +810,16 @@ def test_alike_lengths_gain_only_what_a_larger_batch_gains(base, sequence, ratio
     args = step_model.Args(**alike, base_ms=base, sequence_ms=sequence)
     alone, ahead = (sum(x.generate_s for x in step_model.steady(args, share)) for share in (0.0, 1.0))
     assert alone == pytest.approx(6 * 0.05 * (8 if sequence else 1)) and ahead == pytest.approx(ratio * alone)
+
+
+def test_pools_wait_for_the_longest_response_or_for_the_trainer(monkeypatch):
+    """Groups of one response, of 100 and 300 tokens in turn, at 10 ms a token; a step trains on two: 1 s and 3 s."""
+    given = itertools.cycle([[100], [300]])
+    monkeypatch.setattr(step_model, "lengths", lambda args, random: np.array(next(given)))
+    speeds = dict(base_ms=10, sequence_ms=0, read_ms=0, prompt_length=0, rollout_n=1, prompts=1, steps=9)
+    rate = lambda staleness, **own: step_model.pools(step_model.Args(**speeds, **own), staleness, 1, 1)  # noqa: E731
+    tick = 0.1  # after each event the model waits for the next tick, at most
+    # S = 0: 3 s of sampling, then 2 s of training. S = 1: the groups of two steps are sampled meanwhile. The longest of
+    # a step takes 3 s in any case, so two steps take at least 3 + 2 s. With much staleness only training takes time.
+    for staleness, step_s in ((0, 5.0), (1, 2.5), (8, 2.0)):
+        assert 400 / (step_s + 2 * tick) <= rate(staleness, update_ms=0, fixed_s=2.0) <= 400 / step_s + 1e-9
