@@ -399,6 +399,7 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
 
+@pytest.mark.thorough
 def test_a_file_size_limit_below_a_checkpoint_costs_no_more_than_a_full_disk(task, tmp_path):
     """`ulimit -f` in the shell: the run goes on to its end without its result."""
     run = launch.fork("sft", h.sft_settings(task, tmp_path / "run", save_freq=2), tmp_path / "log", fault=limit_files)
@@ -424,6 +425,7 @@ sft.main(arguments.parse(sft.Args, None))
 """
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_for_one_rank_of_two(task, tmp_path):
     """All ranks agree to leave step 2 out, and nobody waits for anybody; a second run in the folder is turned away."""
     (tmp_path / "worker.py").write_text(RANK_1_FULL)

@@ -123,6 +123,7 @@ def test_adapters_are_not_continued_beside_other_weights_or_with_other_flags(tas
     assert resume()["actor/grad_norm"] > 0
 
 
+@pytest.mark.thorough
 def test_two_ranks_save_what_one_rank_exports(task, tmp_path):
     settings = h.sft_settings(task, tmp_path, lora_rank=4, lr=1e-2, total_training_steps=2)
     launch.run_file("sft.py", *h.flags(settings), nproc=2)

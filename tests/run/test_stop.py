@@ -329,6 +329,7 @@ def test_dapo_leaves_with_the_groups_that_wait(own_task, tmp_path):
     chain.ends_like_the_unbroken_one()
 
 
+@pytest.mark.thorough
 def test_sft_asked_in_every_phase(task, tmp_path):
     rows = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
     (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -150,7 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", h.some(CASES, "sampled with a reward", "forward", "jsd"))
+@pytest.mark.parametrize("case", h.some(CASES, "sampled with a reward", "jsd"))
 def test_steps_are_what_plain_transformers_computes(
     case, distill, task, tiny_model, tmp_path, sometimes, monkeypatch, in_double
 ):

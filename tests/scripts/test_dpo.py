@@ -161,7 +161,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", h.some(CASES, "smoothed", "sppo", "spin"))
+@pytest.mark.parametrize("case", h.some(CASES, "smoothed", "spin"))
 def test_steps_are_what_plain_transformers_computes(case, task, tmp_path, sometimes, monkeypatch, in_double):
     """Three steps of two updates and two epochs; some responses have no score."""
     rounds = []

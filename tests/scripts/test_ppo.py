@@ -278,6 +278,7 @@ def assert_same_end(left, right, step):
     assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == list(range(1, step + 1))
 
 
+@pytest.mark.thorough
 def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path):
     ppo(**BUSY)
     run_dir = tmp_path / "broken"
@@ -380,6 +381,7 @@ def write_rows(path, questions, truths):
     return str(path)
 
 
+@pytest.mark.thorough
 def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path, capsys):
     """The reward is in the prompt: 1 where it asks for ones, 0 where it asks for nines."""
     file = write_rows(tmp_path / "rows.parquet", ["1+1=?", "9+9=?"] * 8, ["1", "0"] * 8)
