@@ -49,21 +49,21 @@ def test_ppo_learns_the_same_bits_wherever_its_state_is(task, tmp_path, monkeypa
 
     expected = end_of(train("plain"), 2)
     assert not moved
-    everything = dict(param_offload=True, optimizer_offload=True, critic_offload=True)
-    train("moved", total_training_steps=1, **everything)
-    for one, two in zip(end_of(train("moved", **everything), 2), expected, strict=True):
+    offload_both = dict(optimizer_offload=True, critic_offload=True)
+    train("moved", total_training_steps=1, **offload_both)
+    for one, two in zip(end_of(train("moved", **offload_both), 2), expected, strict=True):
         assert one == two if isinstance(one, list) else h.assert_same(one, two) is None
     assert set(moved) == {"FSDPQwen2ForSequenceClassification"}
 
 
 def test_two_ranks_learn_the_same_bits_wherever_their_state_is(task, tmp_path):
     found = {}
-    for name, flags in {"plain": {}, "moments": dict(optimizer_offload=True)}.items():
+    for name, flags in {"plain": {}, "everything": dict(param_offload=True, optimizer_offload=True)}.items():
         settings = h.sft_settings(task, tmp_path / name, total_training_steps=2, max_token_len_per_gpu=256, **flags)
         launch.run_file("sft.py", *h.flags(settings), nproc=2)
         found[name] = h.saved_state(tmp_path / name / "global_step_2")
-    h.assert_same(found["moments"], found["plain"])
-    settings = h.sft_settings(task, tmp_path / "moments", max_token_len_per_gpu=256, total_training_steps=3)
+    h.assert_same(found["everything"], found["plain"])
+    settings = h.sft_settings(task, tmp_path / "everything", max_token_len_per_gpu=256, total_training_steps=3)
     assert (
         sft.main(build(sft.Args, **settings, force_resume=True))["train/loss"] > 0
     )  # with nothing on the host any more

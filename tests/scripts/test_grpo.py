@@ -197,7 +197,7 @@ def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_p
     lines, others = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (plain, variant))
     assert lines == others and len(lines) == 2
     assert min(line["actor/grad_norm"] for line in lines) > 0.1
-    assert (max(line["actor/pg_clipfrac"] for line in lines) > 0.2) == bool(changes)
+    assert (max(line["actor/pg_clipfrac"] for line in lines) > 0.02) == bool(changes)
     assert any(0 < line["reward/none_frac"] < 1 for line in lines)
     assert len(h.saved_state(plain / "global_step_2")) > 60  # weights and both moments
 
