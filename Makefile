@@ -46,7 +46,7 @@ ifndef VLLM
 	$(PYTEST)
 else
 	$(PYTEST) tests/sampling tests/model/test_distributed.py
-	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -k "vllm or behind_generation"
+	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -m "thorough or not thorough" -k "vllm or behind_generation"
 endif
 
 thorough: install

@@ -1,8 +1,11 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -77,6 +80,27 @@ FAMILIES = {  # what is special -> config, its options, and the way that such a 
     "distances instead of positions": ("BloomConfig", IDS | dict(hidden_size=32, n_layer=2, n_head=4), PADDED),
     "attention without options": ("StableLmConfig", SIZES, PADDED),
 }
+# One of each way to run, and what else is special; a test of every family has the others in `make thorough` only.
+FEW = ("short windows", "constants in its files", "experts", "scaled logits", "capped scores", "convolutions")
+FEW += ("delta nets", "Mamba-2 of Granite")
+assert {FAMILIES[name][2] for name in FEW} == {way for _, _, way in FAMILIES.values()}
+
+
+def some(names: Iterable[str], few: Container[str] = FEW) -> list:
+    """Parameters of a test: those that are not among the few are marked."""
+    return [name if name in few else pytest.param(name, marks=pytest.mark.thorough) for name in names]
+
+
+class Made(dict):
+    """What `make` returns for a name, once it is asked for."""
+
+    def __init__(self, make: Callable[[str], Any]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.make(name)
+        return self[name]
 
 
 def save(name: str, folder: Path) -> str:

@@ -32,7 +32,8 @@ from data import arithmetic
 from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
-from rl.model import reward_model
+from rl.model import lora, reward_model
+from rl.model.logprobs import use_forward
 from rl.sampling.engines import hf
 from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
@@ -77,6 +78,18 @@ class Task(NamedTuple):
     train: str
     test: str
     reward: str
+
+
+def some(cases: Iterable, *kept: object) -> list:
+    """Values of one parameter of a test: `make test` runs those that are `kept`, and `make thorough` all."""
+    return some_rows([(case,) for case in cases], *((case,) for case in kept))
+
+
+def some_rows(rows: Iterable[tuple], *kept: tuple) -> list:
+    """What `some` is, for values of several parameters."""
+    rows = list(rows)
+    assert all(row in rows for row in kept), f"{kept} are not among the cases"
+    return [pytest.param(*row, marks=() if row in kept else pytest.mark.thorough) for row in rows]
 
 
 def needs_vllm() -> None:
@@ -180,6 +193,12 @@ def reward_settings(task: Task, run_dir: Path, **changes: Any) -> dict[str, Any]
     lines = [{"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"] + " "} for a, b in both]
     pairs.write_text("\n".join(map(json.dumps, lines)))
     return sft_settings(task, run_dir) | dict(train_files=(str(pairs),)) | changes
+
+
+def few_rows(file: str, folder: Path, count: int = 16) -> str:
+    """The first rows of a file, in a file of their own in the folder."""
+    pq.write_table(pq.read_table(file).slice(0, count), folder / f"first_{count}.parquet")
+    return str(folder / f"first_{count}.parquet")
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
@@ -301,6 +320,34 @@ def step_by_prompt(step: Callable = hf.Engine.step) -> Callable:
         return completions
 
     return whole_group
+
+
+TRIED: set[tuple] = set()  # models that run packed, see `choose_once`
+
+
+def choose_once(choose: Callable = models.choose_forward) -> Callable:
+    """A `models.choose_forward` that tries a model out the first time only, a tenth of a short run.
+
+    Not one with adapters, which are watched meanwhile. tests/model tries families out.
+    """
+
+    def chosen(model, ranks, **options):
+        key = (
+            type(model).__name__,
+            model.config.to_json_string(use_diff=False),
+            ranks.dtype,
+            ranks.size,
+            options.get("longest"),
+        )
+        if key in TRIED and not any(lora.is_adapter(name) for name, _ in model.named_parameters()):
+            use_forward(model, **models.WAYS["packed"])
+            return "packed"
+        way = choose(model, ranks, **options)
+        if way == "packed":
+            TRIED.add(key)
+        return way
+
+    return chosen
 
 
 def load_in_double(load: Callable = models.load_causal_lm) -> Callable:

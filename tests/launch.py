@@ -98,7 +98,7 @@ def start(*command: object, nproc: int = 0, cwd: str | Path = ROOT, **env: objec
     )
 
 
-def finish(process: subprocess.Popen, *, timeout: float = 120) -> str:
+def finish(process: subprocess.Popen, *, timeout: float = 600) -> str:
     """Wait for a started process; returns what it printed, and leaves the exit status in `process.returncode`."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -109,7 +109,7 @@ def finish(process: subprocess.Popen, *, timeout: float = 120) -> str:
     return output
 
 
-def run(*command: object, nproc: int = 0, timeout: float = 120, cwd: str | Path = ROOT, **env: object) -> str:
+def run(*command: object, nproc: int = 0, timeout: float = 600, cwd: str | Path = ROOT, **env: object) -> str:
     """`start` and `finish` a command that must succeed; returns its output."""
     process = start(*command, nproc=nproc, cwd=cwd, **env)
     output = finish(process, timeout=timeout)
@@ -148,8 +148,11 @@ class Forked(NamedTuple):
     processes: list[Any]
     log: Path  # what all ranks print
 
-    def ends(self, seconds: float = 60) -> list[int]:
-        """Wait for all ranks; returns their exit codes, which are negative for deaths by a signal."""
+    def ends(self, seconds: float = 300) -> list[int]:
+        """Wait for all ranks; returns their exit codes, which are negative for deaths by a signal.
+
+        No run of a test takes this long: the limit is there for a machine that is busy elsewhere.
+        """
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0.01))
@@ -179,7 +182,7 @@ def fork_file(file: str | Path, *arguments: object, log: Path, nproc: int = 0, *
     return _fork(nproc, log, environment(**env), _run_file, str(ROOT / file), list(map(str, arguments)))
 
 
-def run_file(file: str | Path, *arguments: object, nproc: int = 0, timeout: float = 120, **env: object) -> str:
+def run_file(file: str | Path, *arguments: object, nproc: int = 0, timeout: float = 600, **env: object) -> str:
     """What `run` does for `python file arguments`, or for `nproc` ranks of it, but in forks and without torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         forked = fork_file(file, *arguments, log=Path(folder, "log"), nproc=nproc, **env)
@@ -196,7 +199,7 @@ def run_in_turn(file: Path, *entries: dict, nproc: int) -> tuple[int, str]:
     ports = free_ports(len(entries))
     file.write_text(json.dumps([entry | {"port": port} for entry, port in zip(entries, ports, strict=True)]))
     forked = fork_file(TESTS / "helpers_scripts.py", file, log=file.with_suffix(".log"), nproc=nproc)
-    codes = forked.ends(120)
+    codes = forked.ends(600)
     return next(filter(None, codes), 0), forked.log.read_text()
 
 
@@ -258,7 +261,7 @@ def _run_file(file: str, arguments: list[str]) -> None:
 # Watching processes
 
 
-def until(condition: Callable[[], Any], seconds: float = 60, otherwise: str = "") -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300, otherwise: str = "") -> Any:
     """Wait for a condition; returns what it gave."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):

@@ -5,6 +5,7 @@ again it would then compile nothing. Of an operation it only has to know the sha
 """
 
 import functools
+import inspect
 import operator
 from typing import Any
 
@@ -23,6 +24,50 @@ def kernel(
 
     options = dict(use_qk_l2norm_in_kernel=normalize, cu_seqlens=borders)
     return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)[0]
+
+
+@functools.cache
+def trains(own: Any, heads: int, key_width: int, value_width: int, device: torch.device) -> bool:
+    """Whether the kernels' gradients are those of `own`, transformers' function in plain torch, and so are their
+    outputs: on Hopper GPUs, with Triton 3.4 to 3.7.0 and without tilelang, they are wrong or refused (issue 640 of
+    flash-linear-attention). The sizes are the model's, for which the kernels are tuned once.
+    """
+    random = torch.Generator().manual_seed(0)
+    widths = (key_width,), (key_width,), (value_width,), (), ()
+    q, k, v, g, beta = (torch.rand(1, 150, heads, *width, generator=random).to(device) for width in widths)
+    inputs = [(x - 0.5).bfloat16() for x in (q, k, v)] + [-g, beta.bfloat16()]
+    borders = torch.tensor([0, 70, 150], device=device, dtype=torch.int32)
+
+    def run(rule: Any, own_inputs: list[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in own_inputs]
+        out = rule(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        parts = zip(*(x.split([70, 80], 1) for x in (q, k, v, g, beta)), strict=True)
+        return torch.cat([own(*x[:3], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=True)[0] for x in parts], 1)
+
+    with torch.enable_grad():
+        try:
+            found = run(lambda *x: kernel(*x, borders=borders, normalize=True), inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # kernels that do not compile here, or that know that they would be wrong
+            return False
+        expected = run(plain, [x.float() for x in inputs])
+    errors = [(x.float() - y).norm() / y.norm() for x, y in zip(found, expected, strict=True)]
+    return float(torch.stack(errors).max()) < 0.1  # bfloat16 makes about 0.01
+
+
+def without_kernels(own: Any) -> Any:
+    """transformers' function in plain torch, for which it would take the kernels."""
+    known = inspect.signature(own).parameters
+
+    @functools.wraps(own)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **{name: x for name, x in kwargs.items() if name in known})
+
+    return rule
 
 
 @torch.library.custom_op("rl::gated_delta", mutates_args=())

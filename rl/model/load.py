@@ -274,7 +274,8 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(
             f"{flag}: the recurrent layers of {model.config.model_type} run padded, one row a sequence: their kernels "
-            "for packed rows are missing or wrong here; gated delta nets want flash-linear-attention, Mamba-2 mamba-ssm"
+            "for packed rows are missing or wrong here; gated delta nets want flash-linear-attention (on Hopper GPUs "
+            "with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
         )
     return way
 

@@ -63,10 +63,17 @@ def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
             return False
         if scans and not _has_kernels(scans[0], device):
             return False
+        rule = space.get(DELTA_RULE)
+        if rule and not hasattr(rule, "is_operation"):
+            plain = inspect.unwrap(rule)
+            sizes = {(x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in mixers if hasattr(x, "num_v_heads")}
+            if not all(delta_rule.trains(plain, *size, device) for size in sizes):
+                space[DELTA_RULE] = delta_rule.without_kernels(plain)
+                return False
         own = space["causal_conv1d_fn"]
         if importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
             space["causal_conv1d_fn"] = _knowing_borders(own)
-        if (rule := space.get(DELTA_RULE)) and not hasattr(rule, "is_operation"):
+        if rule and not hasattr(rule, "is_operation"):
             space[DELTA_RULE] = delta_rule.as_operation(rule)
     return bool(mixers)
 

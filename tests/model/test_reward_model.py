@@ -514,7 +514,7 @@ def test_training_finds_the_rule_behind_the_preferences(trained):
 
 
 def test_two_ranks_learn_what_one_learns(trained, run, tmp_path):
-    settings = dict(train_batch_size=32, total_training_steps=30, test_freq=15, save_freq=0, max_token_len_per_gpu=300)
+    settings = dict(train_batch_size=32, total_training_steps=30, test_freq=15, save_freq=0)
     run("one", **settings)
     ours, theirs = h.read_jsonl(tmp_path / "one" / "metrics.jsonl"), h.read_jsonl(trained / "metrics.jsonl")
     for mine, other in zip(ours, theirs, strict=True):  # in float32: only the order of sums differs
@@ -590,23 +590,23 @@ def test_two_steps_are_what_plain_transformers_computes(run, task, tmp_path, in_
 
 def test_memory_flags_do_not_change_the_numbers(run, in_double):
     runs = [
-        run(f"{budget} {checkpointing}", max_token_len_per_gpu=budget, activation_checkpointing=checkpointing)
-        for budget, checkpointing in ((16384, "none"), (16384, "full"), (128, "none"))
+        run(checkpointing, max_token_len_per_gpu=budget, activation_checkpointing=checkpointing, total_training_steps=2)
+        for budget, checkpointing in ((16384, "none"), (128, "full"))
     ]
-    for other in runs[1:]:
-        for name in ("train/loss", "train/grad_norm", "train/margin", "train/score_chosen"):
-            assert other[name] == pytest.approx(runs[0][name], rel=1e-9), name
+    for name in ("train/loss", "train/grad_norm", "train/margin", "train/score_chosen"):
+        assert runs[1][name] == pytest.approx(runs[0][name], rel=1e-9), name
 
 
 def test_a_resumed_run_continues_bit_by_bit(run, tmp_path):
-    run("unbroken", save_freq=2)
-    run("broken", save_freq=2)
-    shutil.rmtree(tmp_path / "broken" / "global_step_4")
-    run("broken", save_freq=2)
-    states = [h.saved_state(tmp_path / name / "global_step_4") for name in ("unbroken", "broken")]
+    settings = dict(save_freq=1, total_training_steps=2)
+    run("unbroken", **settings)
+    shutil.copytree(tmp_path / "unbroken", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "global_step_2")
+    run("broken", **settings)
+    states = [h.saved_state(tmp_path / name / "global_step_2") for name in ("unbroken", "broken")]
     h.assert_same(*states)
     lines = [h.timeless(h.read_jsonl(tmp_path / name / "metrics.jsonl")) for name in ("unbroken", "broken")]
-    assert lines[0] == lines[1] and len(lines[0]) == 4
+    assert lines[0] == lines[1] and len(lines[0]) == 2
 
 
 def test_training_goes_on_from_a_reward_model(trained, run):

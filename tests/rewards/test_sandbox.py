@@ -1,4 +1,4 @@
-"""The sandbox against 150 programs, as this user and as nobody; its layers, limits, leaks, wire format. About 35 s."""
+"""The sandbox against 150 programs, as this user and as nobody; its layers, limits, leaks, wire format."""
 # ruff: noqa: E501
 
 import dataclasses
@@ -30,6 +30,9 @@ if not (sandbox._seccomp_available() and sandbox._landlock_abi()):
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)
 
 CASES = read_cases()
+FEW = [name for i, (name, case) in enumerate(CASES.items()) if case.stopped_by or i % 12 == 0]  # also as nobody
+VERDICTS = [(name, user) for name in CASES for user in ("self", "nobody")]
+SOME = [x if x[1] == "self" or x[0] in FEW else pytest.param(*x, marks=pytest.mark.thorough) for x in VERDICTS]
 RUN = TESTS / "rewards" / "hostile" / "run.py"
 NOBODY = 65534
 ADD = ["assert f(1, 2) == 3", "assert f(0, 0) == 0", "assert f(-5, 2) == -3"]
@@ -63,14 +66,15 @@ def interpreter_of_nobody() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def passes(tmp_path_factory):
-    """{user: process}: all programs are judged by both users at the same time."""
+def passes(tmp_path_factory, request):
+    """{user: process}: programs are judged by both users at the same time, as nobody a few or in `make thorough` all."""
     processes = {"self": start([sys.executable, RUN, ROOT])}
     copy = tmp_path_factory.mktemp("copy")
     if os.geteuid() == 0 and interpreter_of_nobody():
         shutil.copytree(ROOT / "rewards", copy / "rewards", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(TESTS / "rewards" / "hostile", copy / "hostile")
         command = [interpreter_of_nobody(), "-B", copy / "hostile" / "run.py", copy, "--uid", NOBODY]
+        command += ["--only", *FEW] if request.config.option.markexpr == "not thorough" else []
         for folder in (copy, *copy.parents[:-2]):
             folder.chmod(0o755)
         processes["nobody"] = start(command, cwd="/", preexec_fn=lower_limits)
@@ -82,7 +86,7 @@ def passes(tmp_path_factory):
 
 @functools.cache
 def results(process) -> dict:
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     return json.loads(output)
 
@@ -93,8 +97,7 @@ def of(passes, user) -> dict:
     return results(passes[user])
 
 
-@pytest.mark.parametrize("user", ["self", "nobody"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, user", SOME)
 def test_verdict(passes, name, user):
     case, verdict = CASES[name], of(passes, user)["verdicts"][name]
     assert verdict["status"] in case.expected, verdict
@@ -102,7 +105,7 @@ def test_verdict(passes, name, user):
     assert (verdict["passed"], verdict["total"]) == (expected, len(case.tests)), verdict
 
 
-@pytest.mark.parametrize("user", ["self", "nobody"])
+@pytest.mark.parametrize("user", ["self", pytest.param("nobody", marks=pytest.mark.thorough)])
 def test_no_hostile_answer_earns_anything(passes, user):
     """Objects that equal everything, bombs, forged messages, exceptions: each test fails, and the worker lives."""
     result, programs = of(passes, user), answers.cases()
@@ -235,7 +238,11 @@ def wake(pids):
 
 
 @pytest.mark.parametrize(
-    "body, status", [("while True: pass", "sandbox_error"), ("import time; time.sleep(99)", "timeout")]
+    "body, status",
+    [
+        ("while True: pass", "sandbox_error"),
+        pytest.param("import time; time.sleep(99)", "timeout", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_starved_program_is_not_judged_but_a_sleeping_one_is(hogs, monkeypatch, capfd, body, status):
     """Twelve others leave a program that needs 0.4 s of the core less than that in 3 s."""
@@ -256,6 +263,7 @@ def test_waiting_for_a_core_is_no_time_of_the_programs(hogs):
     assert time.monotonic() - start > 1.4
 
 
+@pytest.mark.thorough
 def test_a_busy_core_does_not_change_the_verdict(hogs):
     """A third of a second of CPU time takes twice that here; the limit is 0.5 s of CPU time."""
     code = "import time\ndef f():\n    end = time.process_time() + 0.33\n    while time.process_time() < end: pass"
@@ -277,7 +285,7 @@ def test_time_is_bounded():
     before = forked_cpu()
     verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(9)], timeout_s=0.2)
     assert (verdict.status, verdict.passed) == ("timeout", 1)
-    assert 0.35 < (forked_cpu() - before) / sandbox._slowness() < 0.9
+    assert 0.35 < (forked_cpu() - before) / sandbox._slowness() < 1.2
 
 
 @pytest.mark.parametrize("slowness, status", [(1.0, "timeout"), (2.5, "pass")])
@@ -297,7 +305,7 @@ def test_time_is_bounded_over_all_processes():
     run_tests("f = 1", ["assert f"])
     before = forked_cpu()
     assert run_tests(code, ["assert f() == 1"] * 30, timeout_s=0.2, total_s=0.8).status == "crash"
-    assert 0.7 < (forked_cpu() - before) / sandbox._slowness() < 1.4
+    assert 0.7 < (forked_cpu() - before) / sandbox._slowness() < 3
 
 
 @pytest.mark.parametrize("end, passed", [("return x", 2), ("os._exit(0)", 0)])
@@ -305,9 +313,9 @@ def test_sleep_is_bounded_over_all_tests_and_processes(end, passed):
     """1.2 s of it: the third call of 0.5 s is cut off, and no other is made."""
     code = f"import os, time\ndef f(x):\n    time.sleep(0.5)\n    {end}"
     start = time.monotonic()
-    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(9)], timeout_s=0.3)
+    verdict = run_tests(code, [f"assert f({i}) == {i}" for i in range(40)], timeout_s=0.3)
     assert (verdict.status, verdict.passed) == ("timeout" if passed else "crash", passed)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
 
 
 # === what tests do with answers ===
@@ -476,7 +484,7 @@ def count() -> tuple[list[str], int, int]:
     return fds, len(launch.descendants(os.getpid())), threading.active_count()
 
 
-def test_300_evaluations_leave_nothing():
+def test_100_evaluations_leave_nothing():
     codes = [
         "def f(a, b): return a + b",
         "def f(a, b): return 0",
@@ -487,7 +495,7 @@ def test_300_evaluations_leave_nothing():
     expected = ["pass", "fail", "crash", "error", "memory"]
     run_tests(codes[0], ADD)
     before = count()
-    assert [run_tests(codes[i % 5], ADD).status for i in range(300)] == expected * 60
+    assert [run_tests(codes[i % 5], ADD).status for i in range(100)] == expected * 20
     assert count() == before
 
 
@@ -496,13 +504,13 @@ def test_a_killed_worker_takes_its_processes_with_it():
     program = f"from rewards.sandbox import run_tests; run_tests({code!r}, ['assert f() == 1'], timeout_s=60)"
     worker = launch.start("-c", program)
     try:
-        (server,) = until(lambda: children(worker.pid), 20)
-        pair = until(lambda: working_pair(server), 20)  # an earlier pair may have ended at once
-        until(lambda: all(cpu(pid) > 0.0003 for pid in pair), 20)
+        (server,) = until(lambda: children(worker.pid))
+        pair = until(lambda: working_pair(server))  # an earlier pair may have ended at once
+        until(lambda: all(cpu(pid) > 0.0003 for pid in pair))
     finally:
         worker.kill()
         worker.wait()
-    until(lambda: not any(map(exists, (server, *pair))), 20)
+    until(lambda: not any(map(exists, (server, *pair))))
 
 
 def exists(pid: int) -> bool:
@@ -527,9 +535,9 @@ def kill_candidates(times: int) -> None:
     """Kill the candidate's process of the next evaluations from outside, once its program is at work."""
     server = sandbox._server(os.getpid()).process.pid
     for _ in range(times):
-        pair = until(lambda: working_pair(server), 20)
+        pair = until(lambda: working_pair(server))
         os.kill(pair[0], signal.SIGKILL)  # it is started first
-        until(lambda pair=pair: not any(map(exists, pair)), 20)
+        until(lambda pair=pair: not any(map(exists, pair)))
 
 
 @pytest.mark.parametrize("kills, status", [(1, "pass"), (3, "sandbox_error")])
@@ -537,7 +545,7 @@ def test_a_program_killed_from_outside_is_run_again(capfd, kills, status):
     run_tests("f = 1", ["assert f"])
     thread = threading.Thread(target=kill_candidates, args=(kills,))
     thread.start()
-    works = "import time\ndef f():\n    while time.process_time() < 0.3: pass"
+    works = "import time\ndef f():\n    while time.process_time() < 0.8: pass"
     verdict = run_tests(works, ["assert f() is None"])
     thread.join()
     assert verdict.status == status
@@ -595,10 +603,10 @@ def test_a_step_of_locking_up_that_fails_means_no_sandbox(monkeypatch, fresh_pro
 
 def test_the_self_test_is_cheap():
     sandbox.self_test()
-    start = time.perf_counter()
-    for _ in range(100):
+    tried = sandbox._probe.cache_info().misses
+    for _ in range(3):
         sandbox.self_test()
-    assert time.perf_counter() - start < 0.1  # once a process, then remembered
+    assert sandbox._probe.cache_info().misses == tried  # once a process, then remembered
 
 
 def simulate(program: bytes, number: int, *arguments: int, arch: int = 0xC000003E) -> int:
@@ -728,7 +736,7 @@ def test_random_messages_give_plain_data_or_a_value_error():
     rng = random.Random(0)
     good = encode([None, True, 7, 1.5, "text", b"b", (1, 2), {1: {2}}, range(3), int, 1j])
     decoded = 0
-    for _ in range(20_000):
+    for _ in range(5_000):
         message = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
             message[rng.randrange(len(message))] = rng.choice(b"NBifcubltszdryh\0\1\2\3\4\x08\xff")
@@ -738,7 +746,7 @@ def test_random_messages_give_plain_data_or_a_value_error():
             continue
         decoded += 1
         assert type(value) in (list, tuple, set, frozenset, range)
-    assert decoded > 1000
+    assert decoded > 250
 
 
 @pytest.mark.parametrize("value", [[0] * 101, "x" * 10_000, functools.reduce(lambda x, _: [x], range(210), 1)])

@@ -24,7 +24,7 @@ def test_clock_adds_up_phases_of_the_same_name(world):
     assert metrics.keys() == {"timing_s/gen", "timing_s/update", "timing_s/step", "perf/throughput"}
     assert metrics["timing_s/gen"] >= 0.05 and metrics["timing_s/update"] >= 0.05
     phases = metrics["timing_s/gen"] + metrics["timing_s/update"]
-    assert phases <= metrics["timing_s/step"] < phases + 0.5
+    assert phases <= metrics["timing_s/step"] < phases + 5
 
 
 def test_throughput_counts_tokens_per_second_and_rank(monkeypatch):

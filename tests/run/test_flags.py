@@ -11,6 +11,7 @@ import helpers_scripts as h
 import launch
 import pytest
 import torch
+from helpers_flags import parsed
 
 import eval as evaluation
 import sft
@@ -131,7 +132,7 @@ def limit_of(script, flag):
 # Limits
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", h.some(SCRIPTS, "grpo_variants", "ppo", "sft", "eval"))
 def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
     script = SCRIPTS[name]
     numbers = numbers_of(script)
@@ -313,7 +314,7 @@ def test_the_command_line_reaches_every_group(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
     args = arguments.parse(train_grpo.Args, None)
     changes = dict(lr=1.0, lora_rank=3, compile=False, experiment_name="x", alarms=("a>1", "b<2"))
-    assert args == build(train_grpo.Args, **changes)
+    assert args == build(train_grpo.Args, **changes) == parsed(train_grpo.Args, words)
 
 
 def test_a_flag_that_a_script_lacks_ends_with_the_name_of_the_script_that_has_it(capsys, monkeypatch):
@@ -388,7 +389,7 @@ def groups_of(args):
     return {None: [name for name in values if name not in groups], **groups}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", h.some(SCRIPTS, "grpo_variants", "ppo", "eval"))
 def test_help_shows_a_scripts_own_flags_first_then_the_others_in_groups(help_of, name):
     args = SCRIPTS[name].Args()
     boxes = help_of(type(args))

@@ -53,6 +53,7 @@ def sum_by_hand(base, adapter, scaling):
 # Checkpoints
 
 
+@pytest.mark.thorough
 def test_a_killed_run_with_adapters_ends_as_if_nothing_had_happened(task, unbroken, tmp_path):
     settings = h.ppo_settings(task, tmp_path, **PPO)
     entry = {"script": "train_ppo", "settings": settings, "crash_at": [0, 3]}
@@ -122,6 +123,7 @@ def test_adapters_are_not_continued_beside_other_weights_or_with_other_flags(tas
     assert resume()["actor/grad_norm"] > 0
 
 
+@pytest.mark.thorough
 def test_two_ranks_save_what_one_rank_exports(task, tmp_path):
     settings = h.sft_settings(task, tmp_path, lora_rank=4, lr=1e-2, total_training_steps=2)
     launch.run_file("sft.py", *h.flags(settings), nproc=2)
@@ -137,7 +139,7 @@ def test_two_ranks_save_what_one_rank_exports(task, tmp_path):
 # What is learned
 
 
-@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("rank", h.some([1, 8], 8))
 def test_sft_learns_with_adapters(task, tmp_path, rank):
     """An untrained model, whose embeddings stay as they are: it learns which tokens there are."""
     settings = h.sft_settings(task, tmp_path, lora_rank=rank, lr=4e-2, total_training_steps=20, save_freq=0)
@@ -163,7 +165,7 @@ def test_a_reward_model_learns_with_adapters_and_can_score(task, tmp_path):
 # The push
 
 
-@pytest.mark.parametrize("forgotten", ["all", "half"])
+@pytest.mark.parametrize("forgotten", h.some(["all", "half"], "half"))
 def test_a_push_that_forgets_adapters_ends_the_run(task, tmp_path, monkeypatch, forgotten):
     """Only the base goes to the engine, or the sum for every second layer: as if that were the policy."""
 

@@ -22,11 +22,10 @@ from rl.model import load as models
 from rl.sampling.engines import hf
 from rl.scoring.pool import Scorer
 
-TIMEOUT = 300  # seconds for each of the two launches; they take 5 and 10 on two idle cores, 30 on busy ones
+TIMEOUT = 900  # seconds for each of the two launches; they take 5 and 10 on two idle cores, 30 on busy ones
 RUNS = {
     "sharded": {},  # over both ranks, hence over both nodes
-    "hybrid": {"fsdp_size": 1},  # a copy of the model on each node
-    "unbroken": {"fsdp_size": 1, "save_freq": 1},
+    "hybrid": {"fsdp_size": 1, "save_freq": 1},  # a copy of the model on each node
     "crashed": {"fsdp_size": 1, "save_freq": 1},  # rank 1 dies in step 2
 }
 
@@ -50,7 +49,7 @@ def plan(task: h.Task, folder: Path, names: list[str]) -> None:
         for name, port in zip(names, [None, *ports], strict=True)
     ]
     for name, run in zip(names, runs, strict=True):
-        run["comparable"] = name == "unbroken"  # from here on one rank would give the same responses: see below
+        run["comparable"] = name == "hybrid"  # from here on one rank would give the same responses: see below
         if name == "crashed":  # after the check before training and step 1, which is written in the background
             run["crash_at"] = [1, 2, str(folder / name / "global_step_1")]
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -73,7 +72,7 @@ def train_on_nodes(folder: Path) -> list[tuple[int, str]]:
 def one_node(task, tmp_path_factory):
     """Folder of the runs of two ranks on one node."""
     folder = tmp_path_factory.mktemp("nodes") / "one"
-    plan(task, folder, ["sharded", "hybrid", "unbroken"])
+    plan(task, folder, ["sharded", "hybrid"])
     launch.run_file(__file__, folder, nproc=2, timeout=TIMEOUT, PYTHONPATH=launch.PATHS)
     return folder
 
@@ -82,18 +81,18 @@ def one_node(task, tmp_path_factory):
 def crash(task, tmp_path_factory):
     """Folder of the runs of two agents with one rank each, and how the agents ended."""
     folder = tmp_path_factory.mktemp("nodes") / "two"
-    plan(task, folder, ["sharded", "hybrid", "unbroken", "crashed"])
+    plan(task, folder, ["sharded", "hybrid", "crashed"])
     return folder, train_on_nodes(folder)
 
 
 @pytest.fixture(scope="module")
 def two_nodes(crash):
     folder, agents = crash
-    assert (folder / "unbroken" / "global_step_2").is_dir(), "\n".join(output[-4000:] for _, output in agents)
+    assert (folder / "hybrid" / "global_step_2").is_dir(), "\n".join(output[-4000:] for _, output in agents)
     return folder
 
 
-@pytest.mark.parametrize("name", ["sharded", "hybrid", "unbroken"])
+@pytest.mark.parametrize("name", ["sharded", "hybrid"])
 def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, name):
     # The same two ranks with the same seeds, and sums of two terms, whose order does not matter: nothing is rounded
     # differently.
@@ -107,15 +106,6 @@ def test_two_nodes_train_like_one_bit_by_bit(one_node, two_nodes, task, name):
     assert all((final[key] - start[key]).abs().max() > 1e-4 for key in final)
     states = [h.saved_state(folder / name / "global_step_2") for folder in (one_node, two_nodes)]
     h.assert_same(*states)
-
-
-def test_copies_on_each_node_change_nothing_but_rounding(two_nodes):
-    sharded, hybrid = (h.read_jsonl(two_nodes / name / "metrics.jsonl") for name in ("sharded", "hybrid"))
-    for left, right in zip(h.timeless(sharded), h.timeless(hybrid), strict=True):
-        assert right == pytest.approx(left, rel=1e-4, abs=1e-6)
-    left, right = (h.weights(two_nodes / name / "global_step_2") for name in ("sharded", "hybrid"))
-    assert left.keys() == right.keys()
-    assert max((left[key] - right[key]).abs().max() for key in left) < 1e-5
 
 
 def test_local_ranks_and_reward_processes_are_counted_by_node(one_node, two_nodes):
@@ -146,10 +136,10 @@ def test_a_dead_rank_ends_both_agents_and_one_rank_continues_what_two_nodes_have
     finally:
         h.leave_distributed()
 
-    continued, unbroken = (h.read_jsonl(two_nodes / name / "metrics.jsonl") for name in ("crashed", "unbroken"))
+    continued, unbroken = (h.read_jsonl(two_nodes / name / "metrics.jsonl") for name in ("crashed", "hybrid"))
     for left, right in zip(h.timeless(continued), h.timeless(unbroken), strict=True):
         assert left == pytest.approx(right, rel=1e-5, abs=1e-6)
-    left, right = (h.weights(two_nodes / name / "global_step_2") for name in ("crashed", "unbroken"))
+    left, right = (h.weights(two_nodes / name / "global_step_2") for name in ("crashed", "hybrid"))
     assert left.keys() == right.keys()
     assert max((left[key] - right[key]).abs().max() for key in left) < 1e-6
 

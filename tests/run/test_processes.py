@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import helpers_scripts as h
 import launch
 import pytest
 
@@ -26,18 +26,18 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["joined", "parsed"])
+@pytest.mark.parametrize("when", h.some(["joined", "parsed"], "parsed"))
 def test_no_rank_outlives_a_killed_torchrun(tmp_path, when):
     (tmp_path / "rank.py").write_text(RANK)
     launcher = launch.start(tmp_path / "rank.py", tmp_path, when, nproc=2)
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     try:
-        launch.until(lambda: all(f.exists() and f.read_text() for f in files), 120)
+        launch.until(lambda: all(f.exists() and f.read_text() for f in files))
         pids = [int(f.read_text()) for f in files]
         assert all(map(launch.alive, pids))
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        launch.until(lambda: not any(map(launch.alive, pids)), 2, "ranks live on after torchrun was killed")
+        launch.until(lambda: not any(map(launch.alive, pids)), otherwise="ranks live on after torchrun was killed")
     finally:
         launcher.kill()
 
@@ -53,10 +53,10 @@ from rl.run.clock import Clock
 
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is said counts only on stderr
 ranks = init_ranks()
-watchdog.start(2.0)
-for step in range(3 * (sys.argv[1] != "held")):  # 4.5 s in all: slow is not stalled
+watchdog.start(10.0)
+for step in range(3 * (sys.argv[1] != "held")):  # 12 s in all: slow is not stalled
     clock = Clock(ranks)
-    time.sleep(1.5)
+    time.sleep(4)
     clock("gen")
 
 
@@ -70,7 +70,7 @@ def hold_the_interpreter():
 
 if sys.argv[1] == "no":
     watchdog.stop()
-    time.sleep(3)
+    time.sleep(11)
     shutdown_ranks()
 elif sys.argv[1] == "held":
     hold_the_interpreter()
@@ -81,28 +81,30 @@ else:
 """
 
 
-def run_ranks(script: Path, *arguments: str) -> tuple[list[int], str]:
-    run = launch.fork_file(script, *arguments, log=script.with_suffix(".log"), nproc=2)
-    return run.ends(180), run.log.read_text()
+@pytest.fixture(scope="module")
+def stalls(tmp_path_factory):
+    """How: (exit codes, output) of two ranks, all at once, since they only wait."""
+    folder = tmp_path_factory.mktemp("stalls")
+    (folder / "stall.py").write_text(STALL)
+    hows = ("yes", "held", "no")
+    runs = {how: launch.fork_file(folder / "stall.py", how, log=folder / f"{how}.log", nproc=2) for how in hows}
+    return {how: (run.ends(), run.log.read_text()) for how, run in runs.items()}
 
 
-def test_a_stalled_run_shows_its_stacks_and_ends(tmp_path):
-    (tmp_path / "stall.py").write_text(STALL)
-    codes, errors = run_ranks(tmp_path / "stall.py", "yes")
-    assert codes == [1, 1] and errors.count("Timeout (0:00:02)!") == 2
+def test_a_stalled_run_shows_its_stacks_and_ends(stalls):
+    codes, errors = stalls["yes"]
+    assert codes == [1, 1] and errors.count("Timeout (0:00:10)!") == 2
     assert "all_reduce" in errors and "forget_the_collective" in errors  # the stacks lead to the place
 
 
-def test_a_rank_whose_interpreter_is_held_shows_its_stacks_and_ends(tmp_path):
-    (tmp_path / "stall.py").write_text(STALL)
-    codes, errors = run_ranks(tmp_path / "stall.py", "held")
-    assert codes == [1, 1] and errors.count("Timeout (0:00:02)!") == 2
+def test_a_rank_whose_interpreter_is_held_shows_its_stacks_and_ends(stalls):
+    codes, errors = stalls["held"]
+    assert codes == [1, 1] and errors.count("Timeout (0:00:10)!") == 2
     assert errors.count("hold_the_interpreter") == 2
 
 
-def test_a_run_that_moves_or_has_ended_is_left_alone(tmp_path):
-    (tmp_path / "stall.py").write_text(STALL)
-    assert run_ranks(tmp_path / "stall.py", "no")[0] == [0, 0]
+def test_a_run_that_moves_or_has_ended_is_left_alone(stalls):
+    assert stalls["no"][0] == [0, 0]
 
 
 PATIENT = """
@@ -141,11 +143,12 @@ sys.exit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize(
-    ("output", "code"), [("> /dev/full", 0), ("> /dev/full", 3), (">&-", 0), ("2>&-", 0), ("| true", 0)]
+    ("output", "code"),
+    h.some_rows([("> /dev/full", 0), ("> /dev/full", 3), (">&-", 0), ("2>&-", 0), ("| true", 0)], ("> /dev/full", 3)),
 )
 def test_what_becomes_of_stdout_does_not_change_the_exit_code(tmp_path, output, code):
     (tmp_path / "speaker.py").write_text(SPEAKER)
     command = f"set -o pipefail; {sys.executable} {tmp_path}/speaker.py {tmp_path}/saved {code} {output}"
-    ended = subprocess.run(["bash", "-c", command], env=launch.environment(), capture_output=True, timeout=60)
+    ended = subprocess.run(["bash", "-c", command], env=launch.environment(), capture_output=True, timeout=600)
     assert ended.returncode == code and not ended.stderr
     assert (tmp_path / "saved").read_text() == "saved"

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from importlib.util import find_spec
 
 import helpers_scripts as h
 import launch
@@ -29,7 +30,7 @@ parity = compute_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=100) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
             text = answer.read().decode()
     except OSError:  # before training, when the reward is tried out, nobody answers yet
@@ -52,11 +53,9 @@ def scraped(text: str) -> dict[str, dict[tuple, float]]:
     }
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["vllm"] if find_spec("vllm") else ["hf"])
 def run(request, tmp_path_factory):
     """(engine, what was scraped in the second step, lines of metrics.jsonl) of a run."""
-    if request.param == "vllm":
-        h.needs_vllm()
     folder = tmp_path_factory.mktemp("run")
     task, (port,) = h.make_task(folder), launch.free_ports(1)
     (folder / "reward.py").write_text(REWARD.replace("{port}", str(port)))
@@ -64,7 +63,7 @@ def run(request, tmp_path_factory):
     names |= dict(log_stats=True) if request.param == "vllm" else {}
     settings = h.grpo_settings(task, folder / "run", engine=request.param, val_before_train=True, **names)
     forked = launch.fork("train_grpo", settings, folder / "log")
-    assert forked.ends(120) == [0], forked.log.read_text()[-6000:]
+    assert forked.ends() == [0], forked.log.read_text()[-6000:]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
     return request.param, scraped((folder / "reward.scraped").read_text()), h.read_jsonl(folder / "run/metrics.jsonl")

@@ -72,7 +72,7 @@ def assert_same_groups(path, other):
         np.testing.assert_allclose(a["sample"]["rollout_logprobs"], b["sample"]["rollout_logprobs"], atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [(2, 1, 2), (1, 2, 1), (2, 2, 3)], ids=str)
+@pytest.mark.parametrize("ranks", h.some([(2, 1, 2), (1, 2, 1), (2, 2, 3)], (2, 1, 2)), ids=str)
 def test_every_step_may_have_its_own_number_of_ranks(train, unbroken, ranks):
     for step in (1, 2, 3):
         folder = train(f"ranks {ranks}", step, ranks[step - 1])

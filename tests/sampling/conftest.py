@@ -40,9 +40,11 @@ def engine(request) -> Engine:
     return request.getfixturevalue(f"{request.param}_engine")
 
 
-@pytest.fixture(params=["hf", "vllm", "vllm without shortcuts"])
+@pytest.fixture(params=["hf", "vllm", pytest.param("vllm without shortcuts", marks=pytest.mark.thorough)])
 def every_engine(request) -> Iterator[Engine]:
-    """Also vLLM without the shortcuts, as on a version that nobody has tested them with."""
+    """Also vLLM without the shortcuts, as on a version that nobody has tested them with; test_requests.py compares the
+    responses of both.
+    """
     engine = request.getfixturevalue(f"{request.param.split()[0]}_engine")
     with without_shortcuts(engine) if "without" in request.param else contextlib.nullcontext():
         yield engine

@@ -54,7 +54,7 @@ def partial_conversations(engine, environments, ranks, rows) -> list[int]:
 def partial_steps(engine, policy, rollout, ranks) -> list[dict]:
     """Four steps of four groups, with four more in flight, and other weights in each."""
     rows = [dict(prompt_ids=[1, 35, 33 + i], row_index=i, extra_info={}) for i in range(20)]
-    way, found = Sampling(2, TEMPERATURE, max_tokens=150, stop_token_ids=(2, 20)), []
+    way, found = Sampling(2, TEMPERATURE, max_tokens=80, stop_token_ids=(2, 20)), []
     flight = InFlight(Decoding(partial_rollouts=1.0), rows, 4, ranks, [], 3)
     for step in range(4):
         with torch.no_grad():

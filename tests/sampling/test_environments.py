@@ -108,7 +108,7 @@ class Made:
     def __init__(self, folder, tokenizer):
         self.folder, self.tokenizer, self.file = folder, tokenizer, folder / "game.py"
         self.file.write_text(GAME)
-        flags = EnvironmentFlags(environment=str(self.file), environment_timeout=5.0, max_turns=8)
+        flags = EnvironmentFlags(environment=str(self.file), environment_timeout=15.0, max_turns=8)
         self.environments = make_environments(flags, tokenizer, STOPS)
 
     def pids(self, name="pids"):
@@ -281,7 +281,16 @@ def sampled(split_model, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", WORLDS)
+SOME = [pytest.param(x, marks=pytest.mark.thorough) if x == "vllm, 2 ranks" else x for x in WORLDS]
+
+
+def assert_same(*worlds):
+    """Worlds have had the same conversations."""
+    one, other = (sorted((s for x in world for s in x["samples"]), key=lambda s: s.row_index) for world in worlds)
+    assert facts(one) == facts(other)
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_they_share(name, sampled, split_model):
     """Log-probs of every sampled token are those of a plain model that reads each conversation by itself."""
     model = AutoModelForCausalLM.from_pretrained(split_model, dtype=torch.float32, attn_implementation="eager")
@@ -291,16 +300,15 @@ def test_conversations_are_the_same_on_one_rank_and_two_and_over_an_engine_that_
         logp = (logits_of(model, s.prompt_ids, s.response_ids) / TEMPERATURE).log_softmax(-1)
         logp = logp.gather(-1, torch.from_numpy(s.response_ids).long()[:, None])[:, 0] * torch.tensor(s.response_mask)
         torch.testing.assert_close(logp, torch.from_numpy(s.rollout_logprobs), rtol=0, atol=1e-4)
-    other = [s for rank in sampled("hf" if "hf" in name else "vllm, 2 ranks") for s in rank["samples"]]
-    in_order = [sorted(x, key=lambda s: s.row_index) for x in (samples, other)]  # stable
-    assert facts(in_order[0]) == facts(in_order[1])
+    if name != "shared":
+        assert_same(sampled(name), sampled("hf" if "hf" in name else "shared"))
     for rank in sampled(name):
         assert rank["gap"] < 1e-5
         assert "hf" in name or rank["steps waited"] <= (ASK_EVERY if name == "shared" else 0)
         assert "the response mask has tokens that it did not sample" in rank["message"]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SOME)
 def test_groups_that_outlive_steps_are_taken_once_on_every_rank(name, sampled):
     ranks, versions = sampled(name), []
     for step in range(4):
@@ -338,7 +346,7 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
     assert [x.turn_rewards for x in samples if x.turn_rewards] == [(2.0,)] == [found["paid end"].turn_rewards]
     assert [x["content"] for x in found["two messages"].messages[2:4]] == ["1", "2"]
     assert found["surrogate"].messages[2]["content"] == "1?2" or found["surrogate"].turns == 1
-    launch.until(lambda: not any(map(launch.alive, made.pids())), 15, "a process is left behind")
+    launch.until(lambda: not any(map(launch.alive, made.pids())), 60, "a process is left behind")
     assert capfd.readouterr().err.count("environment: the conversation of") == 1
     assert len(made.pids("closed")) >= 3
 

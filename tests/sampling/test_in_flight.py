@@ -192,14 +192,14 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
         assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
         # A run that is asked to stop does not wait for environments.
         slow = Rollouts(engine, environments)
-        slow.start("slow", ROWS[0] | {"extra_info": {"latency": 20}}, way)
+        slow.start("slow", ROWS[0] | {"extra_info": {"latency": 60}}, way)
         while slow.is_open() and not any(x.turns for x in slow.trajectories.values()):
             slow.step()
         assert slow.waiting
         start = time.monotonic()
         monkeypatch.setattr(stop, "requested", lambda group: True)
         list(slow.pause())
-        assert slow.waiting and time.monotonic() - start < 10
+        assert slow.waiting and time.monotonic() - start < 50
     finally:
         environments.close()
 
@@ -207,7 +207,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
 SETTINGS = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=5, save_freq=1, max_response_length=30)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_factory, tmp_path):
     task = h.make_task_with_stops(tmp_path_factory.mktemp("task"))
     for name, changes in (("unbroken", {}), ("resumed", dict(resume_mode=str(tmp_path / "unbroken/global_step_2")))):
@@ -224,7 +224,9 @@ def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_fa
     assert max(line.get("rollout/stale_gap_mean", 0) for line in lines) > 1e-3
 
 
-FRESH = ["grpo", "grpo_variants", "ppo", "reinforce", "prime", "distill"]
+# All of them take them from one function of rl/; of the scripts with a critic, and with a teacher, one stays.
+FRESH = ["ppo", "distill"]
+FRESH += [pytest.param(x, marks=pytest.mark.thorough) for x in ("grpo", "grpo_variants", "reinforce", "prime")]
 
 
 @pytest.mark.parametrize("script", FRESH)

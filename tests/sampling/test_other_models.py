@@ -24,7 +24,11 @@ def gap(policy, engine, world, pushed=True):
     return check_engine(policy, samples, sampling, Rollout(max_logprob_gap=100.0), world, num_probe=4)
 
 
-@pytest.mark.parametrize("kind", ["Olmo2Config", "ApertusConfig", "Qwen3MoeConfig"])
+# tests/model/test_families.py pushes constants to the plain engine, by the same names.
+APERTUS = pytest.param("ApertusConfig", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("kind", ["Olmo2Config", APERTUS, "Qwen3MoeConfig"])
 def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     """OLMo 2 runs in vLLM by the class of transformers that our policy is made of; Apertus has constants as buffers; on
     a CPU vLLM packs experts.

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,11 +15,12 @@ from pathlib import Path
 import helpers_scripts as h
 import launch
 import pytest
-from launch import alive, descendants, until
+from launch import alive, children, descendants, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.data.types import Response, Sample, Score
+from rl.scoring import pool as scoring
 from rl.scoring.pool import Scorer, Scoring, decode_responses, parse_functions, raise_if_failing
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -51,7 +51,7 @@ def no_processes_left():
     """What a test starts must end within seconds after it."""
     before = set(descendants(os.getpid()))
     yield
-    until(lambda: not any(map(alive, set(descendants(os.getpid())) - before)), 3, "a process outlived its Scorer")
+    until(lambda: not any(map(alive, set(descendants(os.getpid())) - before)), 60, "a process outlived its Scorer")
 
 
 @pytest.fixture
@@ -297,17 +297,18 @@ def test_async_functions_are_awaited(pool, write):
     assert values(score(single, "a", "bcd")) == [1.0, 3.0]
     body = """
         import asyncio
+        asked = []
 
         async def judge(text):
-            await asyncio.sleep(0.3)
+            asked.append(text)
+            while len(asked) < len(solution_strs):  # for ever, if one were asked after the other
+                await asyncio.sleep(0.01)
             return None if text == "x" else len(text)
 
         return await asyncio.gather(*map(judge, solution_strs))
     """
     together = pool(write(body, f"async {BATCHED}", name="together.py"))
-    start = time.monotonic()
     assert values(score(together, *["ab"] * 9, "x")) == [2.0] * 9 + [None]
-    assert time.monotonic() - start < 1.5  # one after the other: 3 s
     failing = pool(write("raise ValueError('late')", f"async {SIGNATURE}", name="failing.py"))
     assert statuses(score(failing, "a")) == ["error"]
 
@@ -437,38 +438,37 @@ def test_a_function_that_stops_its_parent_is_ended_all_the_same(pool, write):
     scorer = pool(path, timeout_s=0.5)
     start = time.monotonic()
     assert score(scorer, "a")[0].status in ("error", "timeout")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_hangs_are_killed_at_the_deadline_and_nobody_else_waits(pool, write, capfd):
     path = write(r"""
-        import re, time
+        import os, re, time
         return {
             "sleep": lambda: time.sleep(60),
             "spin": lambda: [i for i in iter(int, 1)],
             "power": lambda: 9**9**9,
             "regex": lambda: re.match(r"(a+)+$", "a" * 60 + "!"),
-        }.get(solution_str, lambda: 1.0)()
+        }.get(solution_str, os.getpid)()
     """)
     scorer = pool(path, workers=5, timeout_s=0.5)
     hanging = ["sleep", "spin", "power", "regex"]
-    start = time.monotonic()
     scores = score(scorer, *hanging, *"abcdef")
-    assert time.monotonic() - start < 6  # four deadlines of 2 s by the clock, side by side
-    assert statuses(scores) == ["timeout"] * 4 + ["ok"] * 6 and values(scores) == [None] * 4 + [1.0] * 6
+    assert statuses(scores) == ["timeout"] * 4 + ["ok"] * 6 and values(scores)[:4] == [None] * 4
+    assert len(set(values(scores)[4:])) == 1  # the fifth worker scores them all before the others are replaced
     assert "4 problem(s), the first: row 7: no score" in capfd.readouterr().err
-    assert values(score(scorer, *"abcdef")) == [1.0] * 6  # all workers are back
+    assert statuses(score(scorer, *"abcdef")) == ["ok"] * 6  # all workers are back
 
 
 def test_waiting_does_not_count_as_much_as_computing(pool, write):
-    scorer = pool(write("import time\ntime.sleep(1.0)\nreturn 1.0"), timeout_s=0.5)
-    (result,) = score(scorer, "a")
-    assert result.value == 1.0 and 1.0 <= result.seconds < 2.0
+    scorer = pool(write("import time\ntime.sleep(1.5)\nreturn 1.0"), timeout_s=1.0)
+    (result,) = score(scorer, "a")  # 1.5 of 4 s
+    assert result.value == 1.0 and 1.5 <= result.seconds < 4.0
 
 
 def test_a_batch_has_the_time_of_all_its_responses(pool, write):
-    scorer = pool(write("import time\ntime.sleep(2.5)\nreturn [1.0] * len(solution_strs)", BATCHED), timeout_s=0.5)
-    assert values(score(scorer, "a", "b")) == [1.0, 1.0]  # 2.5 of 4 s; one response would have 2
+    scorer = pool(write("import time\ntime.sleep(3)\nreturn [1.0] * len(solution_strs)", BATCHED), timeout_s=0.5)
+    assert values(score(scorer, *"abcd")) == [1.0] * 4  # 3 of 8 s; one response would have 2
 
 
 def test_a_function_may_change_what_it_is_given(pool, write, capfd):
@@ -530,18 +530,18 @@ def spawned(folder):
 
 @pytest.mark.parametrize(
     ("then", "status"),
-    [("return 1.0", "ok"), ("os._exit(0)", "error"), ("time.sleep(60)", "timeout"), ("9**9**9", "timeout")],
+    [("return 1.0", "ok"), ("os._exit(0)", "error"), ("time.sleep(60)", "timeout")],
 )
 def test_what_a_reward_starts_ends_with_its_worker(pool, tokenizer, write, tmp_path, then, status):
     path = write(f"spawn({str(tmp_path)!r})\n{then}", SPAWN + SIGNATURE)
-    scorer = pool(path, timeout_s=0.5)
+    scorer = pool(path, timeout_s=1.0)
     assert statuses(score(scorer, "a")) == [status]
     pids = spawned(tmp_path)
     assert len(pids) == 3
     if status == "ok":
         assert all(map(alive, pids))
         scorer.close()
-    until(lambda: not any(map(alive, pids)), 3, "a process outlived its worker")
+    until(lambda: not any(map(alive, pids)), 60, "a process outlived its worker")
 
 
 def test_a_fork_of_the_worker_gives_no_second_answer(pool, write):
@@ -590,11 +590,11 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(pool, write, tokeni
         time.sleep(0.2)
         return 1.0
     """)
-    scorer = pool(path, timeout_s=0.3)
+    scorer = pool(path, timeout_s=0.5)
     ticket = scorer.submit(row(7), [sample(tokenizer, 7, "a")])
     until((tmp_path / "begun").exists)
     job = " ".join(map(str, [os.getpid(), *descendants(os.getpid())]))
-    subprocess.run(f"kill -STOP {job}; sleep 2; kill -CONT {job}", shell=True)  # of 1.2 s that it may take
+    subprocess.run(f"kill -STOP {job}; sleep 3; kill -CONT {job}", shell=True)  # of 2 s that it may take
     assert [(x.value, x.status) for x in scorer.collect([ticket])] == [(1.0, "ok")]
 
 
@@ -602,22 +602,23 @@ def test_a_worker_killed_from_outside_loses_its_own_response_only(pool, write, t
     path = write(f"""
         import os, time
         open({str(tmp_path)!r} + "/" + solution_str, "w").write(str(os.getpid()))
-        time.sleep(0.5)
+        time.sleep(5 if solution_str == "a" else 0)
         return 1.0
     """)
-    scorer = pool(path, workers=2)
+    before = set(descendants(os.getpid()))
+    scorer = pool(path, workers=2, timeout_s=10.0)
     samples = [sample(tokenizer, 7, text) for text in ("a", "b", "c")]
     ticket = scorer.submit(row(7), samples)
-    until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 3, "no worker took the first response")
+    until(lambda: (tmp_path / "a").exists() and (tmp_path / "a").read_text(), 60, "no worker took the first response")
     os.kill(int((tmp_path / "a").read_text()), signal.SIGKILL)
     assert statuses(scorer.collect([ticket])) == ["error", "ok", "ok"]
     assert "signal SIGKILL" in capfd.readouterr().err
     # One that dies while it waits for work costs nothing.
-    idle = [int((tmp_path / name).read_text()) for name in "bc"]
+    idle = {int((tmp_path / name).read_text()) for name in "bc"}
+    guards = [pid for pid in set(descendants(os.getpid())) - before if set(children(pid)) & idle]
     for pid in idle:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(map(alive, idle)), 3, "a worker survived SIGKILL")
-    time.sleep(1)  # and their guards notice
+    until(lambda: not any(map(alive, guards)), otherwise="a guard outlived its worker")
     assert statuses(score(scorer, "d", "e", "f")) == ["ok"] * 3
 
 
@@ -672,7 +673,9 @@ def test_every_hundredth_task_is_scored_twice(pool, write):
 # The processes
 
 
-def test_ten_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, write, tokenizer):
+def test_a_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, write, tokenizer, monkeypatch):
+    assert scoring.TASKS_PER_WORKER == 1000
+    monkeypatch.setattr(scoring, "TASKS_PER_WORKER", 100)
     scorer = pool(write("import os\nreturn os.getpid()"), workers=2)
     one = sample(tokenizer, 7, "a")
 
@@ -681,19 +684,13 @@ def test_ten_thousand_tasks_leave_nothing_behind_and_workers_are_replaced(pool, 
 
     pids = set()
     for round in range(10):
-        scores = scorer.collect([scorer.submit(row(7), [one] * 1000)])
+        scores = scorer.collect([scorer.submit(row(7), [one] * 100)])
         assert set(statuses(scores)) == {"ok"}
         pids |= set(values(scores))
         if round == 0:
             before = flat()
     assert flat() <= before
-    assert 10 <= len(pids) <= 12  # 1,000 tasks each; two of the workers may not have reached that
-
-
-def test_a_worker_serves_a_thousand_tasks(pool, write, tokenizer):
-    scorer = pool(write("import os\nreturn os.getpid()"))
-    pids = values(score(scorer, *["a"] * 1001))
-    assert len(set(pids[:1000])) == 1 and pids[1000] != pids[0]
+    assert 10 <= len(pids) <= 12  # 100 tasks each; two of the workers may not have reached that
 
 
 def test_workers_leave_the_machine_to_the_trainer(pool, write):
@@ -719,31 +716,27 @@ ticket = scorer.submit(row, [Sample([1], [5], [1], [0.0], "stop", 0)] * 2)
 if sys.argv[2].endswith("raise.py"):
     scorer.collect([ticket])
     raise ValueError("the trainer fails")
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_workers_and_their_children_die_with_the_trainer(tiny_model, write, tmp_path):
     path = write(f"spawn({str(tmp_path)!r})\n9**9**9", SPAWN + SIGNATURE)
-    trainer = launch.start("-c", TRAINER, tiny_model, path)
-    until(lambda: (tmp_path / "pids").exists() and len(spawned(tmp_path)) == 3, 30, "no task began")
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    (trainer,) = launch.fork_file(tmp_path / "trainer.py", tiny_model, path, log=tmp_path / "log").processes
+    until(lambda: (tmp_path / "pids").exists() and len(spawned(tmp_path)) == 3, 60, "no task began")
     everything = [*descendants(trainer.pid), *spawned(tmp_path)]
     assert len(set(everything)) >= 2 + 2 + 3 and all(map(alive, spawned(tmp_path)))
     trainer.kill()
-    trainer.wait()
-    until(lambda: not any(map(alive, everything)), 2, "a process outlived the trainer")
+    trainer.join()
+    until(lambda: not any(map(alive, everything)), 60, "a process outlived the trainer")
 
 
-def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, write):
+def test_a_trainer_that_fails_ends_without_waiting_for_its_workers(tiny_model, write, tmp_path):
     path = write("return 1.0", name="raise.py")
-    trainer = subprocess.run(
-        [sys.executable, "-c", TRAINER, tiny_model, path],
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert trainer.returncode == 1 and trainer.stdout == "" and "ValueError: the trainer fails" in trainer.stderr
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    trainer = launch.fork_file(tmp_path / "trainer.py", tiny_model, path, log=tmp_path / "log")
+    assert trainer.ends() == [1] and "ValueError: the trainer fails" in trainer.log.read_text()
 
 
 def test_a_pool_that_breaks_says_so_instead_of_waiting(pool, write, tokenizer):
@@ -796,7 +789,7 @@ def test_check_finds_rows_without_a_ground_truth_that_a_function_cannot_score(po
     ("body", "status"), [("return int(solution_str)", "error"), ("import time; time.sleep(9)", "timeout")]
 )
 def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
-    scorer = pool(write(f"if data_source == 'good':\n    return 1.0\n{body}"), timeout_s=0.2)
+    scorer = pool(write(f"if data_source == 'good':\n    return 1.0\n{body}"), timeout_s=0.5)
     with pytest.raises(
         ValueError, match="--custom-reward-function fails on the first row of data source 'bad'"
     ) as error:

@@ -58,7 +58,7 @@ class Environment:
 """
 
 
-@pytest.mark.parametrize("has_environment", [False, True], ids=["single, network", "conversations"])
+@pytest.mark.parametrize("has_environment", h.some([False, True], False), ids=["single, network", "conversations"])
 def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, has_environment):
     changes = dict(total_training_steps=3, rollout_is="token", val_before_train=True, test_freq=1, save_freq=3)
     if has_environment:
@@ -72,7 +72,7 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
     grpo = launch.fork("train_grpo", settings, tmp_path / "grpo.log", fault=seed_by_number)
     assert grpo.ends() == [0], grpo.log.read_text()
     assert run.ends() == [0], run.log.read_text()
-    assert sampler.ends(10) == [0]
+    assert sampler.ends() == [0]
     own = ("rollouter/", "trainer/", "samplers/")
     if has_environment:
         own += ("environment/seconds", "rollout/logprob_gap", "training/rollout_probs_diff", "rollout_corr/")
@@ -88,25 +88,26 @@ def test_without_staleness_a_run_is_that_of_train_grpo(pools, task, tmp_path, ha
 def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
     note = partial(note_batches, file)
-    run = pools.run(ranks=2, fault=note, max_staleness=2, total_training_steps=6, proximal_policy="loglinear")
+    run = pools.run(ranks=2, fault=note, max_staleness=2, total_training_steps=4, proximal_policy="loglinear")
     samplers = [pools.sampler(), pools.sampler()]
     assert run.ends() == [0, 0], run.log.read_text()
-    assert [sampler.ends(10) for sampler in samplers] == [[0], [0]]
+    assert [sampler.ends() for sampler in samplers] == [[0], [0]]
     found = batches(file)
-    assert [len(set(x["rows"])) for x in found.values()] == [4] * 6 and [*found] == list(range(6))
+    assert [len(set(x["rows"])) for x in found.values()] == [4] * 4 and [*found] == list(range(4))
     ages = {age for x in found.values() for ages in x["ages"] for age in ages}
     assert ages == {0, 1, 2} or ages == {0, 1}
     last = pools.lines()[-1]
     assert last["samplers/count"] == 2 and last["samplers/lost"] == last["samplers/dropped"] == 0
     assert 0 < last["rollout/staleness_max"] <= 2
-    for line in pools.lines():  # most were sampled while the last step trained, not while this one waited
-        assert 0 < line["perf/gen_tokens_per_s"] <= 1.5 * 16 * line["response_length/mean"] / line["timing_s/step"]
+    # Most were sampled while the last step trained, not while this one waited.
+    sampled = sum(line["perf/gen_tokens_per_s"] * line["timing_s/step"] for line in pools.lines())
+    assert 0 < sampled <= 2 * sum(16 * line["response_length/mean"] for line in pools.lines())
 
 
 def test_a_run_starts_its_own_samplers(task, tmp_path):
-    """As a user does, under torchrun: the sampler is a process that ends with the run."""
+    """The sampler is a process that ends with the run."""
     flags = h.flags(h.grpo_settings(task, tmp_path / "run", samplers=1, total_training_steps=2))
-    output = launch.run("train_async.py", *flags, nproc=1, timeout=400)
+    output = launch.run_file("train_async.py", *flags, nproc=1)
     assert "has joined" in output and "the run is complete" in output
     token = Path(tmp_path, "run", "sampler_token")
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 32
@@ -118,8 +119,8 @@ def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, ta
     changes = dict(engine="vllm", max_response_length=48, max_num_seqs=32, lr=1e-2, max_staleness=2, test_freq=2)
     run = pools.run(total_training_steps=6, save_freq=0, **changes)
     sampler = pools.sampler()
-    assert run.ends(120) == [0], run.log.read_text()
-    assert sampler.ends(10) == [0]
+    assert run.ends() == [0], run.log.read_text()
+    assert sampler.ends() == [0]
     lines = pools.lines()
     assert [x["step"] for x in lines if "val/accuracy" in x] == [2, 4, 6]
     mixed = [x for x in lines if x.get("rollout/mixed_frac", 0) > 0]

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, and one real run of step_time.py (20 to 40 s, mostly imports; the rest takes 2 s)."""
+"""The benchmarks' arithmetic, and one real run of step_time.py."""
 
 import contextlib
 import importlib
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import helpers_scripts as h
 import launch
 import matplotlib
 import numpy as np
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import tyro
-from helpers_scripts import read_jsonl
+from helpers_flags import parsed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
@@ -86,7 +87,7 @@ def flags_of(script: str, words: list[str], model: str) -> SimpleNamespace:
 
     Raises what the script would refuse if its model were `model`.
     """
-    args = tyro.cli(SCRIPTS[script], args=words, config=(tyro.conf.OmitArgPrefixes,))
+    args = parsed(SCRIPTS[script], words)
     if "--rollout-quantization" not in words or torch.cuda.is_available():
         check(change(args, model=model))
     return SimpleNamespace(script=script, **flat(args))
@@ -168,15 +169,16 @@ def test_length_models_share_weights_and_differ_in_stop_ids(tmp_path):
         step_time.model_folder("0.5B", None, tmp_path, "fixed", 16)
 
 
-def test_step_time_end_to_end(tmp_path):
-    flags = "--shape tiny --steps 3 --warmup 1 --bare-rounds 1 --prompt-length 20 --engine hf"
+@pytest.mark.parametrize("bare_rounds", h.some([0, 1], 0))
+def test_step_time_end_to_end(tmp_path, bare_rounds):
+    flags = f"--shape tiny --steps 3 --warmup 1 --bare-rounds {bare_rounds} --prompt-length 20 --engine hf"
     output = launch.run_file(
         "benchmarks/step_time.py",
         *flags.split(),
         *("--cache", tmp_path, "--out", tmp_path / "out", "--", "--rollout-n", 2, "--ppo-max-token-len-per-gpu", 128),
     )
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    lines = h.read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["prompt_length/min"] == line["prompt_length/max"] == 20 for line in lines)
     assert (report["prompts"], report["rollout_n"], report["max_response_length"]) == (8, 2, 32)
@@ -194,8 +196,9 @@ def test_step_time_end_to_end(tmp_path):
     assert report["period_s"] == pytest.approx((lines[2]["time"] - lines[0]["time"]) / 2)
     rates = [16 * line["response_length/mean"] / line["timing_s/step"] for line in lines[1:]]
     assert report["response_tokens_per_s"] == pytest.approx(statistics.mean(rates))
-    assert report["bare_tokens_per_s"] > 0
-    assert report["gen_over_bare"] == pytest.approx(mean("perf/gen_tokens_per_s") / report["bare_tokens_per_s"])
+    if bare_rounds:  # a process of its own, with vLLM
+        assert report["bare_tokens_per_s"] > 0
+        assert report["gen_over_bare"] == pytest.approx(mean("perf/gen_tokens_per_s") / report["bare_tokens_per_s"])
 
     # The two sequences of a group, of 52 tokens and 20 in common, fit into 128: 8 micro-batches hold the 16.
     assert report["micro_batch_fill"] == pytest.approx((mean("perf/total_num_tokens") - 8 * 20) / (8 * 128))
@@ -240,11 +243,11 @@ def test_rows_of_the_comparison_differ_in_what_they_say():
 
 def test_a_row_that_fails_or_hangs_is_reported(tmp_path):
     failing = "print('start')\nraise RuntimeError('out of memory')"
-    error = compare_trl.run(["-c", failing], tmp_path / "failing.log", timeout=60)
+    error = compare_trl.run(["-c", failing], tmp_path / "failing.log", timeout=600)
     assert error == "exit 1: RuntimeError: out of memory"
     hanging = "import time; time.sleep(600)"
     assert compare_trl.run(["-c", hanging], tmp_path / "hanging.log", timeout=0.5) == "took longer than --timeout 0.5 s"
-    assert compare_trl.run(["-c", "pass"], tmp_path / "fine.log", timeout=60) is None
+    assert compare_trl.run(["-c", "pass"], tmp_path / "fine.log", timeout=600) is None
     row = dict(row="A", batch_size=16, seconds=20.0, generate_s=12.0, response_tokens_per_s=26214.4, ours_over_trl=0.8)
     heading, fine, failed = compare_trl.table([row, dict(row="B", batch_size=16, error=error)]).splitlines()
     assert fine.split() == ["A", "16", "20.00", "12.00", "8.00", "26,214", "-", "-", "0.80"]
@@ -314,7 +317,7 @@ def test_runs_with_environments_and_their_evaluations_have_the_same_flags(name, 
         run = found[way] = flags_of(*made["train"][:1], made["train"][1:], tiny_model)
         steps = first.total_training_steps
         assert run.model == f"{first.default_local_dir}/global_step_{steps}/huggingface" and run.seed == 7
-        other = tyro.cli(evaluation.Args, args=made["evaluate"][1:], config=(tyro.conf.OmitArgPrefixes,))
+        other = parsed(evaluation.Args, made["evaluate"][1:])
         assert other.model == f"{run.default_local_dir}/global_step_{run.total_training_steps}/huggingface"
         both = flat(other).keys() & vars(run).keys() - {"model", "rollout_n", "temperature", "gpu_memory_utilization"}
         assert {"environment", "tools", "max_turns", "max_response_length", "val_files", "engine", "seed"} < both
@@ -481,14 +484,15 @@ def test_runs_that_finish_fail_and_hang(tmp_path):
         learning.Job(how, 0, f"{tmp_path}/worker.py {tmp_path / how} {how}", tmp_path / how)
         for how in ("finish", "fail", "hang")
     ]
-    learning.run_all(jobs, at_a_time=3, timeout=2.0)
+    learning.run_all(jobs[:2], at_a_time=2, timeout=600)
+    learning.run_all(jobs[2:], at_a_time=1, timeout=6.0)
     done, failed, hung = [learning.result(job) for job in jobs]
     for x in (done, failed, hung):
         assert x["steps"] == [0, 1] and x["responses"] == [0, 8] and x["accuracy"] == [0.25, 0.5] and x["seed"] == 0
         assert re.fullmatch(r"[0-9a-f]{12}(\+changes)?", x["commit"])
     assert done["error"] is None and done["final_accuracy"] == 0.5
     assert failed["error"] == "exit 1: ValueError: --lr 7 is too much" and failed["final_accuracy"] is None
-    assert hung["error"] == "took longer than --timeout 2 s" and hung["seconds"] >= 2
+    assert hung["error"] == "took longer than --timeout 6 s" and hung["seconds"] >= 6
     assert learning.result(jobs[0]._replace(command="another")) is None  # to be run again
 
 
@@ -643,10 +647,10 @@ def test_a_job_waits_for_what_it_needs(tmp_path):
     program = tmp_path / "write.py"
     program.write_text("import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(time.time()))")
     early, late = (learning.Job(x, 0, f"{program} {tmp_path}/{x}.txt", tmp_path / x) for x in ("early", "late"))
-    learning.run_all([late._replace(needs=tmp_path / "early.txt"), early], 2, 60)
+    learning.run_all([late._replace(needs=tmp_path / "early.txt"), early], 2, 600)
     assert float((tmp_path / "early.txt").read_text()) < float((tmp_path / "late.txt").read_text())
     with pytest.raises(RuntimeError, match="late needs .*/nothing, which no run has made"):
-        learning.run_all([late._replace(needs=tmp_path / "nothing")], 2, 60)
+        learning.run_all([late._replace(needs=tmp_path / "nothing")], 2, 600)
 
 
 def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
@@ -655,7 +659,7 @@ def test_jobs_take_the_gpu_with_the_fewest_jobs(tmp_path):
     show = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
     program.write_text(show)
     jobs = [learning.Job("x", i, f"{program} {tmp_path}/gpu_{i}", tmp_path / str(i)) for i in range(3)]
-    learning.run_all(jobs, 2, 60, gpus=(3, 5))
+    learning.run_all(jobs, 2, 600, gpus=(3, 5))
     seen = [(tmp_path / f"gpu_{i}").read_text() for i in range(3)]
     assert seen[:2] == ["3", "5"] and seen[2] in ("3", "5")
 
@@ -717,7 +721,7 @@ def test_packed_delta_nets_are_compared_with_transformers(tmp_path, monkeypatch)
 # memory_plan.py
 
 
-@pytest.mark.parametrize("shape", ["1.5B", "7B", "30B-A3B"])
+@pytest.mark.parametrize("shape", h.some(["1.5B", "7B", "30B-A3B"], "7B", "30B-A3B"))
 def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_model.config_of(shape))

@@ -163,7 +163,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", h.some(CASES, "filtered, missing scores", "punished"))
 def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled, sometimes, in_double, case):
     """Groups of two, of which about half have no spread; three to a batch, in mini-batches of two and one."""
     settings = dict(
@@ -218,7 +218,10 @@ def test_steps_of_dapo_are_what_plain_transformers_computes(dapo, task, sampled,
 # Sampling until full
 
 
-@pytest.mark.parametrize(("script", "mode"), [(train_grpo, "token-mean"), (train_grpo_variants, "seq-mean-token-mean")])
+MODES = [(train_grpo, "token-mean"), (train_grpo_variants, "seq-mean-token-mean")]
+
+
+@pytest.mark.parametrize(("script", "mode"), h.some_rows(MODES, MODES[0]))
 def test_without_its_four_parts_dapo_is_grpo(script, mode, dapo, task, tmp_path):
     """Data order, seeds, weights and all metrics that both have, bit for bit."""
     shared = dict(total_training_steps=3, ppo_mini_batch_size=2, lr=3e-3)
@@ -275,6 +278,7 @@ def test_groups_are_kept_by_what_the_metric_says(dapo, sampled, task, tmp_path):
         dapo(**common, filter_groups_metric="accuracy")
 
 
+@pytest.mark.thorough
 def test_the_upper_clip_is_higher(dapo, task):
     """A ratio between 1.2 and 1.28 of a good token still learns; below 0.8 nothing has changed."""
     changes = dict(total_training_steps=1, ppo_epochs=3, lr=3e-3, clip_ratio_c=10.0)
@@ -308,6 +312,7 @@ def assert_same_end(left, right, step):
 BUSY = dict(total_training_steps=4, save_freq=1, ppo_mini_batch_size=2, lr_warmup_steps=3, lr=3e-3, rollout_n=3)
 
 
+@pytest.mark.thorough
 def test_groups_of_another_size_wait_no_longer(dapo, task):
     """A run that is forced to go on with larger groups."""
     dapo(**BUSY | dict(total_training_steps=2))
@@ -357,6 +362,7 @@ def test_a_killed_run_continues_with_the_groups_that_waited(dapo, task, tmp_path
     assert_same_end(run_dir, dapo.dir(1), 4)
 
 
+@pytest.mark.thorough
 def test_a_step_that_cannot_be_filled_ends_the_run_and_a_higher_bound_continues_it(dapo, task, tmp_path):
     changes = dict(total_training_steps=4, save_freq=1, gen_batch_size=3, rollout_n=2)
     dapo(**changes)
@@ -374,7 +380,7 @@ def test_a_step_that_cannot_be_filled_ends_the_run_and_a_higher_bound_continues_
     assert h.timeless(h.read_jsonl(run_dir / "metrics.jsonl")) == h.timeless(dapo.lines(1))
 
 
-@pytest.mark.parametrize("value", ["None", "0.5"])
+@pytest.mark.parametrize("value", h.some(["None", "0.5"], "0.5"))
 def test_rewards_without_a_spread_are_no_endless_loop(dapo, tmp_path, value):
     (tmp_path / "same.py").write_text(f"def compute_score(*row, extra_info=None):\n    return {value}\n")
     with pytest.raises(
@@ -383,6 +389,7 @@ def test_rewards_without_a_spread_are_no_endless_loop(dapo, tmp_path, value):
         dapo(custom_reward_function=(str(tmp_path / "same.py"),), max_num_gen_batches=3)
 
 
+@pytest.mark.thorough
 def test_two_ranks_keep_and_learn_what_one_rank_does(dapo, task, tmp_path, monkeypatch, in_double):
     """Rounds of 5 prompts, batches of 3 groups in mini-batches of 2 and 1; responses depend on the prompt alone."""
     changes = dict(gen_batch_size=5, train_batch_size=3, ppo_mini_batch_size=2, rollout_n=2, total_training_steps=3)
@@ -484,6 +491,7 @@ def test_the_buffer_is_a_fifth_of_the_limit_unless_it_is_given(dapo, sampled, ca
 # vLLM
 
 
+@pytest.mark.thorough
 def test_dapo_from_the_command_line_with_vllm(task, tmp_path):
     h.needs_vllm()
     settings = h.dapo_settings(task, tmp_path, engine="vllm", gen_batch_size=3, rollout_n=2, lr=1e-2, test_freq=2)

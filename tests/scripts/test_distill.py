@@ -150,7 +150,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", h.some(CASES, "sampled with a reward", "jsd"))
 def test_steps_are_what_plain_transformers_computes(
     case, distill, task, tiny_model, tmp_path, sometimes, monkeypatch, in_double
 ):
@@ -183,7 +183,7 @@ def test_several_updates_a_step_are_clipped_and_the_teacher_is_asked_once(distil
 
 
 def test_a_student_that_is_its_teacher_learns_nothing(distill, task):
-    for mode in ("reverse_kl", "jsd", "sampled"):
+    for mode in ("reverse_kl", "sampled"):
         distill(teacher_model=task.model, loss_mode=mode, total_training_steps=1, weight_decay=0.0)
         line = distill.lines(distill.count)[0]
         assert line["actor/grad_norm"] < 1e-4 and abs(line["distillation/loss"]) < 1e-5
@@ -198,6 +198,7 @@ def test_an_offloaded_teacher_is_on_the_host_but_while_it_is_asked(distill, monk
     assert moves == ["offload"] + ["onload", "offload"] * 2
 
 
+@pytest.mark.thorough
 def test_two_ranks_learn_what_one_does(distill, task, tiny_model, tmp_path, monkeypatch, in_double):
     """One prompt a step: one of the ranks samples nothing, and with a budget of one response each has some to learn."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, loss_mode="forward_kl", lr=1e-4, total_training_steps=2)
@@ -272,7 +273,7 @@ def server(tiny_model):
         running.shutdown()
 
 
-@pytest.mark.parametrize("mode", ["sampled", "jsd"])
+@pytest.mark.parametrize("mode", h.some(["sampled", "jsd"], "jsd"))
 def test_a_server_says_what_a_loaded_teacher_does(mode, distill, server, monkeypatch):
     distill(loss_mode=mode)
     monkeypatch.setattr(teacher, "load_policy", None)  # nothing is loaded
@@ -366,7 +367,7 @@ def test_probability_that_a_teacher_gives_to_padding_is_that_of_no_token(distill
     """The student with 16 more rows, likely ones, is a teacher that agrees with it on every token."""
     padded = with_rows(tiny_model, 96, tmp_path / "padded")
     changes = dict(model=tiny_model, teacher_model=padded, total_training_steps=1)
-    for k in (-1, 8, 200):  # more than there are: all
+    for k in (8, 200):  # more than there are: all
         distill(loss_mode="forward_kl", distill_top_k=k, **changes)
         line = distill.lines(distill.count)[0]
         assert abs(line["distillation/kl"]) < 1e-5 and abs(line["distillation/loss"]) < 1e-5

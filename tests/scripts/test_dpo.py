@@ -149,11 +149,19 @@ CASES = {
     "sppo": dict(loss_type="sppo", ref_update_steps=2, beta=0.3),
     "hinge": dict(loss_type="hinge", pairs="all", ppo_max_token_len_per_gpu=88),
     "kto_pair": dict(loss_type="kto_pair", pairs="all", beta=0.5),
-    "spin": dict(pairs="solution", ref_update_steps=2, max_response_length=40, ppo_max_token_len_per_gpu=144),
+    "spin": dict(
+        pairs="solution",
+        ref_update_steps=2,
+        max_response_length=40,
+        ppo_max_token_len_per_gpu=144,
+        train_batch_size=2,
+        ppo_mini_batch_size=1,
+        rollout_n=2,
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", h.some(CASES, "smoothed", "spin"))
 def test_steps_are_what_plain_transformers_computes(case, task, tmp_path, sometimes, monkeypatch, in_double):
     """Three steps of two updates and two epochs; some responses have no score."""
     rounds = []
@@ -237,6 +245,7 @@ def test_a_checkpoint_has_the_reference_if_it_changes_and_no_folder_of_it_for_us
     assert not any(name.startswith("reference") for name in h.saved_state(dpo.dir(2) / "global_step_1"))
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(dpo, task, tmp_path):
     """Begun again between two refreshes: the reference that is neither the original nor the policy is loaded."""
     changes = dict(pairs="all", ref_update_steps=2, save_freq=1)
@@ -249,24 +258,23 @@ def test_a_resumed_run_is_an_unbroken_one_bit_by_bit(dpo, task, tmp_path):
     assert lines == h.timeless(dpo.lines(1)) and len(lines) == 5
 
 
-def test_two_ranks_learn_what_one_does_with_the_pairs_of_one_prompt(dpo, task, tmp_path, monkeypatch, in_double):
+@pytest.mark.parametrize("pairs", h.some(["all", "solution"], "all"))
+def test_two_ranks_learn_what_one_does_with_the_pairs_of_one_prompt(pairs, dpo, task, tmp_path, monkeypatch, in_double):
     """One prompt a step: a rank samples nothing, and with a small budget each has pairs that the other sampled."""
     changes = dict(train_batch_size=1, ppo_mini_batch_size=1, ref_update_steps=2, loss_type="kto_pair", lr=1e-4)
-    changes |= dict(total_training_steps=4, max_response_length=40, ppo_max_token_len_per_gpu=144)
-    settings = {pairs: h.dpo_settings(task, tmp_path / pairs, pairs=pairs, **changes) for pairs in ("all", "solution")}
-    entries = [{"script": "train_dpo", "settings": x, "comparable": True} for x in settings.values()]
-    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    changes |= dict(total_training_steps=3, max_response_length=40, ppo_max_token_len_per_gpu=144, pairs=pairs)
+    entry = {"script": "train_dpo", "settings": h.dpo_settings(task, tmp_path / "two", **changes), "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    for run, pairs in enumerate(settings, 1):
-        dpo(pairs=pairs, **changes)
-        lines = h.timeless(h.read_jsonl(tmp_path / pairs / "metrics.jsonl"))
-        for line, expected in zip(lines, h.timeless(dpo.lines(run)), strict=True):
-            assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        counts = [line["train/num_pairs"] for line in lines]
-        assert counts == [4.0] * 4 if pairs == "solution" else max(counts) > 1
-        final = h.weights(tmp_path / pairs / "global_step_4")
-        assert h.distance(final, dpo.weights(run, 4)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
+    dpo(**changes)
+    lines = h.timeless(h.read_jsonl(tmp_path / "two" / "metrics.jsonl"))
+    for line, expected in zip(lines, h.timeless(dpo.lines(1)), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    counts = [line["train/num_pairs"] for line in lines]
+    assert counts == [4.0] * 3 if pairs == "solution" else max(counts) > 1
+    final = h.weights(tmp_path / "two" / "global_step_3")
+    assert h.distance(final, dpo.weights(1, 3)) < 1e-6 < 1e-5 < h.distance(final, h.original(task))
 
 
 def test_steps_without_a_pair_change_nothing_and_do_not_end_the_run(dpo, task, tmp_path, capsys):

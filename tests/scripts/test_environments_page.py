@@ -29,11 +29,12 @@ def test_the_first_environment_trains(tmp_path):
     assert len(path.read_text().split("\n\n\ndef compute_score")[0].splitlines()) <= 20
     changes = dict(environment=str(path), custom_reward_function=(str(path),), max_turns=3, max_response_length=256)
     runs = h.Runs(train_grpo, lambda run, **own: h.grpo_settings(task, run, **own), tmp_path)
+    changes |= dict(total_training_steps=1, val_files=(h.few_rows(task.test, tmp_path, 4),))
     runs(**changes, log_samples_freq=1, val_before_train=True, log_val_generations=2)
     for line in (x for x in runs.lines(1) if "actor/loss" in x):
         assert line["environment/error_frac"] == 0 and 1 < line["environment/tries"] <= 3 == line["num_turns/max"]
         assert line["environment/observation_tokens"] > len("That is wrong. Try again.")
-    assert h.distance(runs.weights(1, 2), h.original(task)) > 0
+    assert h.distance(runs.weights(1, 1), h.original(task)) > 0
 
     records = h.read_jsonl(runs.dir(1) / "generations.jsonl")
     assert {x["kind"] for x in records} == {"train", "val"}

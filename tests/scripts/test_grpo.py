@@ -132,7 +132,7 @@ def plain_grpo(task, args, rounds, score):
     return dict(model.named_parameters()), reports
 
 
-@pytest.mark.parametrize("budget", [44, 16384])
+@pytest.mark.parametrize("budget", h.some([44, 176, 16384], 176))
 def test_steps_with_every_term_are_what_plain_transformers_computes(
     task, tmp_path, sometimes, monkeypatch, in_double, budget
 ):
@@ -145,7 +145,7 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         ppo_epochs=2,
         rollout_n=5,
         temperature=0.7,
-        total_training_steps=3,
+        total_training_steps=2,
         custom_reward_function=sometimes,
         use_kl_loss=True,
         kl_loss_coef=0.3,
@@ -175,30 +175,31 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
     for line, report in zip(lines, reports, strict=True):
         assert {name: line[name] for name in report} == pytest.approx(report, rel=5e-5, abs=1e-6)  # float32 log-probs
         assert line["actor/pg_clipfrac"] > 0.02 and line["rollout/logprob_gap_max"] > 1e-2
-    assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 3
-    assert reports[-1]["actor/kl_loss"] > 1e-3 and any(0 < report["reward/none_frac"] < 1 for report in reports)
-    assert h.distance(h.weights(tmp_path / "run" / "global_step_3"), weights) < 1e-5
+    assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 2
+    assert reports[-1]["actor/kl_loss"] > 2e-4 and any(0 < report["reward/none_frac"] < 1 for report in reports)
+    assert h.distance(h.weights(tmp_path / "run" / "global_step_2"), weights) < 1e-5
+
+
+TWO_UPDATES = dict(ppo_mini_batch_size=2, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_high=0.01, clip_ratio_low=0.01)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, dict(ppo_mini_batch_size=2, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_high=0.01, clip_ratio_low=0.01)],
-    ids=["defaults", "two updates with a KL loss"],
+    "changes", h.some([{}, TWO_UPDATES], TWO_UPDATES), ids=["defaults", "two updates with a KL loss"]
 )
 def test_the_variants_are_grpo_unless_a_flag_says_otherwise(changes, task, tmp_path, sometimes):
     """Bit by bit: weights, moments and metrics. Some responses have no score."""
-    settings = dict(total_training_steps=4, lr=1e-2, ppo_max_token_len_per_gpu=128, custom_reward_function=sometimes)
+    settings = dict(total_training_steps=2, lr=1e-2, ppo_max_token_len_per_gpu=128, custom_reward_function=sometimes)
     settings |= changes
     for module in (train_grpo, train_grpo_variants):
         module.main(build(module.Args, **h.grpo_settings(task, tmp_path / module.__name__, **settings)))
     plain, variant = (tmp_path / name for name in ("train_grpo", "train_grpo_variants"))
-    h.assert_same(*(h.saved_state(folder / "global_step_4") for folder in (plain, variant)))
+    h.assert_same(*(h.saved_state(folder / "global_step_2") for folder in (plain, variant)))
     lines, others = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (plain, variant))
-    assert lines == others and len(lines) == 4
+    assert lines == others and len(lines) == 2
     assert min(line["actor/grad_norm"] for line in lines) > 0.1
-    assert (max(line["actor/pg_clipfrac"] for line in lines) > 0.2) == bool(changes)
+    assert (max(line["actor/pg_clipfrac"] for line in lines) > 0.02) == bool(changes)
     assert any(0 < line["reward/none_frac"] < 1 for line in lines)
-    assert len(h.saved_state(plain / "global_step_4")) > 60  # weights and both moments
+    assert len(h.saved_state(plain / "global_step_2")) > 60  # weights and both moments
 
 
 def test_a_resumed_run_has_the_kl_coef_of_the_controller_or_else_that_of_the_flag(task, tmp_path):
@@ -227,7 +228,7 @@ def test_a_flag_of_the_family_ends_train_grpo_with_the_name_of_the_other_script(
     assert line == "train_grpo_variants.py has the flags of other estimators, losses and KL terms"
 
 
-@pytest.mark.parametrize("script", ["train_grpo", "train_dapo"])
+@pytest.mark.parametrize("script", h.some(["train_grpo", "train_dapo"], "train_grpo"))
 def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monkeypatch):
     module, settings_of, _ = RETURNING[script]
     seeds = []
@@ -249,7 +250,11 @@ def test_steps_and_engines_have_seeds_of_their_own(script, task, tmp_path, monke
 # Ranks that have nothing to do
 
 
-def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypatch, in_double):
+EVERY = ("train_grpo", "train_grpo_variants", "train_ppo", "train_dapo", "train_reinforce")
+
+
+@pytest.mark.parametrize("scripts", h.some([EVERY, ("train_dapo",)], ("train_dapo",)), ids=len)
+def test_a_rank_without_prompts_takes_part_all_the_same(scripts, task, tmp_path, monkeypatch, in_double):
     """One prompt a step on two ranks, one of which samples nothing; and one held-out prompt."""
     common = dict(
         train_batch_size=1,
@@ -271,12 +276,12 @@ def test_a_rank_without_prompts_takes_part_all_the_same(task, tmp_path, monkeypa
         "train_dapo": h.dapo_settings(task, tmp_path / "train_dapo", **common, gen_batch_size=1),
         "train_reinforce": h.reinforce_settings(task, tmp_path / "train_reinforce", **common),
     }
-    entries = [{"script": script, "settings": x, "comparable": True} for script, x in settings.items()]
+    entries = [{"script": script, "settings": settings[script], "comparable": True} for script in scripts]
     status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    for script, (module, *_) in list(RETURNING.items())[: len(settings)]:
-        alone = tmp_path / f"{script}_alone"
+    for script in scripts:
+        module, alone = RETURNING[script][0], tmp_path / f"{script}_alone"
         module.main(build(module.Args, **settings[script] | {"default_local_dir": str(alone)}))
         found, expected = (h.timeless(h.read_jsonl(folder / "metrics.jsonl")) for folder in (tmp_path / script, alone))
         assert [line["step"] for line in found] == [0, 1, 1, 2, 2]
@@ -304,7 +309,7 @@ RETURNING = {
 }
 
 
-@pytest.mark.parametrize("script", RETURNING)
+@pytest.mark.parametrize("script", h.some(RETURNING, "train_dapo", "train_reinforce", "train_distill", "train_reward"))
 def test_a_main_returns_the_metrics_of_the_last_step_and_of_the_last_evaluation(script, task, tmp_path):
     module, settings_of, of_evaluation = RETURNING[script]
     settings = settings_of(task, tmp_path / "run", total_training_steps=3, save_freq=0)

@@ -167,7 +167,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", h.some(CASES, *list(CASES)[:2]))
 def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes, monkeypatch, in_double, case):
     """Mini-batches of 3 and 1 prompts in two epochs, so four updates a step, the later ones beyond the clips."""
     steps = []
@@ -222,6 +222,7 @@ def test_steps_of_ppo_are_what_plain_transformers_computes(ppo, task, sometimes,
 def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_path, monkeypatch, in_double):
     """5 prompts in mini-batches of 2, 2 and 1, on one rank or two; responses depend on the prompt alone."""
     changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, use_kl_in_reward=True, kl_coef=0.1, lam=0.9)
+    changes |= dict(total_training_steps=1, lr=2e-3)
     settings = h.ppo_settings(task, tmp_path / "two", **changes)
     entry = {"script": "train_ppo", "settings": settings, "comparable": True}
     status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
@@ -233,22 +234,22 @@ def test_neither_memory_budget_nor_ranks_change_actor_or_critic(ppo, task, tmp_p
         expected = h.timeless(ppo.lines(1))
         for line, reference in zip(h.timeless(h.read_jsonl(other / "metrics.jsonl")), expected, strict=True):
             assert line == pytest.approx(reference, rel=1e-5, abs=1e-6)
-        last = other / "global_step_2"
-        assert h.distance(h.weights(last), ppo.weights(1, 2)) < 1e-6
-        assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 2, "huggingface_critic")) < 1e-6
-        state, reference = (h.saved_state(x / "global_step_2") for x in (other, ppo.dir(1)))
+        last = other / "global_step_1"
+        assert h.distance(h.weights(last), ppo.weights(1, 1)) < 1e-6
+        assert h.distance(h.weights(last, "huggingface_critic"), ppo.weights(1, 1, "huggingface_critic")) < 1e-6
+        state, reference = (h.saved_state(x / "global_step_1") for x in (other, ppo.dir(1)))
         moments = {name: x for name, x in reference.items() if name.endswith("/exp_avg")}
         assert (
             h.distance({name: state[name] for name in moments}, moments)
             < 1e-6
             < max(x.abs().max() for x in moments.values())
         )
-    assert h.distance(ppo.weights(1, 2), h.original(task)) > 1e-3
-    assert h.distance(ppo.weights(1, 2, "huggingface_critic"), dict(new_critic(task).named_parameters())) > 1e-3
+    assert h.distance(ppo.weights(1, 1), h.original(task)) > 1e-3
+    assert h.distance(ppo.weights(1, 1, "huggingface_critic"), dict(new_critic(task).named_parameters())) > 1e-3
 
 
 BUSY = dict(
-    total_training_steps=4,
+    total_training_steps=3,
     save_freq=1,
     ppo_epochs=2,
     use_kl_in_reward=True,
@@ -277,7 +278,8 @@ def assert_same_end(left, right, step):
     assert lines[0] == lines[1] and [x["step"] for x in lines[0]] == list(range(1, step + 1))
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, capsys):
+@pytest.mark.thorough
+def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path):
     ppo(**BUSY)
     run_dir = tmp_path / "broken"
     settings = h.ppo_settings(task, run_dir, **BUSY)
@@ -289,14 +291,9 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(ppo, task, tmp_path, 
 
     train_ppo.main(build(train_ppo.Args, **settings))
 
-    assert_same_end(run_dir, ppo.dir(1), 4)
+    assert_same_end(run_dir, ppo.dir(1), 3)
     coefficients = [x["actor/reward_kl_penalty_coeff"] for x in ppo.lines(1)]
-    assert len(set(coefficients)) == 4  # it was carried over
-    # A checkpoint that has lost its critic is none.
-    (run_dir / "global_step_4" / "huggingface_critic" / "model.safetensors").unlink()
-    train_ppo.main(build(train_ppo.Args, **settings))
-    assert "global_step_4: huggingface_critic/model.safetensors is missing" in capsys.readouterr().out
-    assert_same_end(run_dir, ppo.dir(1), 4)
+    assert len(set(coefficients)) == 3  # it was carried over
 
 
 def test_a_checkpoint_without_this_critic_is_refused(ppo, task, tmp_path):
@@ -336,6 +333,7 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     assert f"reward {first['critic/score/mean']:.3f}" in line and "explained" in line and "entropy" not in line
 
 
+@pytest.mark.thorough
 def test_the_actors_learning_rate_begins_when_the_actor_does(ppo):
     ppo(critic_warmup=2, lr_warmup_steps=2, lr=1e-3, critic_lr=1e-2, total_training_steps=4)
     lines = ppo.lines(1)
@@ -343,6 +341,7 @@ def test_the_actors_learning_rate_begins_when_the_actor_does(ppo):
     assert [x["critic/lr"] for x in lines] == [5e-3, 1e-2, 1e-2, 1e-2]
 
 
+@pytest.mark.thorough
 def test_equal_returns_have_no_variance_to_explain(ppo, tmp_path):
     (tmp_path / "one.py").write_text("def compute_score(*_, **__):\n    return 1.0\n")
     ppo(custom_reward_function=(str(tmp_path / "one.py"),), total_training_steps=3, gamma=1.0, lam=1.0)
@@ -351,12 +350,14 @@ def test_equal_returns_have_no_variance_to_explain(ppo, tmp_path):
     assert lines[-1]["critic/values/mean"] > 0.1  # and so rounding makes returns that are not quite equal
 
 
+@pytest.mark.thorough
 def test_saving_in_the_warm_up_changes_nothing(ppo):
     ppo(critic_warmup=1, save_freq=1)
     ppo(critic_warmup=1, save_freq=-1)
     h.assert_same(ppo.weights(1, 2), ppo.weights(2, 2))
 
 
+@pytest.mark.thorough
 def test_a_reference_that_follows_is_the_policy(ppo):
     """The KL before the update of a step is 0 in the first step, and in the third, which begins with a refresh."""
     settings = dict(ppo_mini_batch_size=8, total_training_steps=3, save_freq=0)
@@ -380,6 +381,7 @@ def write_rows(path, questions, truths):
     return str(path)
 
 
+@pytest.mark.thorough
 def test_the_critic_learns_what_can_be_foreseen(ppo, tmp_path, capsys):
     """The reward is in the prompt: 1 where it asks for ones, 0 where it asks for nines."""
     file = write_rows(tmp_path / "rows.parquet", ["1+1=?", "9+9=?"] * 8, ["1", "0"] * 8)
@@ -573,6 +575,7 @@ def test_ppo_refuses(case, ppo, task, tmp_path, monkeypatch):
 # vLLM
 
 
+@pytest.mark.thorough
 def test_ppo_from_the_command_line_with_vllm(task, tmp_path):
     h.needs_vllm()
     settings = h.ppo_settings(task, tmp_path, engine="vllm", lr=1e-2, test_freq=2)

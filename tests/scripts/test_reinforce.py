@@ -146,9 +146,11 @@ def plain_reinforce(task, args, rounds, score):
     return dict(model.named_parameters()), reports
 
 
+ESTIMATORS = [("reinforce_plus_plus", 1), ("remax", 3), ("optimal_token_baseline", 3)]
+
+
 @pytest.mark.parametrize(
-    ("estimator", "n"),
-    [("reinforce_plus_plus", 1), ("reinforce_plus_plus", 3), ("remax", 1), ("remax", 3), ("optimal_token_baseline", 3)],
+    ("estimator", "n"), h.some_rows([*ESTIMATORS, ("reinforce_plus_plus", 3), ("remax", 1)], *ESTIMATORS)
 )
 def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch, in_double, estimator, n):
     """With a discount, an adaptive KL in the reward, several updates, an inexact engine, and responses and baselines
@@ -172,7 +174,7 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         kl_target=0.002,
         kl_horizon=40,
         custom_reward_function=(str(tmp_path / "reward.py"),),
-        total_training_steps=3,
+        total_training_steps=2,
         rollout_is="token",
         rollout_is_threshold=1.02,
         max_logprob_gap=1.0,
@@ -190,34 +192,29 @@ def test_steps_are_what_plain_transformers_computes(task, tmp_path, monkeypatch,
         assert {name: line[name] for name in report} == pytest.approx(report, rel=5e-5, abs=1e-6)  # float32 log-probs
         assert line["actor/pg_clipfrac"] > 0.01
     assert any(line["reward/none_frac"] > 0 for line in lines)
-    assert reports[-1]["actor/reward_kl_penalty"] > 1e-3
+    assert reports[-1]["actor/reward_kl_penalty"] > 1e-4
     assert any(0 < report["critic/baselines/mean"] < 1 for report in reports) == (estimator == "remax")
-    run_weights = h.weights(tmp_path / "run" / "global_step_3")
+    run_weights = h.weights(tmp_path / "run" / "global_step_2")
     assert h.distance(run_weights, weights) < 1e-5 < 1e-3 < h.distance(run_weights, h.original(task))
 
 
-def test_the_baselines_of_two_ranks_are_those_of_one(task, tmp_path, monkeypatch, in_double):
+@pytest.mark.parametrize("name", h.some(["optimal_token_baseline", "remax"], "optimal_token_baseline"))
+def test_the_baselines_of_two_ranks_are_those_of_one(name, task, tmp_path, monkeypatch, in_double):
     """Three prompts, whose responses are shared out to be learned from. The sums of a position come from both ranks,
     greedy responses to two prompts from one rank and to the third from the other.
     """
     changes = dict(train_batch_size=3, ppo_mini_batch_size=3, rollout_n=4, total_training_steps=1, lr=1e-4)
-    changes |= dict(ppo_max_token_len_per_gpu=44)
-    names = "optimal_token_baseline", "remax"
-    settings = {x: h.reinforce_settings(task, tmp_path / "two" / x, adv_estimator=x, **changes) for x in names}
-    entries = [{"script": "train_reinforce", "settings": x, "comparable": True} for x in settings.values()]
-    status, output = launch.run_in_turn(tmp_path / "runs.json", *entries, nproc=2)
+    changes |= dict(ppo_max_token_len_per_gpu=44, adv_estimator=name)
+    settings = h.reinforce_settings(task, tmp_path / "two", **changes)
+    entry = {"script": "train_reinforce", "settings": settings, "comparable": True}
+    status, output = launch.run_in_turn(tmp_path / "runs.json", entry, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
-    for name in names:
-        train_reinforce.main(
-            build(train_reinforce.Args, **settings[name] | {"default_local_dir": str(tmp_path / name)})
-        )
-        h.leave_distributed()
-        (found,), (expected,) = (
-            h.timeless(h.read_jsonl(x / "metrics.jsonl")) for x in (tmp_path / "two" / name, tmp_path / name)
-        )
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6) and found["critic/advantages/max"] > 0.1
-    assert found["critic/baselines/min"] == 0 < found["critic/baselines/max"]
+    train_reinforce.main(build(train_reinforce.Args, **settings | {"default_local_dir": str(tmp_path / "one")}))
+    (found,), (expected,) = (h.timeless(h.read_jsonl(tmp_path / x / "metrics.jsonl")) for x in ("two", "one"))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6) and found["critic/advantages/max"] > 0.1
+    if name == "remax":
+        assert found["critic/baselines/min"] == 0 < found["critic/baselines/max"]
 
 
 def test_the_optimal_token_baseline_needs_two_responses():

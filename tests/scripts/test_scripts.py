@@ -9,6 +9,7 @@ import shutil
 import statistics
 import sys
 from functools import partial
+from importlib.util import find_spec
 
 import helpers_scripts as h
 import launch
@@ -35,13 +36,13 @@ from rl import flags
 from rl.data import token_selection
 from rl.data.encode import encode_sft, load_tokenizer
 from rl.data.order import derive_seed
+from rl.data.prompts import Data, count_steps
 from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.model.critic import check_critic
 from rl.model.lora import LoRA
 from rl.ranks import Ranks
-from rl.run import arguments
 from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
@@ -89,17 +90,17 @@ def greedy(folder, file, count):
 
 @pytest.fixture(scope="module")
 def trained(task, tmp_path_factory):
-    """Folder of `python sft.py` for 40 steps: a model that answers, and its metrics."""
+    """Folder of `python sft.py` for 24 steps: a model that answers, and its metrics."""
     folder = tmp_path_factory.mktemp("sft")
     settings = h.sft_settings(
         task,
         folder,
-        total_training_steps=40,
+        total_training_steps=24,
         train_batch_size=32,
-        val_files=(task.sft,),
-        test_freq=20,
-        log_freq=15,
-        save_freq=20,
+        val_files=(h.few_rows(task.sft, folder, 32),),
+        test_freq=12,
+        log_freq=10,
+        save_freq=12,
     )
     output = launch.run_file("sft.py", *h.flags(settings))
     (folder / "output.txt").write_text(output)
@@ -109,22 +110,25 @@ def trained(task, tmp_path_factory):
 def test_sft_from_the_command_line(trained, task):
     lines = h.read_jsonl(trained / "metrics.jsonl")
     train, val = [x for x in lines if "train/loss" in x], [x for x in lines if "val/loss" in x]
-    assert [x["step"] for x in train] == list(range(1, 41)) and [x["step"] for x in val] == [0, 20, 40]
+    assert [x["step"] for x in train] == list(range(1, 25)) and [x["step"] for x in val] == [0, 12, 24]
     assert statistics.mean(x["train/loss"] for x in train[-5:]) < 0.6 * train[0]["train/loss"]
     assert val[2]["val/loss"] < val[1]["val/loss"] < val[0]["val/loss"]
     assert val[0]["val/loss"] == pytest.approx(math.log(80), rel=0.05)  # an untrained model of 80 tokens
     output = (trained / "output.txt").read_text()
-    shown = re.findall(r"step (\d+)/40 \| loss (\d\.\d{4})", output)
-    assert shown == [(str(x["step"]), f"{x['train/loss']:.4f}") for x in train if x["step"] in (15, 30, 40)]
+    shown = re.findall(r"step (\d+)/24 \| loss (\d\.\d{4})", output)
+    assert shown == [(str(x["step"]), f"{x['train/loss']:.4f}") for x in train if x["step"] in (10, 20, 24)]
     assert f"held out: loss {val[2]['val/loss']:.4f}" in output
-    assert {p.name for p in trained.iterdir()} >= {"global_step_20", "global_step_40", "config.json", "metrics.jsonl"}
+    assert {p.name for p in trained.iterdir()} >= {"global_step_12", "global_step_24", "config.json", "metrics.jsonl"}
     config = json.loads((trained / "config.json").read_text())
     assert config["train_files"] == [task.sft] and config["lr"] == 4e-3
-    cosine = [4e-3 * (1 + math.cos(math.pi * k / 40)) / 2 for k in range(40)]
+    cosine = [4e-3 * (1 + math.cos(math.pi * k / 24)) / 2 for k in range(24)]
     assert [x["train/lr"] for x in train] == pytest.approx(cosine)
 
 
-@pytest.mark.parametrize(("script", "settings"), [(sft, h.sft_settings), (train_reward, h.reward_settings)])
+@pytest.mark.parametrize(
+    ("script", "settings"),
+    h.some_rows([(sft, h.sft_settings), (train_reward, h.reward_settings)], (train_reward, h.reward_settings)),
+)
 def test_without_log_freq_only_the_last_step_is_printed(script, settings, task, tmp_path, capsys):
     script.main(build(script.Args, **settings(task, tmp_path, total_training_steps=3, log_freq=0)))
     assert re.findall(r"^step (\d)/3 ", capsys.readouterr().out, re.MULTILINE) == ["3"]
@@ -141,7 +145,7 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
     settings = h.grpo_settings(
         task,
         tmp_path / "{project_name}-{experiment_name}",
-        model=trained / "global_step_40" / "huggingface",
+        model=trained / "global_step_24" / "huggingface",
         max_response_length=40,
         val_before_train=True,
         test_freq=2,
@@ -208,7 +212,7 @@ def reward(path):
     return dict(custom_reward_function=(str(path),), reward_workers=1)
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("engine", h.some(["hf", "vllm"], "vllm" if find_spec("vllm") else "hf"))
 def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     if engine == "vllm":
         h.needs_vllm()
@@ -226,23 +230,6 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     assert [x["response"] for x in written[:6]] == greedy(lively, task.test, 6)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help_explains_every_flag(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as end:
-        arguments.parse(SCRIPTS[name].Args, SCRIPTS[name].__doc__)
-    assert end.value.code == 0
-    text = re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
-    blocks = dict(re.findall(r"^ {1,3}--([a-z][a-z0-9-]*)(.*?)(?=^ {1,3}--[a-z]|\Z)", text, re.MULTILINE | re.DOTALL))
-    for flag in (name.replace("_", "-") for name in flags.flat(SCRIPTS[name].Args())):
-        assert flag in blocks, f"--{flag} is not in the help"
-        _, _, rest = re.sub(r"\s{2,}", "  ", blocks[flag]).partition("  ")  # after the names of the values
-        words = re.sub(r"\(default:.*", "", rest, flags=re.DOTALL).split()
-        assert len(words) >= 2, f"--{flag} has no help text: {blocks[flag]!r}"
-        assert "---" not in words, f"--{flag} shows a section heading: {blocks[flag]!r}"
-
-
 def test_help_from_the_command_line():
     text = launch.run_file("train_grpo.py", "--help")
     assert "--rollout-n" in text and "GRPO: sample a group of responses" in text and "--adv-estimator" not in text
@@ -255,7 +242,10 @@ def test_help_from_the_command_line():
 
 def test_every_advantage_estimator_trains_and_relates_to_the_others_as_its_formula_says(variants):
     names = [name for name in train_grpo_variants.ADVANTAGES if name != "gdpo"]  # which needs parts
-    runs = {name: variants(adv_estimator=name, total_training_steps=1, max_response_length=24) for name in names}
+    runs = {
+        name: variants(adv_estimator=name, total_training_steps=1, max_response_length=24, save_freq=0)
+        for name in names
+    }
     assert all(math.isfinite(m["actor/loss"]) and m["actor/grad_norm"] > 0 for m in runs.values())
     norm = {name: m["actor/grad_norm"] for name, m in runs.items()}
     score = runs["grpo"]["critic/score/mean"]  # the same responses for all: seed 0, step 0
@@ -278,7 +268,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_gdpo_compares_the_parts_of_a_score(variants, tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
-    common = dict(custom_reward_function=(str(tmp_path / "parts.py"),), total_training_steps=1, lr=0.0)
+    common = dict(custom_reward_function=(str(tmp_path / "parts.py"),), total_training_steps=1, lr=0.0, save_freq=0)
     both = dict(adv_estimator="gdpo", gdpo_reward_keys=("parity", "third"))
     runs = [variants(**common, **x) for x in (both, both | dict(gdpo_reward_weights=(1.0, 0.0)), both, {})]
     norms = [x["actor/grad_norm"] for x in runs]
@@ -329,7 +319,7 @@ def test_only_the_most_uncertain_tokens_teach(variants, monkeypatch):
         return entropies[-1]
 
     monkeypatch.setattr(train_grpo_variants, "fixed_entropies", entropies_of)
-    settings = dict(total_training_steps=1, adv_estimator="dr_grpo", temperature=0.7)
+    settings = dict(total_training_steps=1, adv_estimator="dr_grpo", temperature=0.7, save_freq=0)
     one = variants(top_entropy_quantile=0.2, **settings)
     few = variants(top_entropy_quantile=0.2, **settings, ppo_max_token_len_per_gpu=44)
     whole = variants(**settings)
@@ -347,7 +337,7 @@ def whole_advantages(other, batch):
     return other.advantages
 
 
-@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("mode", h.some(["clip_cov", "kl_cov"], "kl_cov"))
 def test_losses_of_chosen_tokens_choose_over_a_mini_batch(variants, monkeypatch, mode):
     """In any micro-batches, with one update a step too, where `kl_cov` is the plain policy gradient."""
     seen = []
@@ -359,7 +349,15 @@ def test_losses_of_chosen_tokens_choose_over_a_mini_batch(variants, monkeypatch,
         return seen[-1][0]
 
     monkeypatch.setattr(token_selection, "choose", record)
-    rule = dict(clip_cov_ratio=0.1, clip_cov_lb=0.0, kl_cov_ratio=0.1, ppo_kl_coef=3.0, total_training_steps=1, seed=7)
+    rule = dict(
+        clip_cov_ratio=0.1,
+        clip_cov_lb=0.0,
+        kl_cov_ratio=0.1,
+        ppo_kl_coef=3.0,
+        total_training_steps=1,
+        seed=7,
+        save_freq=0,
+    )
     several = rule | dict(ppo_mini_batch_size=2, loss_mode=mode)
     one, few = variants(**several), variants(**several, ppo_max_token_len_per_gpu=44)
     assert few["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
@@ -413,6 +411,7 @@ def test_a_step_of_grpo_is_what_plain_transformers_computes(grpo, task, monkeypa
 LOSS_MODES = [name for name in train_grpo_variants.LOSSES if name != "luspo"]  # gspo with another mean
 
 
+@pytest.mark.thorough
 def test_on_policy_all_surrogates_have_the_same_gradient(variants):
     runs = [variants(loss_mode=m, loss_agg_mode="seq-mean-token-mean", total_training_steps=1) for m in LOSS_MODES]
     assert all(math.isfinite(m["actor/loss"]) for m in runs)
@@ -435,6 +434,7 @@ def test_off_policy_every_surrogate_goes_its_own_way(variants):
             ppo_epochs=4,
             lr=1e-2,
             adv_estimator="dr_grpo",
+            save_freq=0,
             **narrow.get(mode, {}),
         )
         for mode in LOSS_MODES
@@ -442,14 +442,13 @@ def test_off_policy_every_surrogate_goes_its_own_way(variants):
     assert all(math.isfinite(m["actor/loss"]) and m["actor/ppo_kl"] != 0 for m in runs)
     clipping = {mode for mode, m in zip(LOSS_MODES, runs, strict=True) if m["actor/pg_clipfrac"] > 0}
     assert clipping == {"ppo_clip", "dppo_tv", "dppo_kl", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov"}
-    final = [variants.weights(i + 1, 1) for i in range(len(LOSS_MODES))]
-    for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, final, strict=True), 2):
-        assert h.distance(left, right) > 1e-4, f"{a} and {b} do the same"
+    for (a, left), (b, right) in itertools.combinations(zip(LOSS_MODES, runs, strict=True), 2):
+        assert left["actor/grad_norm"] != pytest.approx(right["actor/grad_norm"], rel=1e-4), f"{a} and {b} do the same"
 
 
 def test_aggregation_modes_weigh_the_same_terms_differently(variants):
     modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-    runs = {m: variants(loss_agg_mode=m, total_training_steps=1, max_response_length=24) for m in modes}
+    runs = {m: variants(loss_agg_mode=m, total_training_steps=1, max_response_length=24, save_freq=0) for m in modes}
     norm = {mode: m["actor/grad_norm"] for mode, m in runs.items()}
     length = runs["token-mean"]["response_length/mean"]
     assert norm["seq-mean-token-sum"] == pytest.approx(norm["token-mean"] * length, rel=1e-4)
@@ -464,6 +463,7 @@ def test_aggregation_modes_weigh_the_same_terms_differently(variants):
     assert scaled["actor/grad_norm"] == pytest.approx(norm["seq-mean-token-sum"] / 6, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_kl_loss_pulls_towards_the_reference_and_is_part_of_the_loss(grpo):
     strong = grpo(use_kl_loss=True, kl_loss_coef=100.0, total_training_steps=3)
     weak = grpo(use_kl_loss=True, kl_loss_coef=0.0, total_training_steps=3)
@@ -478,6 +478,7 @@ def test_kl_loss_pulls_towards_the_reference_and_is_part_of_the_loss(grpo):
     assert "actor/kl_loss" not in without
 
 
+@pytest.mark.thorough
 def test_kl_estimators(variants):
     kinds = ["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"]
     # The second epoch of a first step: the policy has moved, by the same amount for all kinds while the weight is 0.
@@ -510,6 +511,7 @@ def test_a_reference_that_follows_is_the_policy_of_the_step(variants):
     assert ["reference/model/model.norm.weight" in state for state in saved] == [True, False]
 
 
+@pytest.mark.thorough
 def test_entropy_bonus(variants):
     runs = {c: variants(entropy_coeff=c, total_training_steps=6, lr=3e-3) for c in (0.0, 0.5, -0.5)}
     first = variants.lines(2)[0]
@@ -521,13 +523,12 @@ def test_entropy_bonus(variants):
 
 def test_corrections_of_an_exact_engine_change_nothing_and_tight_ones_leave_nothing(grpo):
     plain = grpo(total_training_steps=1)
-    for level in ("token", "sequence", "geometric", "veto"):
-        masked = grpo(total_training_steps=1, rollout_mask=level)
-        assert masked["actor/grad_norm"] == plain["actor/grad_norm"]
-        assert masked["rollout_corr/rollout_rs_masked_fraction"] == 0 and masked["rollout_corr/weight_mean"] == 1
-        bounds = dict(rollout_mask_threshold_lower=1.5)  # true ratios are 1
-        nothing = grpo(total_training_steps=1, rollout_mask=level, **bounds)
-        assert nothing["actor/grad_norm"] == 0 and nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
+    level = dict(total_training_steps=1, rollout_mask="sequence")  # tests/formulas has each level
+    masked = grpo(**level)
+    assert masked["actor/grad_norm"] == plain["actor/grad_norm"]
+    assert masked["rollout_corr/rollout_rs_masked_fraction"] == 0 and masked["rollout_corr/weight_mean"] == 1
+    nothing = grpo(**level, rollout_mask_threshold_lower=1.5)  # true ratios are 1
+    assert nothing["actor/grad_norm"] == 0 and nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
     moving = dict(total_training_steps=1, ppo_epochs=4, lr=1e-2)
     kept, left_out = (grpo(**moving, off_policy_mask_threshold=x) for x in (100.0, 0.01))
     assert (
@@ -535,7 +536,7 @@ def test_corrections_of_an_exact_engine_change_nothing_and_tight_ones_leave_noth
     )
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", h.some(["token", "sequence"], "token"))
 def test_rollout_importance_weights(grpo, level):
     plain = grpo(total_training_steps=1)
     capped = grpo(total_training_steps=1, rollout_is=level, rollout_is_threshold=0.5)  # true weights are 1: all capped
@@ -545,11 +546,14 @@ def test_rollout_importance_weights(grpo, level):
     assert free["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("way", [dict(top_p=0.7), dict(temperature=0.7, top_p=0.95, top_k=5), dict(min_p=0.4)], ids=str)
+WAYS = [dict(top_p=0.7), dict(temperature=0.7, top_p=0.95, top_k=5), dict(min_p=0.4)]
+
+
+@pytest.mark.parametrize("way", h.some(WAYS, WAYS[1]), ids=str)
 def test_the_trainer_has_the_log_probs_of_the_tokens_that_are_sampled_from(grpo, way):
     """On policy, the ratio of trainer to engine is 1, also after an update, with the entropy of fewer tokens."""
     both = dict(use_kl_loss=True, ppo_mini_batch_size=2, lr=1e-3, total_training_steps=2)
-    metrics, whole = grpo(**both, **way), grpo(**both)
+    metrics, whole = grpo(**both, **way, save_freq=0), grpo(**both, save_freq=0)
     for name in ("mean", "min", "max", "eff_sample_size"):
         assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
     assert metrics["rollout/logprob_gap_max"] < 1e-4 and metrics["actor/kl_loss"] > 0
@@ -572,6 +576,7 @@ def test_several_responses_to_each_held_out_prompt(grpo):
     assert 0 <= metrics["val-core/arithmetic/reward/maj@4/mean"] <= best
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_too_sure_is_corrected_and_reported(grpo, monkeypatch):
     plain = grpo(total_training_steps=1)
 
@@ -611,17 +616,18 @@ def test_an_update_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(
 
     monkeypatch.setattr(train_grpo, "clip_grad_norm", clip)
     bad |= {0}
-    metrics = grpo(total_training_steps=1, weight_decay=0.0)
+    short = dict(max_response_length=4)
+    metrics = grpo(total_training_steps=1, weight_decay=0.0, **short)
     assert metrics["actor/skipped_updates"] == 1 and h.distance(grpo.weights(1, 1), h.original(task)) == 0
     bad |= {2, 3, 5, 6, 8}  # of updates 1 to 8: never three in a row
-    grpo(total_training_steps=4, ppo_epochs=2)
+    grpo(total_training_steps=4, ppo_epochs=2, save_freq=0, **short)
     assert [x["actor/skipped_updates"] for x in grpo.lines(2)] == [1, 1, 2, 1]
     bad |= {10, 11, 12}
     with pytest.raises(
         RuntimeError,
         match=r"step 4: three updates in a row were useless, .* gradient norm inf over \d+ tokens",
     ):
-        grpo(total_training_steps=5)
+        grpo(total_training_steps=5, **short)
 
 
 def test_old_logprobs_are_computed_only_where_they_differ(grpo):
@@ -630,7 +636,7 @@ def test_old_logprobs_are_computed_only_where_they_differ(grpo):
     assert "timing_s/old_log_prob" not in on and on["actor/ppo_kl"] == on["actor/pg_clipfrac"] == 0
     h.assert_same(grpo.weights(1, 1), grpo.weights(2, 1))
     assert spelled["actor/loss"] == on["actor/loss"]
-    for changes in (dict(ppo_epochs=2), dict(ppo_mini_batch_size=2), dict(ppo_mini_batch_size=3, ppo_epochs=2)):
+    for changes in (dict(ppo_epochs=2), dict(ppo_mini_batch_size=3)):
         off = grpo(total_training_steps=1, **changes)
         assert off["timing_s/old_log_prob"] > 0 and off["actor/ppo_kl"] != 0
         assert h.distance(grpo.weights(1, 1), grpo.weights(grpo.count, 1)) > 1e-4
@@ -641,6 +647,7 @@ def test_old_logprobs_are_computed_only_where_they_differ(grpo):
     assert still["actor/ppo_kl"] == pytest.approx(0)
 
 
+@pytest.mark.thorough
 def test_denominators_belong_to_the_mini_batch(variants):
     # Nothing moves at a learning rate of 0, and every mini-batch weighs its own tokens only.
     metrics = variants(total_training_steps=1, ppo_mini_batch_size=2, entropy_coeff=1.0, lr=0.0)
@@ -659,43 +666,44 @@ def test_denominators_belong_to_the_mini_batch(variants):
 
 def test_memory_flags_do_not_change_the_numbers(variants, in_double, task):
     settings = dict(ppo_epochs=2, ppo_mini_batch_size=3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    settings |= dict(total_training_steps=1)
     expected = variants(**settings)
-    assert h.distance(variants.weights(1, 2), h.original(task)) > 1e-3
-    for changes in (dict(activation_checkpointing="none"), dict(ppo_max_token_len_per_gpu=44)):
+    assert h.distance(variants.weights(1, 1), h.original(task)) > 1e-3
+    for changes in (dict(activation_checkpointing="none"), dict(ppo_max_token_len_per_gpu=88)):
         metrics = variants(**settings, **changes)
-        assert h.distance(variants.weights(1, 2), variants.weights(variants.count, 2)) < 1e-6
+        assert h.distance(variants.weights(1, 1), variants.weights(variants.count, 1)) < 1e-6
         for name in ("actor/loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
 
 
-def test_the_learning_rate_follows_its_schedule(grpo, task):
-    grpo(total_training_steps=4, lr_warmup_steps=2, weight_decay=0.0, save_freq=1)
+def test_the_learning_rate_follows_its_schedule(grpo):
+    short = dict(total_training_steps=4, max_response_length=4, rollout_n=2)
+    grpo(**short, lr_warmup_steps=2, save_freq=0)
     assert [x["actor/lr"] for x in grpo.lines(1)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
-    assert h.distance(grpo.weights(1, 1), h.original(task)) == pytest.approx(0.5e-3, rel=0.01)  # Adam's first step
-    grpo(total_training_steps=4, lr_scheduler_type="cosine")
+    grpo(**short, lr_scheduler_type="cosine", save_freq=0)
     expected = [1e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
     assert [x["actor/lr"] for x in grpo.lines(2)] == pytest.approx(expected)
 
 
-def test_epochs_are_counted_in_whole_batches(grpo):
-    grpo(total_training_steps=None, total_epochs=2, train_batch_size=20, ppo_mini_batch_size=20, rollout_n=2)
-    assert [x["step"] for x in grpo.lines(1)] == [1, 2, 3, 4, 5, 6]  # 64 prompts: 3 batches of 20, twice
+def test_epochs_are_counted_in_whole_batches():
+    assert count_steps(Data(total_epochs=2), 64, 20) == 6  # 3 batches of 20, twice
+    assert count_steps(Data(total_epochs=2, total_training_steps=5), 64, 20) == 5
 
 
 def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, monkeypatch, in_double):
     # 5 prompts in mini-batches of 2, 2 and 1, on two ranks; responses depend on the prompt alone.
-    changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, lr=1e-4)
+    changes = dict(train_batch_size=5, ppo_mini_batch_size=2, rollout_n=3, lr=1e-4, total_training_steps=1)
     two = {"script": "train_grpo", "settings": h.grpo_settings(task, tmp_path / "two", **changes), "comparable": True}
     status, output = launch.run_in_turn(tmp_path / "runs.json", two, nproc=2)
     assert status == 0, output
     monkeypatch.setattr(hf.Engine, "step", h.step_by_prompt())
     train_grpo.main(build(train_grpo.Args, **h.grpo_settings(task, tmp_path / "one", **changes)))
     lines = {name: h.timeless(h.read_jsonl(tmp_path / name / "metrics.jsonl")) for name in ("one", "two")}
-    assert [x["step"] for x in lines["two"]] == [1, 2]
+    assert [x["step"] for x in lines["two"]] == [1]
     for one, two in zip(lines["one"], lines["two"], strict=True):
         assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
         assert one["actor/grad_norm"] > 0.1 and one["actor/ppo_kl"] != 0
-    final = [h.weights(tmp_path / name / "global_step_2") for name in ("one", "two")]
+    final = [h.weights(tmp_path / name / "global_step_1") for name in ("one", "two")]
     assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
 
 
@@ -703,6 +711,7 @@ def test_uneven_batches_on_two_ranks_give_what_one_rank_gives(task, tmp_path, mo
 # The probe
 
 
+@pytest.mark.thorough
 def test_weights_that_do_not_reach_the_engine_stop_the_run_within_a_step(grpo, monkeypatch):
     pushes = []
 
@@ -732,7 +741,7 @@ def test_one_stale_matrix_is_enough_and_the_limit_is_a_flag(grpo, monkeypatch):
     monkeypatch.setattr(hf.Engine, "update_weights", push)
     with pytest.raises(RuntimeError, match="does not hold the policy's weights"):
         grpo(total_training_steps=5, lr=1e-2)
-    assert grpo(total_training_steps=3, lr=1e-2, max_logprob_gap=50.0)["rollout/logprob_gap_mean"] > 1e-4
+    assert grpo(total_training_steps=2, lr=1e-2, max_logprob_gap=50.0)["rollout/logprob_gap_mean"] > 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -748,7 +757,7 @@ def test_pass_at_k_and_majority_vote_counted_again_by_brute_force(task, trained,
     )
     n, file = 5, tmp_path / "out.jsonl"
     settings = dict(
-        model=str(trained / "global_step_40" / "huggingface"),
+        model=str(trained / "global_step_24" / "huggingface"),
         val_files=(task.test,),
         engine="hf",
         rollout_n=n,
@@ -845,7 +854,7 @@ def two_turns(prompt, response):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}, pieces
 
 
-@pytest.mark.parametrize("form", [prompt_and_response, two_turns])
+@pytest.mark.parametrize("form", h.some([prompt_and_response, two_turns], two_turns))
 def test_sft_loss_is_the_mean_over_response_tokens(task, tmp_path, form):
     rows, conversations = zip(*(form(*demonstration) for demonstration in DEMONSTRATIONS), strict=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "rows.parquet")
@@ -903,14 +912,17 @@ def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_doub
         "small": dict(max_token_len_per_gpu=90, max_length=90),
         "plain": dict(activation_checkpointing="none"),
     }.items():
-        metrics = sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / name, **changes)))
+        metrics = sft.main(
+            build(sft.Args, **h.sft_settings(task, tmp_path / name, **changes | dict(total_training_steps=2)))
+        )
         if name == "base":
             expected = metrics
         assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-9)
-        final = [h.weights(tmp_path / folder / "global_step_4") for folder in ("base", name)]
+        final = [h.weights(tmp_path / folder / "global_step_2") for folder in ("base", name)]
         assert h.distance(*final) < 1e-6 < h.distance(final[0], h.original(task))
 
 
+@pytest.mark.thorough
 def test_sft_takes_other_rows_in_every_step_and_those_of_the_full_length(task, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     longest = max(len(encode_sft(tokenizer, row)[0]) for row in read_sft_rows((task.sft,)))
@@ -950,8 +962,10 @@ def weightless(task, tmp_path, monkeypatch):
     return str(folder)
 
 
-def broken_files(folder, task):
+@pytest.fixture(scope="module")
+def broken(task, tmp_path_factory):
     """Data files with one mistake each, by name."""
+    folder = tmp_path_factory.mktemp("broken")
     rows = pq.read_table(task.train).to_pylist()[:6]
     long = [dict(row) for row in rows]
     long[4]["prompt"] = [{"role": "user", "content": "1+" * 30}]
@@ -1050,9 +1064,9 @@ GRPO_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", GRPO_MISTAKES)
-def test_grpo_refuses(case, task, weightless, tmp_path):
+def test_grpo_refuses(case, task, weightless, broken, tmp_path):
     changes, words = GRPO_MISTAKES[case]
-    settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
+    settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken)
     module = train_grpo if settings.keys() <= flags.flat(train_grpo.Args()).keys() else train_grpo_variants
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         module.main(build(module.Args, **settings))
@@ -1061,9 +1075,8 @@ def test_grpo_refuses(case, task, weightless, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_overlong_prompts_are_dropped_when_told_to(grpo, task, tmp_path):
-    path = broken_files(tmp_path, task)["long"]
-    settings = dict(train_files=(path,), filter_overlong_prompts=True, total_training_steps=None)
+def test_overlong_prompts_are_dropped_when_told_to(grpo, broken):
+    settings = dict(train_files=(broken["long"],), filter_overlong_prompts=True, total_training_steps=None)
     grpo(**settings, train_batch_size=5, ppo_mini_batch_size=5)
     assert [x["prompt_length/max"] for x in grpo.lines(1)] == [30.0]  # one epoch of the five that are left
     with pytest.raises(ValueError, match="--train-batch-size 6 must be between 1 and the 5 rows"):
@@ -1082,9 +1095,9 @@ SFT_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", SFT_MISTAKES)
-def test_sft_refuses(case, task, weightless, tmp_path):
+def test_sft_refuses(case, task, weightless, broken, tmp_path):
     changes, words = SFT_MISTAKES[case]
-    settings = h.sft_settings(task, tmp_path / "run", model=weightless) | changes(broken_files(tmp_path, task))
+    settings = h.sft_settings(task, tmp_path / "run", model=weightless) | changes(broken)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         sft.main(build(sft.Args, **settings))
     for word in words:
@@ -1108,11 +1121,11 @@ EVAL_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", EVAL_MISTAKES)
-def test_eval_refuses(case, task, weightless, tmp_path):
+def test_eval_refuses(case, task, weightless, broken):
     changes, words = EVAL_MISTAKES[case]
     settings = dict(model=weightless, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
-        evaluation.main(build(evaluation.Args, **settings | changes(broken_files(tmp_path, task))))
+        evaluation.main(build(evaluation.Args, **settings | changes(broken)))
     for word in words:
         assert word in str(error.value), f"{word!r} is not in {error.value}"
 
@@ -1121,9 +1134,6 @@ def test_eval_refuses(case, task, weightless, tmp_path):
     ("name", "words"),
     [
         ("train_grpo_variants", ["--loss-mode", "ppo"]),
-        ("train_grpo", ["--rollout-n", "many"]),
-        ("train_grpo", ["--logger", "mlflow"]),
-        ("sft", ["--lr-scheduler-type", "exponential"]),
         ("eval", ["--engine", "tgi"]),
     ],
 )
@@ -1156,19 +1166,6 @@ def test_unknown_values_name_the_flag(name, words, capsys):
 def test_impossible_values_are_refused(task, module, settings, words):
     with pytest.raises(ValueError, match=words):
         module.main(build(module.Args, **dict(model=str(task.model), train_files=(str(task.train),)) | settings))
-
-
-def test_every_number_of_a_script_has_a_limit_or_may_be_any():
-    free = """
-        clip_cov_lb clip_cov_ub correct_at entropy_coeff fsdp_size reward_model_coef save_freq test_freq
-    """.split()  # any number has a meaning, or the script compares it with another flag
-    bounded, unbounded = set(), set()
-    for script in SCRIPTS.values():
-        for name, _, hint in flags._each(script.Args()):
-            kind = str(hint)
-            if "tuple" not in kind and ("int" in kind or "float" in kind):
-                (bounded if "Limit(" in kind else unbounded).add(name)
-    assert unbounded == set(free) and not bounded & unbounded
 
 
 def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):

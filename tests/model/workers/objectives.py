@@ -29,7 +29,9 @@ LOSS_MODES = [
     "all terms",
 ]  # which is gspo with another mean
 AGG_MODES = list(get_args(train_grpo_variants.Args.__annotations__["loss_agg_mode"]))
-CASES = list(itertools.product(LOSS_MODES, AGG_MODES))
+# Each loss with a mean that it takes, and two of them with every mean.
+CASES = [(name, train_grpo_variants.AGGREGATIONS.get(name, "token-mean")) for name in LOSS_MODES]
+CASES += [x for x in itertools.product(("ppo_clip", "all terms"), AGG_MODES) if x not in CASES]
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> nn.Module:
