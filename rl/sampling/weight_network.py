@@ -73,7 +73,7 @@ class Transfer(threading.Thread):
         """Send or receive bytes on the host, two chunks at a time. Raises RuntimeError if one takes too long."""
         pending: deque[tuple[Any, Tensor, Tensor]] = deque()
         with self._buffers() as buffers:
-            for chunk, buffer in zip(memory.split(CHUNK), itertools.cycle(buffers), strict=False):
+            for chunk, buffer in zip(memory.split(self.about["chunk"]), itertools.cycle(buffers), strict=False):
                 if len(pending) == len(buffers):
                     self._finish(*pending.popleft(), sends)
                 x = chunk if buffer is None else buffer[: len(chunk)]
@@ -96,7 +96,7 @@ class Transfer(threading.Thread):
             yield [None, None]
             return
         torch.cuda.set_device(self.device)  # of this thread
-        buffers = [torch.empty(CHUNK, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        buffers = [torch.empty(self.about["chunk"], dtype=torch.uint8, device=self.device) for _ in range(2)]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())  # on which others have used this memory
         with torch.cuda.stream(stream):
@@ -182,7 +182,7 @@ class Outbox:
         if (where := urllib.parse.urlparse(address)).scheme != "tcp":
             raise ValueError(f"--weights-transfer {transfer}: --sampler-address {address} must begin with tcp://")
         self.host, self.device = where.hostname, device if transfer == "nccl" else torch.device("cpu")
-        self.about = {"transfer": transfer, "patience_s": patience_s}
+        self.about = {"transfer": transfer, "patience_s": patience_s, "chunk": CHUNK}
         self.sending: dict[str, Sending] = {}
 
     def offer(self, name: str, about: dict[str, Any]) -> dict[str, Any] | None:

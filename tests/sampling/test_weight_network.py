@@ -3,12 +3,15 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
+import launch
 import pytest
 import torch
 import torch.distributed as dist
 
 from rl.sampling import weight_network
+from rl.sampling.sampler import Sampler
 from rl.sampling.weight_files import WeightWriter
 from rl.sampling.weight_network import Outbox, Receiving
 
@@ -47,7 +50,9 @@ def assert_is_version(one, version):
 
 def test_weights_arrive_as_they_are_and_newer_ones_are_told_afterwards(run):
     writer, outbox = run
+    before = launch.listens(os.getpid())
     told = outbox.offer("one", writer.write(1, weights(1)))
+    assert launch.listens(os.getpid()) - before <= {"0100007F"}  # of this machine only
     newer = writer.write(2, weights(2))
     assert outbox.offer("one", newer) == told  # the transfer has begun
     late = outbox.offer("late", newer)
@@ -109,6 +114,18 @@ def test_a_side_that_never_comes_costs_the_time_out(run):
     outbox.about["patience_s"] = 60.0
     again = outbox.offer("one", writer.write(2, weights(2)))
     assert_is_version(receive(again), 2)
+
+
+def test_a_sampler_goes_on_until_weights_have_come_and_tries_a_transfer_once(run, monkeypatch):
+    writer, outbox = run
+    told, gate, transfer = outbox.offer("one", writer.write(1, weights(1))), threading.Event(), Receiving.transfer
+    monkeypatch.setattr(Receiving, "transfer", lambda receiving: gate.wait() and transfer(receiving))
+    one = SimpleNamespace(weights=told, arriving=None, tried=b"", line=SimpleNamespace(host="127.0.0.1"))
+    assert Sampler._read_weights(one) is None and Sampler._read_weights(one) is None
+    gate.set()
+    one.arriving.join()
+    assert [name for name, _ in Sampler._read_weights(one)] == [name for name, _ in weights(1)]
+    assert one.arriving is None and Sampler._read_weights(one) is None and one.arriving is None
 
 
 def test_flags_that_do_not_fit_name_themselves():
