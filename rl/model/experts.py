@@ -22,7 +22,6 @@ arXiv 2101.03961), equations 4 to 6; transformers' `load_balancing_loss_func` ha
 import contextlib
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from rl.model import vision
+from rl.model.forwards import replace_forward
 from rl.ranks import Ranks
 
 ROUTER = re.compile(r"Top[kK]Router$")  # ends the names of the classes of routers in transformers
@@ -80,7 +80,7 @@ def add_routers(model: nn.Module) -> tuple[tuple[int, nn.Module], ...]:
         if ROUTER.search(type(module).__name__) and (layer := re.search(r"\.(\d+)\.", f".{name}")):
             if not hasattr(module, "replayed"):
                 module.replayed, module.balanced, module.seen = None, None, None
-                module.forward = partial(_route, module, module.forward)
+                replace_forward(module, _route)
             found.append((int(layer[1]), module))
     return tuple(found)
 

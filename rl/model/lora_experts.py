@@ -5,12 +5,13 @@
 rl/model/lora.py is about linear layers, and has what both have in common.
 """
 
-import functools
 import math
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _grouped_linear
+
+from rl.model.forwards import replace_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")  # of transformers' classes of experts
 SUFFIX = "_adapter"  # of the module beside each of them
@@ -57,10 +58,10 @@ def adapt(experts: nn.Module, rank: int, scaling: float, generator: torch.Genera
     """Give a module of experts adapters that add nothing yet."""
     for name in WEIGHTS:
         experts.add_module(name + SUFFIX, ExpertAdapter(getattr(experts, name), rank, scaling, generator))
-    experts.forward = functools.partial(_forward, experts)
+    replace_forward(experts, _forward)
 
 
-def _forward(experts: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _forward(experts: nn.Module, _own, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden (N, H), experts and weights (N, k) -> (N, H). What adapters add is rounded with the rest, not by itself: a
     small adapter's part would be lost.
     """

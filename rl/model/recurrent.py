@@ -23,6 +23,7 @@ from transformers.activations import ACT2FN
 
 from rl.model import delta_rule
 from rl.model.attention import Packing
+from rl.model.forwards import replace_forward
 
 Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
 DELTA_RULE = "torch_chunk_gated_delta_rule"
@@ -43,9 +44,16 @@ def add_mixers(model: nn.Module) -> tuple[nn.Module, ...]:
     found = [x for x in model.modules() if any(_is_along_tokens(y) for y in x.children())]
     for module in found:
         if not hasattr(module, "apart"):
-            module.apart, module.places = "", None
-            module.forward = functools.partial(_mix, module, module.forward)
+            module.apart, module.places, module.known = "", None, _known(type(module).forward)
+            replace_forward(module, _mix)
     return tuple(found)
+
+
+def _known(forward: Any) -> tuple[str, ...]:
+    """Which of the names for borders a layer's forward takes."""
+    parameters = inspect.signature(forward).parameters
+    takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+    return tuple(x for x in ("cu_seq_lens_q", "seq_idx") if takes_all or x in parameters)
 
 
 def _is_along_tokens(module: nn.Module) -> bool:
@@ -104,10 +112,8 @@ def separate(mixers: tuple[nn.Module, ...], apart: Apart, packing: Packing | Non
 def _mix(module: nn.Module, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer's forward over a packed row (1, N, H)."""
     if module.apart == "borders":
-        known = inspect.signature(own_forward).parameters
         borders = dict(cu_seq_lens_q=module.places.borders, seq_idx=module.places.row)
-        takes_all = any(x.kind == x.VAR_KEYWORD for x in known.values())
-        return own_forward(*args, **kwargs | {k: x for k, x in borders.items() if takes_all or k in known})
+        return own_forward(*args, **kwargs | {name: borders[name] for name in module.known})
     if module.apart == "rows":
         _, _, index, back = module.places
         hidden = args[0] if args else kwargs.pop("hidden_states")
