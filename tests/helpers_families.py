@@ -1,11 +1,10 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -84,11 +83,6 @@ FAMILIES = {  # what is special -> config, its options, and the way that such a 
 FEW = ("short windows", "constants in its files", "experts", "scaled logits", "capped scores", "convolutions")
 FEW += ("delta nets", "Mamba-2 of Granite")
 assert {FAMILIES[name][2] for name in FEW} == {way for _, _, way in FAMILIES.values()}
-
-
-def some(names: Iterable[str], few: Container[str] = FEW) -> list:
-    """Parameters of a test: those that are not among the few are marked."""
-    return [name if name in few else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
 class Made(dict):

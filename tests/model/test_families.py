@@ -65,7 +65,7 @@ def close(actual, expected, tolerance=2e-5):
 # The same numbers as one sequence at a time
 
 
-@pytest.mark.parametrize("name", families.some(FAMILIES))
+@pytest.mark.parametrize("name", h.some(FAMILIES, *families.FEW))
 def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, folder_of, batch, world, capsys):
     plain, model = families.plain(folder_of[name]), families.load(folder_of[name], world)
     way = FAMILIES[name][2]
@@ -87,7 +87,7 @@ def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, 
         assert largest_error(families.gradients(model), expected) < 5e-4
 
 
-@pytest.mark.parametrize("name", families.some(FAMILIES))
+@pytest.mark.parametrize("name", h.some(FAMILIES, *families.FEW))
 def test_every_family_runs_the_same_way_in_bfloat16(name, folder_of, world):
     """Rounding must not hide what is wrong, nor be taken for it."""
     model = families.load(folder_of[name], replace(world, dtype=torch.bfloat16))
@@ -112,7 +112,7 @@ def test_every_rank_makes_room_for_what_rank_0_reads(world, tmp_path):
 TWO_RANKS = ("scaled logits", "capped scores", "delta nets", "experts")
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("world_size", h.some([1, 2], 2))
 def test_gradients_of_padded_models_and_experts_do_not_depend_on_the_world_size(folder_of, batch, tmp_path, world_size):
     torch.save(batch, tmp_path / "batch.pt")
     worker = launch.TESTS / "model" / "workers" / "families.py"
@@ -271,7 +271,7 @@ def test_buffers_and_published_names_reach_engines(folder_of, world):
 EXPORTED = ("constants in its files", "other names in its files", "convolutions", "experts")
 
 
-@pytest.mark.parametrize("name", families.some(EXPORTED, EXPORTED[::3]))
+@pytest.mark.parametrize("name", h.some(EXPORTED, *EXPORTED[::3]))
 def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, tmp_path, runs_here):
     """sft.py's own export gives transformers the loss on the held-out rows that sft.py reported."""
     task = h.make_task(tmp_path)

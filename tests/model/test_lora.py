@@ -4,6 +4,7 @@ import weakref
 from dataclasses import replace
 
 import helpers_families as families
+import helpers_scripts as h
 import launch
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_the_seed_of_the_run_decides_where_adapters_begin():
             assert torch.equal(x, again.get_parameter(name)) and not torch.equal(x, other.get_parameter(name))
 
 
-@pytest.mark.parametrize("name", families.some(name for name in FAMILIES if name != "a state"))
+@pytest.mark.parametrize("name", h.some([name for name in FAMILIES if name != "a state"], *families.FEW))
 def test_every_family_computes_with_its_adapters_what_the_merged_model_computes(name, batch, world, tmp_path):
     """No family reads the weight of a layer without asking the layer."""
     path = families.save(name, tmp_path)
@@ -158,7 +159,7 @@ def test_switched_off_they_leave_the_base_bit_by_bit_also_after_an_error(tiny_mo
     assert isinstance(models.load_reference(tiny_model, world, base), torch.nn.Module)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("world_size", h.some([1, 2], 2))
 def test_ranks_have_the_gradients_and_weights_of_one(tiny_model, policy, batch, tmp_path, world_size):
     torch.save(batch, tmp_path / "batch.pt")
     worker = launch.TESTS / "model" / "workers" / "adapters.py"

@@ -99,7 +99,7 @@ def test_prompts_have_the_tokens_of_the_processor(folder_of, rows, family):
         assert (ids >= images.FIRST).sum() == (vision.TOKENS + marks if i < 3 else 0)
 
 
-@pytest.mark.parametrize("family", families.some(FAMILIES, FEW))
+@pytest.mark.parametrize("family", h.some(FAMILIES, *FEW))
 def test_packed_as_one_sequence_at_a_time(world, folder_of, rows, expected, family):
     samples, wanted, gradients = expected[family]
     is_padded, logp, found = measure(folder_of[family], rows, world, LoRA(freeze_vision_tower=False))
@@ -131,7 +131,7 @@ def test_two_ranks_of_which_one_has_no_image(folder_of, rows, expected, tmp_path
                 close(part[name][2][key], x, 2e-4)
 
 
-@pytest.mark.parametrize("family", families.some(FAMILIES, FEW))
+@pytest.mark.parametrize("family", h.some(FAMILIES, *FEW))
 def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family):
     """Prompts with and without an image side by side, before and after a push of other weights, also of the tower."""
     folder, sampling, places = folder_of[family], Sampling(n=3, max_tokens=16), 0

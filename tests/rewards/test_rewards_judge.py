@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 
+import helpers_scripts as h
 import helpers_servers as servers
 import pytest
 
@@ -273,7 +274,7 @@ SOME = ("a body in drops", "silence", "an endless body", "half of the body", "50
 SOME += tuple(name for name, (said, _) in WAYS.items() if said == servers.FORM)
 
 
-@pytest.mark.parametrize("name", [x if x in SOME else pytest.param(x, marks=pytest.mark.thorough) for x in WAYS])
+@pytest.mark.parametrize("name", h.some(WAYS, *SOME))
 def test_every_wrong_server_costs_the_budget_at_most_and_gives_no_score(name, serve, monkeypatch, capsys, caplog):
     said, way = WAYS[name]
     serve()  # for the settings

@@ -306,7 +306,7 @@ def test_the_default_reward_goes_by_data_source(grpo, sources, task, capfd):
 KL = {"k1": lambda d: d, "k3": lambda d: torch.exp(-d) + d - 1}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("k1", marks=pytest.mark.thorough), "k3"])
+@pytest.mark.parametrize("kind", h.some(KL, "k3"))
 def test_kl_in_reward_is_subtracted_from_the_score_of_the_whole_response(variants, task, monkeypatch, kind):
     sampled = []
     h.record_rounds(sampled, monkeypatch.setattr)

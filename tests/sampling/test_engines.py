@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import helpers_scripts as h
 import numpy as np
 import pytest
 import torch
@@ -148,7 +149,8 @@ TENSORS = [
 def some(names):
     """One tensor of each kind, of each place; the others only in `make thorough`."""
     few = ("embed_tokens.weight", "k_proj.weight", "v_proj.bias", "up_proj.weight", "model.norm.weight")
-    return [x if x.endswith(few) else pytest.param(x, marks=pytest.mark.thorough) for x in names]
+    names = list(names)
+    return h.some(names, *(x for x in names if x.endswith(few)))
 
 
 @pytest.mark.parametrize("missing", some(TENSORS))

@@ -281,7 +281,7 @@ def sampled(split_model, tmp_path_factory):
     return found
 
 
-SOME = [pytest.param(x, marks=pytest.mark.thorough) if x == "vllm, 2 ranks" else x for x in WORLDS]
+SOME = h.some(WORLDS, "hf", "hf, 2 ranks", "shared")
 
 
 def assert_same(*worlds):

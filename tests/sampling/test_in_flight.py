@@ -207,7 +207,7 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
 SETTINGS = dict(partial_rollouts=0.75, rollout_is="token", total_training_steps=5, save_freq=1, max_response_length=30)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("ranks", h.some([1, 2], 2))
 def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_factory, tmp_path):
     task = h.make_task_with_stops(tmp_path_factory.mktemp("task"))
     for name, changes in (("unbroken", {}), ("resumed", dict(resume_mode=str(tmp_path / "unbroken/global_step_2")))):
@@ -225,8 +225,7 @@ def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_fa
 
 
 # All of them take them from one function of rl/; of the scripts with a critic, and with a teacher, one stays.
-FRESH = ["ppo", "distill"]
-FRESH += [pytest.param(x, marks=pytest.mark.thorough) for x in ("grpo", "grpo_variants", "reinforce", "prime")]
+FRESH = h.some(["grpo", "grpo_variants", "ppo", "reinforce", "prime", "distill"], "ppo", "distill")
 
 
 @pytest.mark.parametrize("script", FRESH)

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import helpers_families as families
+import helpers_scripts as h
 import pytest
 import torch
 
@@ -25,10 +26,10 @@ def gap(policy, engine, world, pushed=True):
 
 
 # tests/model/test_families.py pushes constants to the plain engine, by the same names.
-APERTUS = pytest.param("ApertusConfig", marks=pytest.mark.thorough)
+KINDS = h.some(["Olmo2Config", "ApertusConfig", "Qwen3MoeConfig"], "Olmo2Config", "Qwen3MoeConfig")
 
 
-@pytest.mark.parametrize("kind", ["Olmo2Config", APERTUS, "Qwen3MoeConfig"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     """OLMo 2 runs in vLLM by the class of transformers that our policy is made of; Apertus has constants as buffers; on
     a CPU vLLM packs experts.
