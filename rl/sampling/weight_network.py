@@ -33,7 +33,6 @@ from rl.sampling.weight_files import ALIGNMENT, open_weights, tensors_in
 CHUNK = 64 * 2**20  # bytes
 # Set while a group is made: then no thread of torch's watches it, which would end this process with the other side.
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-os.environ.setdefault(NO_WATCHDOG, "0")  # so that changing it does not move the environment, which other threads read
 environment_lock = threading.Lock()
 
 
@@ -42,6 +41,7 @@ class Transfer(threading.Thread):
 
     def __init__(self, about: dict[str, Any], device: torch.device):
         super().__init__(name=f"weights {about['version']}", daemon=True)
+        os.environ.setdefault(NO_WATCHDOG, "0")  # changing it later does not move the environment, which others read
         self.about, self.device, self.error = about, device, None
         self.patience = datetime.timedelta(seconds=about["patience_s"])
 
@@ -182,6 +182,7 @@ class Outbox:
         if (where := urllib.parse.urlparse(address)).scheme != "tcp":
             raise ValueError(f"--weights-transfer {transfer}: --sampler-address {address} must begin with tcp://")
         self.host, self.device = where.hostname, device if transfer == "nccl" else torch.device("cpu")
+        os.environ.setdefault(NO_WATCHDOG, "0")  # before there are other threads
         self.about = {"transfer": transfer, "patience_s": patience_s, "chunk": CHUNK}
         self.sending: dict[str, Sending] = {}
 
