@@ -156,7 +156,8 @@ def weights_of(batch: Batch) -> Tensor:
     """What every log-prob counts in the loss (b, T): signs, as advantages have them, over the number of tokens."""
     random = torch.Generator().manual_seed(2)
     signs = torch.randn(len(batch.lengths), 1, generator=random).sign()
-    return (signs * batch.response_mask / batch.response_mask.sum()).to(batch.response_mask.device)
+    mask = batch.response_mask
+    return signs.to(mask.device) * mask / mask.sum()
 
 
 def own_forward(path: str, batch: Batch, ranks: Ranks, dtype: torch.dtype, kernels: bool):
