@@ -16,7 +16,7 @@ else
 WITH_VLLM := cat
 endif
 # Bytecode is written even where the environment forbids it: else every process of a test compiles what it imports.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --reruns 1
 
 .PHONY: install demo check test thorough faults lint clean
 

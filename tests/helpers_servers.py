@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import http.server
 import json
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -14,13 +13,11 @@ START = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n"
 IN_TIME, FORM, BROKEN = "no whole answer in time", "unusable reply", "no connection"
 SHORT, LONG = 0.2, 60.0  # seconds of a try: one that time ends, and one that ends before, on a slow machine too
-CERTIFICATES = ssl.create_default_context()  # as each call of the client makes it anew, in 70 ms of a core
 
 
 def hurry(monkeypatch) -> None:
-    """Short pauses between tries, and certificates that are read once."""
+    """Short pauses between tries."""
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(ssl, "create_default_context", lambda: CERTIFICATES)
 
 
 class Server(http.server.ThreadingHTTPServer):

@@ -1,6 +1,5 @@
 """Models with recurrent layers: borders for their kernels, and Qwen3.5, whose text is a part of a larger model."""
 
-import copy
 import inspect
 import json
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import helpers_families as families
 import helpers_scripts as h
+import launch
 import pytest
 import torch
-import transformers
 from helpers_families import BORDERS
 from safetensors.torch import load_file
 from transformers import (
@@ -25,13 +24,9 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import sft
 import train_grpo
 import train_reward
-from rl.data.batching import collate
-from rl.data.types import Sample, Sampling
 from rl.flags import build
 from rl.model import delta_rule, recurrent, reward_model
 from rl.model import load as models
-from rl.model.logprobs import token_logprobs, use_forward
-from rl.model.sharding import Memory, shard
 from rl.sampling.engines import hf
 
 CASE = ("all terms", "token-mean")
@@ -65,35 +60,12 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
     assert set(calls) == {8} and len(calls) == 2 and largest_error(families.gradients(model), expected) < 5e-4
 
 
-def test_layers_of_a_kind_are_compiled_once(world, monkeypatch):
+def test_layers_of_a_kind_are_compiled_once():
     """torch.compile gives up after eight graphs of one function, so each layer must not be code of its own."""
-    graphs, torch_compile = [], torch.compile
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def compile_counted(function, options=None, **rest):  # options are for another backend
-        return torch_compile(function, backend=counting, **rest)
-
-    monkeypatch.setattr(torch, "compile", compile_counted)
-    torch._dynamo.reset()
-    kinds = ["linear_attention"] * 10 + ["full_attention"]
-    kind, options, _ = families.FAMILIES["delta nets"]
-    config = getattr(transformers, kind)(**options | dict(num_hidden_layers=11, layer_types=kinds))
-    model = AutoModelForCausalLM.from_config(config)
-    ids = torch.randint(3, 80, (9, 30), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = collate(
-        [Sample(x[:4], x[4 : 20 + i], [1] * (16 + i), [0.0] * (16 + i), "stop", i) for i, x in enumerate(ids)]
-    )
-    found = []
-    for memory in (Memory(activation_checkpointing="none", compile=compiled) for compiled in (False, True)):
-        one = shard(copy.deepcopy(model), world, memory)
-        use_forward(one, is_padded=False, own_head=False, apart="rows")
-        with torch.no_grad():
-            found.append(token_logprobs(one, batch, sampling=Sampling())[0])
-        assert len(graphs) == 3 * memory.compile  # one for each kind of layer, and one for the head
-    assert (found[0] - found[1]).abs().max() < 1e-5 < found[0].abs().max()
+    output = launch.run_file(launch.TESTS / "model" / "workers" / "compiled_kinds.py")
+    (found,) = launch.objects(output, "difference")
+    assert found["graphs"] == [0, 3]  # one for each kind of layer, and one for the head
+    assert found["difference"] < 1e-5 < found["largest"]
 
 
 @pytest.mark.parametrize("problem", ["refused", "a wrong gradient"])

@@ -1,0 +1,54 @@
+"""A hybrid of eleven layers, plain and compiled: prints what differs, and how many graphs torch.compile has made."""
+
+import copy
+import json
+import sys
+
+import helpers_families as families
+import torch
+import transformers
+
+from rl.data.batching import collate
+from rl.data.types import Sample, Sampling
+from rl.model.logprobs import token_logprobs, use_forward
+from rl.model.sharding import Memory, shard
+from rl.ranks import init_ranks, shutdown_ranks
+
+
+def main() -> None:
+    graphs, torch_compile = [], torch.compile
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_counted(function, options=None, **rest):  # options are for another backend
+        return torch_compile(function, backend=counting, **rest)
+
+    torch.compile = compile_counted
+    ranks = init_ranks()
+    kind, options, _ = families.FAMILIES["delta nets"]
+    kinds = ["linear_attention"] * 10 + ["full_attention"]
+    config = getattr(transformers, kind)(**options | dict(num_hidden_layers=11, layer_types=kinds))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(3, 80, (9, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = [20 + i for i in range(9)]
+    batch = collate(
+        [Sample(x[:4], x[4:n], [1] * (n - 4), [0.0] * (n - 4), "stop", 0) for x, n in zip(ids, ends, strict=True)]
+    )
+    found, counts = [], []
+    for compiled in (False, True):
+        one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
+        use_forward(one, is_padded=False, own_head=False, apart="rows")
+        with torch.no_grad():
+            found.append(token_logprobs(one, batch, sampling=Sampling())[0])
+        counts.append(len(graphs))
+    difference = (found[0] - found[1]).abs().max().item()
+    sys.stdout.write(
+        json.dumps({"difference": difference, "largest": found[0].abs().max().item(), "graphs": counts}) + "\n"
+    )
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main()
