@@ -11,6 +11,7 @@ sequences of many lengths, packed and padded, with kernels and without. Both cou
 """
 
 import importlib
+import inspect
 import json
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.flops import train_flops  # noqa: E402
-from benchmarks.make_model import config_of  # noqa: E402
+from benchmarks.make_model import Random, config_of  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import delta_rule, lora, recurrent, sharding  # noqa: E402
@@ -45,7 +46,6 @@ SIZES = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=128,
 )  # fmt: skip
 QWEN = "transformers.models.qwen3_5.modeling_qwen3_5"
-TORCHS: dict[str, Callable] = {}  # its functions, by module, before this package changes them
 CALLS = {"all": 0, "with borders": 0}  # of the kernels
 
 
@@ -96,16 +96,10 @@ def count_calls(kernels: str) -> None:
     delta_rule.kernel = counted
 
 
+@cache
 def torchs(name: str) -> Callable:
-    """transformers' function in plain torch, of its module `name`, which takes any argument."""
-    if name not in TORCHS:
-        TORCHS[name] = getattr(importlib.import_module(name), recurrent.DELTA_RULE).__wrapped__
-
-    def rule(*args: Tensor, **kwargs: Any) -> Any:
-        names = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-        return TORCHS[name](*args, **{x: kwargs[x] for x in names if x in kwargs})
-
-    return rule
+    """transformers' function in plain torch, of its module `name`; first asked for before this package changes that."""
+    return delta_rule.without_kernels(inspect.unwrap(getattr(importlib.import_module(name), recurrent.DELTA_RULE)))
 
 
 def one_by_one(*states: Tensor, borders: Tensor | None, normalize: bool) -> Tensor:
@@ -253,18 +247,6 @@ def check(args: Check) -> list[dict[str, Any]]:
 # speed
 
 
-class Random:
-    """In the place of a class of transformers: a model of new weights, which stands in no file."""
-
-    def __init__(self, config: Any):
-        self.config = config
-
-    def from_pretrained(self, path: str, *, dtype: torch.dtype, output_loading_info: bool = True) -> Any:
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return AutoModelForCausalLM.from_config(self.config, dtype=dtype).eval(), {"missing_keys": []}
-
-
 def speed(args: Speed) -> list[dict[str, Any]]:
     """Returns its lines, one for each way."""
     ranks, lines = init_ranks(), []
@@ -272,7 +254,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
     config = config_of("4B-hybrid", args.layers, **tiny if args.tiny else {}).get_text_config()
     args.out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(args.out / "model")
-    model, _ = models.load_pretrained(Random(config), str(args.out / "model"), ranks, dtype=ranks.dtype)
+    model, _ = models.load_pretrained(Random, str(args.out / "model"), ranks, dtype=ranks.dtype)
     lora.add(model, lora.LoRA(lora_rank=args.lora_rank), path="", seed=0)
     model = models.add_packed_forward(model)
     memory = sharding.Memory(activation_checkpointing=args.checkpointing, compile=args.compile)
@@ -288,7 +270,7 @@ def speed(args: Speed) -> list[dict[str, Any]]:
         for rows in plan:
             micro = take_rows(batch, rows, ranks.device)
             logp, _ = token_logprobs(model, micro)
-            sharding.backward(model, (logp * weights_of(micro).to(logp.device)).sum(), is_last=rows is plan[-1])
+            sharding.backward(model, (logp * weights_of(micro)).sum(), is_last=rows is plan[-1])
         for x in model.parameters():
             x.grad = None
 

@@ -14,10 +14,12 @@ from typing import Any, Literal
 import torch
 import tyro
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3Config,
@@ -84,6 +86,20 @@ def hybrid(common: dict[str, Any], key_heads: int, value_heads: int) -> PreTrain
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = {name: common["vocab_size"] - 1 - i for i, name in enumerate(names)}
     return Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True, **special)
+
+
+class Random:
+    """In the place of a class of transformers: a model of new weights, which stands in no file."""
+
+    @staticmethod
+    def from_pretrained(
+        path: str, *, dtype: torch.dtype, output_loading_info: bool = True
+    ) -> tuple[PreTrainedModel, dict]:
+        """Only the config is read."""
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+        return model.eval(), {"missing_keys": []}
 
 
 def main(args: Args) -> None:

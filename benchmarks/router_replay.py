@@ -14,15 +14,15 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.make_model import config_of  # noqa: E402
+from benchmarks.make_model import Random, config_of  # noqa: E402
 from rl.data.batching import collate  # noqa: E402
 from rl.data.types import Batch, Sampling, take_rows  # noqa: E402
 from rl.model import experts  # noqa: E402
@@ -46,16 +46,14 @@ class Args:
     seed: int = 0
 
 
-class Random:
-    """In the place of a class of transformers: a model of new weights, which stands in no file."""
+class Lively(Random):
+    """The same with a larger LM head."""
 
     @staticmethod
-    def from_pretrained(path: str, *, dtype: torch.dtype, output_loading_info: bool = True):
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    def from_pretrained(path: str, **options: Any) -> tuple[PreTrainedModel, dict]:
+        model, info = Random.from_pretrained(path, **options)
         model.lm_head.weight.data *= 3
-        return model.eval(), {"missing_keys": []}
+        return model, info
 
 
 def shape_config(args: Args) -> PreTrainedConfig:
@@ -111,8 +109,8 @@ def main(args: Args) -> list[dict]:
     config.save_pretrained(args.out / "model")
     longest = 64 + args.max_tokens
     if args.engine == "hf":  # which reads files
-        Random.from_pretrained(str(args.out / "model"), dtype=ranks.dtype)[0].save_pretrained(args.out / "model")
-    model, _ = load_pretrained(Random, str(args.out / "model"), ranks, dtype=ranks.dtype)
+        Lively.from_pretrained(str(args.out / "model"), dtype=ranks.dtype)[0].save_pretrained(args.out / "model")
+    model, _ = load_pretrained(Lively, str(args.out / "model"), ranks, dtype=ranks.dtype)
     model = shard_as(Memory(compile=False), add_packed_forward(model).requires_grad_(False), ranks, longest=longest)
     has_experts = bool(model.packed.routers)
     rollout = Rollout(engine=args.engine, router_replay=has_experts, max_num_seqs=64, gpu_memory_utilization=0.4)

@@ -55,9 +55,9 @@ class Server:
         """The answers to bodies, which are sent as JSON. Raises Failed as soon as one of these requests has failed."""
 
         async def ask_all() -> list[T]:
-            gate, context = asyncio.Semaphore(at_once), certificates()
+            gate = asyncio.Semaphore(at_once)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ask(body, read, gate, context)) for body in bodies]
+                tasks = [group.create_task(self._ask(body, read, gate)) for body in bodies]
             return [task.result() for task in tasks]
 
         def run() -> list[T]:
@@ -72,12 +72,12 @@ class Server:
         with ThreadPoolExecutor(1) as thread:  # the caller may run in an event loop of its own
             return thread.submit(run).result()
 
-    async def _ask(self, body: dict, read: Read[T], gate: asyncio.Semaphore, context: ssl.SSLContext) -> T:
+    async def _ask(self, body: dict, read: Read[T], gate: asyncio.Semaphore) -> T:
         async with gate:
             end = time.monotonic() + 2 * self.seconds
             for attempt in range(1, TRIES + 1):
                 pause = FIRST_PAUSE_S * 2 ** (attempt - 1) * random.Random().uniform(0.5, 1.5)
-                reply, text, why = await self._try(body, context, min(self.seconds, end - time.monotonic()))
+                reply, text, why = await self._try(body, min(self.seconds, end - time.monotonic()))
                 if reply is not None and not reply.is_success:  # whatever became of its text
                     why = f"HTTP status {reply.status_code}"
                     if reply.status_code not in (408, 429) and reply.status_code < 500:
@@ -93,12 +93,15 @@ class Server:
                     raise Failed(why)
                 await asyncio.sleep(pause)
 
-    async def _try(self, body: dict, context: ssl.SSLContext, seconds: float) -> tuple:
+    async def _try(self, body: dict, seconds: float) -> tuple:
         """The reply, None if not even its headers came; its text, or how that begins; and what went wrong, or None."""
         reply, text, why, data = None, bytearray(), None, json.dumps(body).encode()
         headers = self.headers | {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         try:
-            async with asyncio.timeout(seconds) as limit, httpx.AsyncClient(verify=context, timeout=None) as client:
+            async with (
+                asyncio.timeout(seconds) as limit,
+                httpx.AsyncClient(verify=certificates(), timeout=None) as client,
+            ):
                 async with client.stream("POST", self.url, content=data, headers=headers) as reply:
                     async for piece in reply.aiter_raw():
                         text += piece
