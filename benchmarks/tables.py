@@ -139,7 +139,8 @@ class Figures(Mapping):
         if "is" in spec:
             return eval(spec["is"], {"__builtins__": {"min": min, "max": max}}, self)
         where = {key: value.format(**self.texts()) for key, value in spec.get("where", {}).items()}
-        return read_figure(self.file(spec), {**spec, "where": where}, self.entries["steps"])
+        key = spec.get("key", "").format(**self.texts())
+        return read_figure(self.file(spec), {**spec, "key": key, "where": where}, self.entries["steps"])
 
     def file(self, spec: Mapping[str, Any]) -> Path:
         """The file in which a figure is found."""
