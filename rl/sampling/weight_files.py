@@ -13,6 +13,7 @@ import os
 import pathlib
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class WeightWriter:
 
     def __init__(self, folder: str | None, run: pathlib.Path):
         self.folder, self.file, self.pinned = None, None, None
+        self.thread = ThreadPoolExecutor(1, "memory for weights")
+        self.spare: Future | None = None  # memory for the next weights
         if folder is not None:
             name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
             self.folder = pathlib.Path(folder) / f"{run.name}_{name}"
@@ -42,7 +45,7 @@ class WeightWriter:
         Raises OSError if there is no room: then the weights before are still there.
         """
         if self.folder is None:
-            file = open(os.memfd_create(f"weights_{version}"), "wb")
+            file, self.spare = self.spare.result() if self.spare else shared_memory(0), None
             path = pathlib.Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +65,8 @@ class WeightWriter:
             on_failure.pop_all()
         old, self.file = self.file, file
         self._remove(old)
+        if self.folder is None:  # while training goes on: a new page costs more than the bytes on it
+            self.spare = self.thread.submit(shared_memory, end)
         return {"version": version, "path": str(path), "mark": mark, "bytes": end, "tensors": tensors}
 
     def _on_host(self, chunk: Tensor) -> Tensor:
@@ -81,10 +86,20 @@ class WeightWriter:
     def close(self) -> None:
         """Remove what is kept."""
         self._remove(self.file)
-        self.file = None
+        self._remove(self.spare.result() if self.spare else None)
+        self.file = self.spare = None
         if self.folder is not None:
             with contextlib.suppress(OSError):  # it is gone already
                 self.folder.rmdir()
+
+
+def shared_memory(size: int) -> Any:
+    """A file in memory, without a name, that has taken so many bytes if there is room for them."""
+    file = open(os.memfd_create("weights"), "wb")
+    if size:
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, size)
+    return file
 
 
 def read_weights(about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
