@@ -60,9 +60,12 @@ def trains(own: Any, heads: int, key_width: int, value_width: int, device: torch
 
 
 def without_kernels(own: Any) -> Any:
-    """transformers' function in plain torch, for which it would take the kernels."""
+    """transformers' function in plain torch, for which it would take the kernels. torch.compile would unroll its loops,
+    for each length again, which takes minutes.
+    """
     known = inspect.signature(own).parameters
 
+    @torch.compiler.disable
     @functools.wraps(own)
     def rule(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **{name: x for name, x in kwargs.items() if name in known})

@@ -61,10 +61,14 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
 
 
 def test_layers_of_a_kind_are_compiled_once():
-    """torch.compile gives up after eight graphs of one function, so each layer must not be code of its own."""
+    """torch.compile gives up after eight graphs of one function, so each layer must not be code of its own. A gated
+    delta net in plain torch is not compiled: its loops would be unrolled anew for every length.
+    """
     output = launch.run_file(launch.TESTS / "model" / "workers" / "compiled_kinds.py")
     (found,) = launch.objects(output, "difference")
-    assert found["graphs"] == [0, 3]  # one for each kind of layer, and one for the head
+    plain, (first, second, third) = found["graphs"][:3], found["graphs"][3:]
+    assert plain == [0, 0, 0] and 0 < first < 11  # layers; a few for each of the two kinds, and one for the head
+    assert second == third
     assert found["difference"] < 1e-5 < found["largest"]
 
 

@@ -1,4 +1,6 @@
-"""A hybrid of eleven layers, plain and compiled: prints what differs, and how many graphs torch.compile has made."""
+"""A hybrid of eleven layers, plain and compiled, on short and on longer sequences: prints what differs, and how many
+graphs torch.compile has made after each batch.
+"""
 
 import copy
 import json
@@ -9,10 +11,18 @@ import torch
 import transformers
 
 from rl.data.batching import collate
-from rl.data.types import Sample, Sampling
+from rl.data.types import Batch, Sample, Sampling
 from rl.model.logprobs import token_logprobs, use_forward
+from rl.model.recurrent import know_borders
 from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
+
+
+def batch_of(lengths: range) -> Batch:
+    """Random sequences of these lengths."""
+    ids = torch.randint(3, 80, (len(lengths), lengths[-1]), generator=torch.Generator().manual_seed(0)).tolist()
+    pairs = zip(ids, lengths, strict=True)
+    return collate([Sample(x[:4], x[4:n], [1] * (n - 4), [0.0] * (n - 4), "stop", 0) for x, n in pairs])
 
 
 def main() -> None:
@@ -31,19 +41,17 @@ def main() -> None:
     kinds = ["linear_attention"] * 10 + ["full_attention"]
     config = getattr(transformers, kind)(**options | dict(num_hidden_layers=11, layer_types=kinds))
     model = transformers.AutoModelForCausalLM.from_config(config)
-    ids = torch.randint(3, 80, (9, 30), generator=torch.Generator().manual_seed(0)).tolist()
-    ends = [20 + i for i in range(9)]
-    batch = collate(
-        [Sample(x[:4], x[4:n], [1] * (n - 4), [0.0] * (n - 4), "stop", 0) for x, n in zip(ids, ends, strict=True)]
-    )
+    batches = [batch_of(range(20, 29)), batch_of(range(150, 159)), batch_of(range(220, 229))]
     found, counts = [], []
     for compiled in (False, True):
         one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
+        assert not know_borders(one.packed.mixers, ranks.device)
         use_forward(one, is_padded=False, own_head=False, apart="rows")
-        with torch.no_grad():
-            found.append(token_logprobs(one, batch, sampling=Sampling())[0])
-        counts.append(len(graphs))
-    difference = (found[0] - found[1]).abs().max().item()
+        for batch in batches:
+            with torch.no_grad():
+                found.append(token_logprobs(one, batch, sampling=Sampling())[0])
+            counts.append(len(graphs))
+    difference = max((x - y).abs().max().item() for x, y in zip(found[:3], found[3:], strict=True))
     sys.stdout.write(
         json.dumps({"difference": difference, "largest": found[0].abs().max().item(), "graphs": counts}) + "\n"
     )
