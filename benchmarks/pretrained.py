@@ -99,6 +99,14 @@ RUNS = {
         "lora_8_lr_3e-5": "train_grpo.py --lora-rank 8 --lr 3e-5",
         "fp8": "train_grpo.py --rollout-quantization fp8 --rollout-is token",
     },
+    "GRPO with LoRA, by rank and learning rate; lora_8 and lora_32 have 1e-4": {
+        f"lora_{rank}_lr_{lr}": f"train_grpo.py --lora-rank {rank} --lr {lr}"
+        for rank in (8, 32)
+        for lr in ("5e-5", "2e-4")
+    },
+    "GRPO with what TRL does otherwise": {
+        f"grpo_{change}": f"benchmarks/changed.py --change {change}" for change in ("mixed", "float32_residual")
+    },
     "GRPO with one setting changed": {
         "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",
         "grpo_lr_3e-6": "train_grpo.py --lr 3e-6",
