@@ -22,6 +22,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo  # noqa: E402
 from rl.data import batching  # noqa: E402
+from rl.data.types import MicroBatch  # noqa: E402
 from rl.model import sharding  # noqa: E402
 
 
@@ -36,10 +37,13 @@ def mix() -> None:
             return sorted(order[i] for i in rows)
 
         updates = plan([lengths[i] for i in order], learned=[learned[i] for i in order], **settings)
-        micros = [[type(x)(back(x), x.share) for x in update.micro_batches] for update in updates]
-        parts = [[back(rows) for rows in update.rows_of_rank] for update in updates]
-        pairs = zip(updates, micros, parts, strict=True)
-        return [update._replace(micro_batches=micro, rows_of_rank=part) for update, micro, part in pairs]
+        return [
+            update._replace(
+                micro_batches=[MicroBatch(back(x), x.share) for x in update.micro_batches],
+                rows_of_rank=[back(x) for x in update.rows_of_rank],
+            )
+            for update in updates
+        ]
 
     batching.plan_updates = planned
 

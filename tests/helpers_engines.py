@@ -19,15 +19,6 @@ TEMPERATURE = 0.7
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
 
 
-def look_at_classes_here() -> None:
-    """vLLM asks a new process what a model's class can do, eight seconds of a core for each class, so as not to touch a
-    GPU. Let this process look itself.
-    """
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda inspect: inspect()
-
-
 def weights(policy):
     return {name: tensor.clone() for name, tensor in full_tensors(policy)}
 

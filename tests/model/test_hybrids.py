@@ -61,15 +61,17 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
 
 
 def test_layers_of_a_kind_are_compiled_once():
-    """torch.compile gives up after eight graphs of one function, so each layer must not be code of its own. A gated
-    delta net in plain torch is not compiled: its loops would be unrolled anew for every length.
+    """torch.compile gives up after eight graphs of one function, so each layer must not be code of its own. A delta
+    rule in plain torch is not compiled: its loops would be unrolled anew for every length.
     """
     output = launch.run_file(launch.TESTS / "model" / "workers" / "compiled_kinds.py")
-    (found,) = launch.objects(output, "difference")
-    plain, (first, second, third) = found["graphs"][:3], found["graphs"][3:]
-    assert plain == [0, 0, 0] and 0 < first < 11  # layers; a few for each of the two kinds, and one for the head
-    assert second == third
-    assert found["difference"] < 1e-5 < found["largest"]
+    operation, plain = launch.objects(output, "difference")
+    assert (operation["rule"], plain["rule"]) == ("operation", "plain")
+    assert operation["graphs"][:4] == [0, 0, 0, 3]  # one for each kind of layer, and one for the head
+    assert plain["graphs"][:3] == [0, 0, 0] and 0 < plain["graphs"][3] < 11  # layers
+    for found in (operation, plain):
+        assert found["graphs"][4] == found["graphs"][5]  # nothing is compiled for one more length
+        assert found["difference"] < 1e-5 < found["largest"]
 
 
 @pytest.mark.parametrize("problem", ["refused", "a wrong gradient"])

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 import helpers_scripts as h
+import launch
 import pytest
-from helpers_engines import look_at_classes_here, without_shortcuts
+from helpers_engines import without_shortcuts
 from torch import nn
 
 from rl.model.load import load_causal_lm
@@ -29,7 +30,7 @@ def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
 def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
     """vLLM, with shortcuts."""
     h.needs_vllm()
-    look_at_classes_here()
+    launch.look_at_classes_here()
     engine = vllm.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
     yield engine
     engine.close()

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 
 import helpers_families as families
 import helpers_scripts as h
+import launch
 import pytest
 import torch
-from helpers_engines import look_at_classes_here
 
 from rl.data.types import Sampling
 from rl.model import load as models
@@ -41,7 +41,7 @@ def test_engine_holds_the_weights_of(kind, world, tmp_path, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, kind, (kind, sizes, families.PACKED))
     folder = families.save(kind, tmp_path)
     before = families.load(folder, world)
-    look_at_classes_here()
+    launch.look_at_classes_here()
     engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
     after = families.load(folder, world)  # such as a reference
     with torch.no_grad():

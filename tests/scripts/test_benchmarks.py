@@ -1,7 +1,6 @@
 """The benchmarks' arithmetic, and one real run of step_time.py."""
 
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -74,7 +73,6 @@ from rl.data.order import prompts_for_step
 from rl.data.types import Sample, Sampling
 from rl.flags import change, flat
 from rl.model import delta_rule, lora, recurrent, sharding
-from rl.model.load import load_policy
 from rl.model.logprobs import token_logprobs
 from rl.ranks import init_ranks
 from rl.run.arguments import check
@@ -620,16 +618,13 @@ def test_mixed_mini_batches_have_every_response_once(monkeypatch):
     assert whole == [list(range(k, k + 8)) for k in (0, 8, 16, 24)]
 
 
-def test_a_float32_residual_stream(tiny_model):
+def test_a_float32_residual_stream(tiny_model, monkeypatch):
     """Layers get float32 and give it; what they compute with, and what the head gets, stays bfloat16."""
     ranks = replace(init_ranks(), dtype=torch.bfloat16)
-    narrow = sharding.MixedPrecisionPolicy
-    try:
-        sharding.MixedPrecisionPolicy = functools.partial(narrow, cast_forward_inputs=False)
-        model = load_policy(tiny_model, ranks, memory=sharding.BARE, longest=64)
-    finally:
-        sharding.MixedPrecisionPolicy = narrow
-    changed.widen(model, ranks.dtype)
+    for place, name in ((sharding, "MixedPrecisionPolicy"), (train_grpo, "load_policy")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # which are put back
+    changed.widen_policy()
+    model = train_grpo.load_policy(tiny_model, ranks, memory=sharding.BARE, longest=64)
     seen, layer = {}, model.model.layers[1]
     for name, module in {"layer": layer, "q_proj": layer.self_attn.q_proj, "norm": model.model.norm}.items():
         module.register_forward_hook(

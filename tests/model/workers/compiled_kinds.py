@@ -1,8 +1,9 @@
-"""A hybrid of eleven layers, plain and compiled, on short and on longer sequences: prints what differs, and how many
-graphs torch.compile has made after each batch.
+"""A hybrid of eleven layers, plain and compiled, with its delta rule as one operation and in plain torch: prints what
+differs, and how many graphs torch.compile has made after each of three batches, of longer and longer sequences.
 """
 
 import copy
+import inspect
 import json
 import sys
 
@@ -12,8 +13,8 @@ import transformers
 
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
+from rl.model import delta_rule, recurrent
 from rl.model.logprobs import token_logprobs, use_forward
-from rl.model.recurrent import know_borders
 from rl.model.sharding import Memory, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
@@ -42,19 +43,31 @@ def main() -> None:
     config = getattr(transformers, kind)(**options | dict(num_hidden_layers=11, layer_types=kinds))
     model = transformers.AutoModelForCausalLM.from_config(config)
     batches = [batch_of(range(20, 29)), batch_of(range(150, 159)), batch_of(range(220, 229))]
-    found, counts = [], []
-    for compiled in (False, True):
-        one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
-        assert not know_borders(one.packed.mixers, ranks.device)
-        use_forward(one, is_padded=False, own_head=False, apart="rows")
-        for batch in batches:
-            with torch.no_grad():
-                found.append(token_logprobs(one, batch, sampling=Sampling())[0])
-            counts.append(len(graphs))
-    difference = max((x - y).abs().max().item() for x, y in zip(found[:3], found[3:], strict=True))
-    sys.stdout.write(
-        json.dumps({"difference": difference, "largest": found[0].abs().max().item(), "graphs": counts}) + "\n"
-    )
+    space = vars(sys.modules[type(model).__module__])
+    own = inspect.unwrap(space[recurrent.DELTA_RULE])
+
+    def kernel(*states, borders, normalize):
+        q, k, v, g, beta = states
+        return own(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalize)[0]
+
+    delta_rule.kernel = kernel  # torch's in the place of flash-linear-attention's, which run on GPUs only
+    space[recurrent.DELTA_RULE] = delta_rule.as_operation(own)
+    for rule in ("operation", "plain"):
+        if rule == "plain":
+            space[recurrent.DELTA_RULE] = own
+        found, counts = [], []
+        for compiled in (False, True):
+            one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
+            assert not recurrent.know_borders(one.packed.mixers, ranks.device)
+            use_forward(one, is_padded=False, own_head=False, apart="rows")
+            graphs.clear()
+            for batch in batches:
+                with torch.no_grad():
+                    found.append(token_logprobs(one, batch, sampling=Sampling())[0])
+                counts.append(len(graphs))
+        difference = max((x - y).abs().max().item() for x, y in zip(found[:3], found[3:], strict=True))
+        line = {"difference": difference, "rule": rule, "largest": found[0].abs().max().item(), "graphs": counts}
+        sys.stdout.write(json.dumps(line) + "\n")
     shutdown_ranks()
 
 
