@@ -239,6 +239,11 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
     batch = _random_batch(model.config, longest or positions, ranks.device, has_images=vision.sees(model))
+    if model.packed.mixers and ranks.device.type == "cuda" and ranks.is_main:
+        say(
+            f"{flag}: the kernels of the recurrent layers of {model.config.model_type} are tried out; the first time on "
+            "a machine they are compiled and tuned, which takes minutes"
+        )
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
         expected = _own_outputs(model, batch)
