@@ -239,6 +239,11 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
     batch = _random_batch(model.config, longest or positions, ranks.device, has_images=vision.sees(model))
+    if model.packed.mixers and ranks.device.type == "cuda" and ranks.is_main:
+        say(
+            f"{flag}: trying out the kernels of the recurrent layers of {model.config.model_type}; the first time on a "
+            "machine they are compiled and tuned, which takes minutes"
+        )
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
         expected = _own_outputs(model, batch)
@@ -248,7 +253,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             use_attention(model, "eager")
             other, _ = _difference(model, batch, expected, ranks)
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
-        ways = _ways_to_try(model)
+        ways, no_borders = _ways_to_try(model)
         for way in ways:
             use_forward(model, **WAYS[way])
             if not WAYS[way]["own_head"] and not is_plain:
@@ -273,19 +278,22 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
         )
     if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
         say(
-            f"{flag}: the recurrent layers of {model.config.model_type} run padded, one row a sequence: their kernels "
-            "for packed rows are missing or wrong here; gated delta nets want flash-linear-attention (on Hopper GPUs "
-            "with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
+            f"{flag}: the recurrent layers of {model.config.model_type} run padded, one row a sequence. Their kernels "
+            f"for packed rows: {no_borders or reasons[ways[0]]}. Gated delta nets want flash-linear-attention (on "
+            "Hopper GPUs with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
         )
     return way
 
 
-def _ways_to_try(model: nn.Module) -> list[str]:
-    """Which of `WAYS` a model may run. A recurrent one shares no beginning of a sequence with another."""
-    apart = [""]
+def _ways_to_try(model: nn.Module) -> tuple[list[str], str]:
+    """Which of `WAYS` a model may run, and why none that gives borders to kernels. A recurrent model shares no
+    beginning of a sequence with another.
+    """
+    apart, problem = [""], ""
     if mixers := model.packed.mixers:
-        apart = ["borders"] * know_borders(mixers, model.packed.device) + ["rows"]
-    return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart]
+        problem = know_borders(mixers, model.packed.device)
+        apart = ["rows"] if problem else ["borders", "rows"]
+    return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart], problem
 
 
 def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, *, has_images: bool = False) -> Batch:

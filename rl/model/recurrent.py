@@ -60,31 +60,35 @@ def _is_along_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
 
 
-def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
-    """Whether all these layers may have kernels that take borders. From now on their convolutions know borders, and the
-    delta rule is one operation; without kernels it is plain torch that nothing compiles.
+def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
+    """Let the convolutions of these layers know borders, and the delta rule be one operation, if all these layers may
+    have kernels that take borders. Returns "" then, or why not: the delta rule is then plain torch that nothing
+    compiles.
     """
     for name in {type(x).__module__ for x in mixers}:
         space = vars(sys.modules[name])
         scans = [package for name, package in SCANS.items() if name in space]
         is_known = scans or not any("scan" in name or "rule" in name for name in space)  # or only a convolution
         if "causal_conv1d_fn" not in space or not is_known:
-            return False
-        has_kernels, rule = not scans or _has_kernels(scans[0], device), space.get(DELTA_RULE)
+            return "there are none, or they are not known here"
+        problem, rule = "", space.get(DELTA_RULE)
+        if scans and not _has_kernels(scans[0], device):
+            problem = f"there are none without a GPU and {scans[0]}"
         if rule and not hasattr(rule, "is_operation"):
             plain = inspect.unwrap(rule)
             sizes = {(x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in mixers if hasattr(x, "num_v_heads")}
-            has_kernels = has_kernels and all(delta_rule.trains(plain, *size, device) for size in sizes)
-            if not has_kernels:
+            found = (delta_rule.what_is_wrong(plain, *size, device) for size in sizes)
+            problem = problem or next(filter(None, found), "")
+            if problem:
                 space[DELTA_RULE] = delta_rule.without_kernels(plain)
-        if not has_kernels:
-            return False
+        if problem:
+            return problem
         own = space["causal_conv1d_fn"]
         if importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
             space["causal_conv1d_fn"] = _knowing_borders(own)
         if rule and not hasattr(rule, "is_operation"):
             space[DELTA_RULE] = delta_rule.as_operation(rule)
-    return bool(mixers)
+    return ""
 
 
 def _has_kernels(package: str, device: torch.device) -> bool:
