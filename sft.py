@@ -83,7 +83,7 @@ def count_learned(batch: Batch) -> float:
 
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
-    # Flags, data and rewards are checked here, before a model is loaded.
+    # Flags and data are checked here, before a model is loaded.
     tokenizer = check(args)
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_sft_rows(args.data.train_files))

@@ -154,7 +154,7 @@ def main(args: Args) -> dict[str, float]:
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
         # responses count; a group with only one has mean 0 and standard deviation 1.
-        mean, std = advantages.of_groups(scores_PG)  # (P, 1)
+        mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
@@ -181,7 +181,7 @@ def main(args: Args) -> dict[str, float]:
                     old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
                 # The gradient of the ratio is ratio * gradient of logp, or 0 where a clip decides. With one update a
-                # step, as by default, the ratio is 1 and nothing is clipped: the gradient is that of -A * logp.
+                # step and the proximal policy recomputed, as by default, the ratio is 1 and nothing is clipped.
                 ratio = (logp - old_logp).clamp(-20, 20).exp()  # clamped against overflow
                 unclipped = -A * ratio
                 clipped = -A * ratio.clamp(1 - args.clip_ratio_low, 1 + args.clip_ratio_high)
@@ -218,7 +218,9 @@ def main(args: Args) -> dict[str, float]:
 
         # Held-out prompts were answered beside all this, by the weights that the step began with.
         if evaluation_is_due:
-            val_metrics = run.log_evaluation(step, samplers.evaluate(args.validation))
+            evaluation = samplers.evaluate(args.validation)
+            run.exit_if_asked()
+            val_metrics = run.log_evaluation(step, evaluation)
             clock("testing")
 
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.

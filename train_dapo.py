@@ -221,9 +221,9 @@ def main(args: Args) -> dict[str, float]:
         rewards_PG = scores_PG
         if buffer:  # overlong punishment: from 0 at `free` tokens to the whole factor at the limit
             free = args.max_response_length - buffer
-            excess_PG = (lengths_of(responses).view(-1, args.rollout_n) - free) / buffer
+            excess_PG = (lengths_of(responses, whole=True).view(-1, args.rollout_n) - free) / buffer
             rewards_PG = scores_PG - (excess_PG * args.overlong_penalty_factor).clamp(min=0)
-        mean, std = advantages.of_groups(rewards_PG)  # (P, 1), of the scored responses; 0 and 1 if only one is scored
+        mean, std = advantages.group_mean_std(rewards_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
         advantages_PG = ((rewards_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)
         clock("adv")

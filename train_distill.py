@@ -213,7 +213,7 @@ def main(args: Args) -> dict[str, float]:
         of_tokens = args.distillation_loss_coef * (batch.ref_logp - batch.rollout_logp)  # (b, T)
         if distance_of is not None:  # the distance joins the loss in phase 7 instead
             of_tokens = torch.zeros_like(of_tokens)
-        mean, std = advantages.of_groups(scores_PG)  # (P, 1), of the scored responses; 0 and 1 if only one is scored
+        mean, std = advantages.group_mean_std(scores_PG)  # (P, 1), of scored responses; 0 and 1 if only one is scored
         of_responses_PG = args.reward_coef * ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # 0 without a score
         both = (of_responses_PG.view(-1, 1)[batch.rows] + of_tokens) * batch.response_mask
         batch = replace(batch, advantages=both)  # (b, T)

@@ -6,7 +6,7 @@
 
 Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300). The policy is the model that learns. It answers
 each prompt G times: a group. With s_i the score of response i, and l_it the log-probability of its token t given the
-tokens before it:
+tokens before it, at the temperature and top-p that sampled it:
 
     advantage   A_i      = (s_i - mean of its group) / (standard deviation of its group + 1e-6)
     ratio       ratio_it = exp(l_it - l_old_it)        l_old: l when the step began, so the first update has ratio 1
@@ -19,8 +19,9 @@ is no KL term unless --use-kl-loss; the standard deviation is unbiased; where A 
 A step samples, scores and learns. An update is one optimizer step, on one mini-batch of the step's responses.
 
 P prompts a step, B = P * G responses, b of these on this process (rank), T tokens of prompt and response. Tensors of
-tokens are (b, T), and position t describes token t given the tokens before it. Flags and metrics have verl's names: the
-actor is the policy. docs/train_grpo.md explains all of this in more detail.
+tokens are (b, T), and position t describes token t given the tokens before it; names with _PG are (P, G). Flags and
+metrics have verl's names: the actor is the policy, and critic/ stands for scores, not for a model. docs/train_grpo.md
+explains all of this in more detail, docs/architecture.md what happens on several GPUs.
 """
 
 import math
@@ -71,7 +72,7 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     seed: Count = 0  # decides data order and sampling, together with the step
     logging: LoggingRL = LoggingRL(
         experiment_name="grpo",
-        alarms=(
+        alarms=(  # printed when they are true; the run goes on
             "rollout/logprob_gap_mean>0.05",
             "reward/zero_std_frac>0.95",
             "response_length/clip_ratio>0.5",
@@ -87,7 +88,7 @@ def main(args: Args) -> dict[str, float]:
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # in a step
 
-    run = Run(args, tokenizer, total_steps)
+    run = Run(args, tokenizer, total_steps)  # joins the ranks, and takes the run's folder
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
     policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
@@ -95,22 +96,24 @@ def main(args: Args) -> dict[str, float]:
     scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
+    # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates
         # Saves a checkpoint, if --save-freq says so. After SIGTERM, Ctrl-C or --max-hours the process saves and exits
-        # at the next exit_if_asked(). A step that has changed weights is finished first.
+        # at the next exit_if_asked(). A step that has changed weights is finished first. clock(x) ends the phase x.
         clock = run.save_and_begin(step, state=in_flight.state())
 
         # 1. Prompts: a pure function of (seed, step), so that a resumed run sees what the unbroken one would have seen.
         rows = prompts_for_step(train_rows, step, args.train_batch_size, args.seed, ahead=in_flight.ahead)  # P
 
-        # 2. Rollouts: give the engine the policy's weights, and sample G responses to each prompt. With --tools or an
-        # --environment (envs) a response is a conversation of several turns. With --partial-rollouts (in_flight) more
-        # than P prompts are sampled: the step gets the first P that are complete, and the others go on in the next one.
-        # Then the trainer computes log-probs of a few responses; if the engine's differ too much, the run ends.
+        # 2. Rollouts: wake the engine, give it the policy's weights, whose number is policy_version, and sample G
+        # responses to each prompt of this rank. With --tools or an --environment (envs) a response is a conversation of
+        # several turns. With --partial-rollouts (in_flight) more than P prompts are sampled: the step gets the first P
+        # that are complete, and the others go on in the next one. Then the trainer computes log-probs of a few
+        # responses; if the engine's differ too much, the run ends.
         engine.wake()
         engine.update_weights(weights_for_engine(policy, ranks))
         clock("update_weights")
@@ -162,7 +165,7 @@ def main(args: Args) -> dict[str, float]:
         # === algorithm ================================================================================================
         # 6. Advantages: how much better than its group was each response? All its tokens get this number. Only scored
         # responses count; a group with only one has mean 0 and standard deviation 1.
-        mean, std = advantages.of_groups(scores_PG)  # (P, 1)
+        mean, std = advantages.group_mean_std(scores_PG)  # (P, 1)
         advantages_PG = ((scores_PG - mean) / (std + 1e-6)).nan_to_num()  # (P, G), 0 for a response without a score
         # batch.rows (b,): which of the B responses this rank trains on.
         batch = replace(batch, advantages=advantages_PG.view(-1, 1)[batch.rows] * batch.response_mask)  # (b, T)

@@ -87,11 +87,10 @@ def check_limits(args: Any) -> None:
                         raise ValueError(f"{spelled(name)} {value} must be {limit.text}")
     values = flat(args)
     for end, other in (("_lower", ""), ("_lb", "_ub"), ("_lower_bound", "_upper_bound")):
-        for name in (name for name in values if name.endswith(end)):
-            lower, upper = values[name], values[name.removesuffix(end) + other]
-            if lower > upper:
-                beyond = spelled(name.removesuffix(end) + other)
-                raise ValueError(f"{spelled(name)} {lower} is above {beyond} {upper}; lower it")
+        pairs = ((name, name.removesuffix(end) + other) for name in values if name.endswith(end))
+        for low, high in ((low, high) for low, high in pairs if high in values):
+            if values[low] > values[high]:
+                raise ValueError(f"{spelled(low)} {values[low]} is above {spelled(high)} {values[high]}; lower it")
 
 
 def spelled(name: str) -> str:

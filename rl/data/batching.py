@@ -181,7 +181,7 @@ def make_batch(
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
     batch = replace(batch, response_mask=batch.response_mask * trainable[batch.rows].view(-1, 1))
-    versions = {version for r in responses for version, _ in r.policy_versions}
+    versions = {v for r in responses for v, _ in r.policy_versions}
     version = max(versions, default=0) if version is None else version
     if versions - {version}:
         batch = replace(batch, ages=ages_of(responses, batch, version=version))

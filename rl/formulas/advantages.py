@@ -55,7 +55,7 @@ def _whitened(x: Tensor, weights: Tensor, eps: float) -> Tensor:
     return deviation * (variance + eps).rsqrt()
 
 
-def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
+def group_mean_std(rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased standard deviation (ddof=1) of the scored rewards of each group.
 
     A group with fewer than two scored rewards has mean 0 and std 1. The mean of equal rewards is exactly that reward.
@@ -74,13 +74,13 @@ def of_groups(rewards: Tensor) -> tuple[Tensor, Tensor]:
 def grpo(rewards: Tensor, lengths: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6, **_: object) -> Tensor:
     """Group-relative advantage: reward against the mean and standard deviation of its group.
 
-    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO); see `of_groups`.
+    A_i = (r_i - mean_g) / (std_g + eps), or r_i - mean_g without norm_by_std (Dr. GRPO); see `group_mean_std`.
     A group of equal rewards gives exactly 0. Example: rewards [1, 0, 0] -> [1.1547, -0.5774, -0.5774].
 
     Source: DeepSeekMath, sec. 4.1.2, arXiv 2402.03300; Understanding R1-Zero-Like Training, 2503.20783 (Dr. GRPO).
     """
     check_shapes(rewards, lengths, dims=2)
-    mean, std = of_groups(rewards)
+    mean, std = group_mean_std(rewards)
     return ((rewards - mean) / (std + eps if norm_by_std else 1.0)).nan_to_num()
 
 
@@ -117,9 +117,9 @@ def max_rl(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) 
 def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: object) -> Tensor:
     """Only the best response of a group counts, by how far it is ahead of the second best.
 
-    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `of_groups`; 0 for all others, and for all if two share the
-    best. Without the division its gradient is that of the expected best reward of a group (pass@G for right and wrong).
-    A group with one scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
+    A_best = (r_(1) - r_(2)) / (std_g + eps), std_g as in `group_mean_std`; 0 for all others, and for all if two share
+    the best. Without the division its gradient is that of the expected best reward of a group (pass@G for right and
+    wrong). A group with one scored response has r_(2) = 0. Example: rewards [1, 0, 0] -> std 0.5774 -> [1.7320, 0, 0].
 
     Source: Optimizing Language Models for Inference Time Objectives using RL, arXiv 2503.19595.
     """
@@ -127,7 +127,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor, *, eps: float = 1e-6, **_: obje
     num_scored = (~rewards.isnan()).sum(-1, keepdim=True)
     ranked, order = rewards.nan_to_num(-torch.inf).sort(-1, descending=True)
     lead = ranked[:, :1] - torch.where(num_scored > 1, ranked[:, 1:2], 0.0) if rewards.shape[1] > 1 else ranked
-    best = torch.where(num_scored > 0, lead / (of_groups(rewards)[1] + eps), 0.0)
+    best = torch.where(num_scored > 0, lead / (group_mean_std(rewards)[1] + eps), 0.0)
     return torch.zeros_like(rewards).scatter(-1, order[:, :1], best)
 
 

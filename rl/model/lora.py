@@ -44,7 +44,8 @@ class LoRA:
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
     target_modules: tuple[str, ...] = (ALL,)
     lora_experts: bool = False  # mixtures of experts: adapters for each expert too
-    # mixtures of experts: weight of the loss that evens out what experts have to do, also without LoRA
+    # mixtures of experts: weight of the loss that evens out what experts have to do, whose gradient `token_logprobs`
+    # adds; also without LoRA
     router_aux_loss_coef: NotNegative = 0.0
     freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
 

@@ -52,5 +52,6 @@ class Clock:
         if num_generated is not None:
             found["perf/total_num_tokens"] = float(num_tokens)
             found["perf/time_per_step"] = step
-            found["perf/gen_tokens_per_s"] = num_generated / self.seconds["gen"]
+            if "gen" in self.seconds:
+                found["perf/gen_tokens_per_s"] = num_generated / self.seconds["gen"]
         return found

@@ -169,8 +169,9 @@ class Run:
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
-        metrics |= of_staleness(responses, self.engine.policy_version) if responses else {}
-        metrics |= self.clock.metrics(num_tokens=tokens, num_generated=generated) | metrics  # what is given counts
+        times = self.clock.metrics(num_tokens=tokens, num_generated=generated)
+        ages = of_staleness(responses, self.engine.policy_version) if responses else {}
+        metrics = times | metrics | ages  # a script may give times of its own
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():
             metrics |= getattr(module, "routing_metrics", {})  # of a mixture of experts, from `check_engine`

@@ -31,21 +31,19 @@ def _text_only(args: Any) -> str | None:
 
 
 class Task(NamedTuple):
-    """See `load_task`."""
+    """What `load_task` gives a script."""
 
-    tokenizer: PreTrainedTokenizerBase
-    train_rows: list[Row]
-    val_rows: list[Row]
-    scorer: Scorer
-    sampling: Sampling
-    environments: Environments | None
+    tokenizer: PreTrainedTokenizerBase  # of --model
+    train_rows: list[Row]  # of --train-files, with their prompts' tokens
+    val_rows: list[Row]  # of --val-files
+    scorer: Scorer  # has started the processes that score responses
+    sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
+    environments: Environments | None  # what answers the policy, with --environment or --tools
     total_steps: int
 
 
 def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = False) -> Task:
-    """Check a script's Args; then the tokenizer of --model, the prompts of --train-files and --val-files, the processes
-    that score responses, how responses are sampled, what answers the policy with --environment or --tools, and how many
-    steps the run has.
+    """Check a script's flags, data and reward function, and make of them what the script needs: see `Task`.
 
     Args: prompts_per_step, that are sampled, by default --train-batch-size; pairs, whether --train-files hold
     comparisons, whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.

@@ -183,9 +183,11 @@ def accuracies_of(responses: Sequence[Response]) -> torch.Tensor:
     return torch.tensor(found).clamp(0, 1)
 
 
-def lengths_of(responses: Sequence[Response]) -> torch.Tensor:
-    """How many tokens of each response the policy sampled, (B,) float32."""
-    return torch.tensor([float(r.num_sampled) for r in responses])
+def lengths_of(responses: Sequence[Response], *, whole: bool = False) -> torch.Tensor:
+    """How many tokens of each response the policy sampled, or how many the `whole` response has, with the answers of
+    tools and environments, which --max-response-length limits: (B,) float32.
+    """
+    return torch.tensor([float(r.response_length if whole else r.num_sampled) for r in responses])
 
 
 def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tensor:

@@ -103,6 +103,7 @@ def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tok
     batch, updates = make_batch(chosen, scores.isfinite(), **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}
+    found["whole_lengths"] = lengths_of(chosen, whole=True)
     found["parts"] = parts_of(chosen, ["acc", "style"])
     found["all_rows"] = ranks.all_rows(mask.sum(1), batch.rows, len(chosen))
     mean, var = found["moments"] = ranks.moments(logp, mask)

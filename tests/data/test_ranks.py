@@ -166,6 +166,7 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
     assert [u.rows for u in updates] == [range(i, min(i + size, count)) for i in range(0, count, size)]
     assert ranks[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
     assert ranks[0]["cuts"][name]["lengths"].tolist() == [SAMPLES[k].response_mask.sum() for k in chosen]
+    assert ranks[0]["cuts"][name]["whole_lengths"].tolist() == [step.LENGTHS[k] for k in chosen]
 
 
 def test_a_rank_may_be_without_rows(measured):

@@ -94,11 +94,11 @@ def loop_reference(name, rewards, lengths):
 
 def test_mean_and_deviation_of_groups_match_hand_values():
     rewards = f64([[1, 0, 0], [0.1, 0.1, 0.1], [NAN, 0.3, 0.7], [NAN, 5, NAN], [NAN, NAN, NAN]])
-    mean, std = advantages.of_groups(rewards)
+    mean, std = advantages.group_mean_std(rewards)
     check(mean, [[1 / 3], [0.1], [0.5], [0], [0]])
     check(std, [[math.sqrt(1 / 3)], [0], [math.sqrt(0.08)], [1], [1]])
     equal = torch.full((1, 3), 0.1)  # in float32 a plain mean of these is not 0.1
-    assert (equal - advantages.of_groups(equal)[0] == 0).all()
+    assert (equal - advantages.group_mean_std(equal)[0] == 0).all()
 
 
 def test_grpo_matches_hand_values():
@@ -534,7 +534,7 @@ CALLS = {
     "gae": (gae, [BT, BT + 1, MASK], {"gamma": 0.9, "lam": 0.8}),
     "returns_to_go": (advantages.returns_to_go, [BT, MASK], {"gamma": 0.9}),
     "whiten": (advantages.whiten, [BT, MASK], {"mean": 0.1, "var": 2.0}),
-    "of_groups": (advantages.of_groups, [PG], {}),
+    "group_mean_std": (advantages.group_mean_std, [PG], {}),
 }
 
 
@@ -562,7 +562,7 @@ def test_functions_keep_the_dtype(name):
             assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"of_groups", "turn_returns", "gae"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"group_mean_std", "turn_returns", "gae"}))
 def test_functions_raise_on_shape_mismatch(name):
     function, tensors, options = CALLS[name]
     for i, tensor in enumerate(tensors):

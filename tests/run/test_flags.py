@@ -171,6 +171,12 @@ def test_a_lower_bound_is_not_above_its_upper_one():
     with pytest.raises(ValueError, match="--accuracy-lower-bound 0.9 is above --accuracy-upper-bound 0.8; lower it"):
         flags.check_limits(build(train_prime.Args, accuracy_lower_bound=0.9))
 
+    @dataclass(frozen=True)
+    class Copied:  # of a user, whose flag only sounds like the end of a range
+        entropy_lower: float = 0.1
+
+    flags.check_limits(Copied())
+
 
 def test_no_limit_is_of_a_flag_that_is_none():
     every = set().union(*map(names_of, SCRIPTS.values()))

@@ -163,7 +163,7 @@ def test_a_page_has_the_deviations_of_its_script_under_the_same_numbers(name):
 
 def test_the_worked_numbers_of_grpo_are_right():
     page = " ".join((ROOT / "docs" / "train_grpo.md").read_text().split())
-    mean, std = advantages.of_groups(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+    mean, std = advantages.group_mean_std(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
     found = ((torch.tensor([1.0, 0.0, 0.0, 1.0]) - mean) / (std + 1e-6)).flatten().tolist()
     assert f"standard deviation (with G - 1 = 3 in the denominator) is {std.item():.3f}" in page and mean.item() == 0.5
     assert "the advantages are " + ", ".join(f"{x:.3f}" for x in found) in page
