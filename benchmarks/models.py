@@ -12,6 +12,7 @@ those that it has already are not run again. What vLLM does not serve is told by
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -289,6 +290,7 @@ def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
     """`measure` in a process of its own, with what it prints in `log`: models may crash in many ways."""
     with tempfile.TemporaryDirectory() as folder:
         if (pid := os.fork()) == 0:
+            gc.freeze()  # what the caller has left is not for this process to clean up: its threads are not here
             with open(log, "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
