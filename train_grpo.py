@@ -20,8 +20,8 @@ A step samples, scores and learns. An update is one optimizer step, on one mini-
 
 P prompts a step, B = P * G responses, b of these on this process (rank), T tokens of prompt and response. Tensors of
 tokens are (b, T), and position t describes token t given the tokens before it; names with _PG are (P, G). Flags and
-metrics have verl's names: the actor is the policy, and critic/ stands for scores, not for a model. docs/train_grpo.md
-explains all of this in more detail, docs/architecture.md what happens on several GPUs.
+metrics have verl's names: the actor is the policy, and critic/ has scores and advantages; there is no critic here.
+docs/train_grpo.md explains all of this in more detail, docs/architecture.md what happens on several GPUs.
 """
 
 import math

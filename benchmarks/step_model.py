@@ -1,6 +1,6 @@
 """A model of a step: how long it takes, from the speed of decoding and the lengths of responses.
 
-    python benchmarks/step_model.py                                    # what docs/performance.md says of it
+    python benchmarks/step_model.py                                    # the table of docs/performance.md
     python benchmarks/step_model.py --base-ms 7 --sequence-ms 0.036 --prompts 16 --max-length 8192 --mean-length 2000
     python benchmarks/step_model.py --report runs/partial_rollouts/report.json      # what it says of measured runs
 
