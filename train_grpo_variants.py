@@ -109,6 +109,8 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
+    # draw the responses of an optimizer step at random from the whole step, as TRL does, and not prompt by prompt
+    shuffle_mini_batches: bool = False
     ppo_epochs: AtLeast1 = 1  # passes over a step's responses
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
@@ -211,6 +213,7 @@ def main(args: Args) -> dict[str, float]:
             mini_batch_size=mini_batch_size * args.rollout_n,
             max_tokens=args.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
+            shuffle_seed=derive_seed(args.seed, step) if args.shuffle_mini_batches else None,
             version=engine.policy_version,
         )  # (b, T)
         clock("batch")

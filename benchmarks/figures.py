@@ -1,13 +1,15 @@
 """Draw the figures of benchmarks/results again, from the logs that are kept beside them.
 
-    python benchmarks/figures.py
+python benchmarks/figures.py
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import mean
 
 from PIL import Image
 
@@ -73,6 +75,35 @@ def draw_less_memory(path: Path) -> None:
     pretrained.plot(runs, TASK.title, TASK.num_test, path, groups)
 
 
+def draw_rates(path: Path) -> None:
+    """Score, means of ten steps, and accuracy of GRPO with LoRA by rank and learning rate, and with two changes."""
+    import matplotlib.pyplot as plt
+
+    results = json.loads((path.parent / "word_problems.json").read_text())["runs"]
+    groups = {
+        f"rank {n}": {f"lora_{n}_lr_5e-5": "5e-5", f"lora_{n}": "1e-4", f"lora_{n}_lr_2e-4": "2e-4"} for n in (8, 32)
+    }
+    changes = {"grpo_mixed": "mini-batches at random", "grpo_float32_residual": "float32 residual stream"}
+    figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), sharey="row", layout="constrained")
+    for (above, below), (title, names) in zip(axes.T, (groups | {"what TRL does": changes}).items(), strict=True):
+        for i, (name, label) in enumerate(({"grpo": "all weights, 1e-5"} | names).items()):
+            runs = [x for x in results if x["name"] == name]
+            tens = [[mean(x["score"][k : k + 10]) for k in range(0, len(x["score"]) - 9, 10)] for x in runs]
+            ends = [list(range(10, 10 * len(x) + 1, 10)) for x in tens]
+            scores = [{"steps": x, "accuracy": y} for x, y in zip(ends, tens, strict=True)]
+            learning.curve(above, scores, "steps", label, f"C{i}")
+            error = partial(pretrained.standard_error, n=TASK.num_test)
+            learning.curve(below, runs, "steps", label, f"C{i}", error=error)
+        above.set(title=title)
+        above.legend(loc="upper left", fontsize="small")
+        below.set(xlabel="steps")
+    axes[0, 0].set_ylabel("mean score of sampled responses")
+    axes[1, 0].set_ylabel("held-out accuracy, greedy")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def draw_training(path: Path) -> None:
     """Score, length, entropy and gap of four algorithms, whose logs are in three folders."""
     runs = read_smollm2(path.parent, ALGORITHMS, 200)
@@ -95,6 +126,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems.png": draw_accuracy,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_memory.png": draw_less_memory,
     "2026-11-23_9dcc2ce_smollm2-lora-fp8/word_problems_training.png": draw_training,
+    "2026-11-26_1f30b99_smollm2-lora-rates/word_problems.png": draw_rates,
 }
 
 

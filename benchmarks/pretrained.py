@@ -104,9 +104,7 @@ RUNS = {
         for rank in (8, 32)
         for lr in ("5e-5", "2e-4")
     },
-    "GRPO with what TRL does otherwise": {
-        f"grpo_{change}": f"benchmarks/changed.py --change {change}" for change in ("mixed", "float32_residual")
-    },
+    "GRPO with mini-batches at random, as TRL's": {"grpo_mixed": "train_grpo_variants.py --shuffle-mini-batches"},
     "GRPO with one setting changed": {
         "grpo_lr_1e-6": "train_grpo.py --lr 1e-6",
         "grpo_lr_3e-6": "train_grpo.py --lr 3e-6",

@@ -45,8 +45,9 @@ def read_points(path: Path, spec: Mapping[str, Any]) -> list[Point]:
     """All values in a file that `spec` asks for.
 
     .jsonl: `key` of every line that has it, at the line's own step. .json: what is at the dotted `key`, where a list of
-    dicts gives the entries that have the values of `where`. Any other file: the group of the regular expression
-    `pattern` in every match. The last two are numbered from `first` on, which is 1 if it is not given.
+    dicts gives the entries that have the values of `where`, and each may be a list, one number a step. Any other file:
+    the group of the regular expression `pattern` in every match. The last two are numbered from `first` on, which is 1
+    if it is not given.
     """
     content = parse(path, path.stat().st_mtime_ns)
     if path.suffix == ".jsonl":
@@ -56,7 +57,8 @@ def read_points(path: Path, spec: Mapping[str, Any]) -> list[Point]:
     else:
         found = re.findall(spec["pattern"], content, re.MULTILINE)
     values = found if isinstance(found, list) else [found]
-    return [Point(i, float(value)) for i, value in enumerate(values, spec.get("first", 1))]
+    lists = values if values and isinstance(values[0], list) else [values]
+    return [Point(i, float(value)) for x in lists for i, value in enumerate(x, spec.get("first", 1))]
 
 
 @cache
@@ -85,10 +87,10 @@ def choose_steps(points: list[Point], steps: str) -> list[float]:
         return [x.value for x in points]
     ranges = [part.partition("-") for part in steps.split(",")]
     wanted = {step for low, _, high in ranges for step in range(int(low), int(high or low) + 1)}
-    found = [x.value for x in points if x.step in wanted]
-    if len(found) != len(wanted):
-        raise ValueError(f"steps {steps}: of these {len(wanted)} the file has {len(found)}")
-    return found
+    found = [x for x in points if x.step in wanted]
+    if (count := len({x.step for x in found})) != len(wanted):
+        raise ValueError(f"steps {steps}: of these {len(wanted)} the file has {count}")
+    return [x.value for x in found]
 
 
 def read_figure(path: Path, spec: Mapping[str, Any], steps: str) -> float:

@@ -21,11 +21,17 @@ BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mas
 class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
 
-    rows: range  # of the mini-batch, among those of the step
+    rows: Sequence[int]  # of the mini-batch, among those of the step, ascending
     micro_batches: list[MicroBatch]  # this rank's rows; all ranks have equally many micro-batches
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, likewise
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
+
+    def numbered(self, rows: Sequence[int]) -> "Update":
+        """The same if row i has the number rows[i], which ascends within a mini-batch."""
+        micro_batches = [MicroBatch([rows[i] for i in x], x.share) for x in self.micro_batches]
+        rows_of_rank = [[rows[i] for i in x] for x in self.rows_of_rank]
+        return self._replace(rows=[rows[i] for i in self.rows], micro_batches=micro_batches, rows_of_rank=rows_of_rank)
 
 
 def collate(
@@ -159,6 +165,7 @@ def make_batch(
     max_tokens: int,
     ranks: Ranks,
     rows_per_unit: int = 1,
+    shuffle_seed: int | None = None,
     version: int | None = None,
 ) -> tuple[Batch, list[Update]]:
     """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
@@ -168,15 +175,23 @@ def make_batch(
             neighbours that share a prompt cost less.
         trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
+        shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left.
         version: of the newest weights, by default the newest that has sampled any of the tokens.
 
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
     `ages` if one of them is older than `version`. All data ranks must enter.
     """
-    lengths, shared = [r.num_tokens for r in responses], _shared(responses, ranks)
-    learned = [r.num_sampled * int(x) for r, x in zip(responses, trainable.tolist(), strict=True)]
+    order = list(range(len(responses)))
+    if shuffle_seed is not None:
+        np.random.default_rng(shuffle_seed).shuffle(order)
+        minis = [order[i : i + mini_batch_size] for i in range(0, len(order), mini_batch_size)]
+        order = [i for mini in minis for i in sorted(mini)]  # so that those who share a prompt are neighbours
+    in_order = [responses[i] for i in order]
+    lengths, shared = [r.num_tokens for r in in_order], _shared(in_order, ranks)
+    learned = [r.num_sampled * int(x) for r, x in zip(in_order, trainable[order].tolist(), strict=True)]
     limits = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=rows_per_unit)
-    updates = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
+    plan = plan_updates(lengths, ranks=ranks, shared=shared, learned=learned, **limits)
+    updates = [update.numbered(order) for update in plan]
     rows_of_rank = [sorted(i for u in updates for i in u.rows_of_rank[rank]) for rank in range(ranks.data_size)]
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))

@@ -79,7 +79,7 @@ def choose(
     if loss_mode in RULES:
         chosen = torch.zeros_like(mask, dtype=torch.bool)
         for update in updates:
-            own = mask * ((rows >= update.rows.start) & (rows < update.rows.stop))[:, None]  # of this mini-batch
+            own = mask * torch.isin(rows, rows.new_tensor(update.rows))[:, None]  # of this mini-batch
             means = [ranks.mean(x, own) for x in (batch.old_logp, batch.advantages)]
             cov = covariance(batch.old_logp, batch.advantages, mean_logp=means[0], mean_advantage=means[1])
             if loss_mode == "clip_cov":

@@ -34,13 +34,14 @@ ROWS = [{"row_index": 30 + i, "prompt_ids": prompt, "data_source": "math"} for i
 LENGTHS = [4, 1, 9, 2, 2, 0, 12, 3, 5, 1, 6, 6, 7, 2, 3, 8, 4, 1, 5, 10, 2]  # of responses
 GAPS = {2: (3, 6), 6: (0, 4), 15: (2, 3)}  # response: where a tool has spoken
 UNSCORED = {4, 7, 18, 19, 20}  # the last row teaches nothing
-CUTS = {  # name: prompts, responses to a mini-batch, tokens of a micro-batch, rows that belong together
+CUTS = {  # name: prompts, responses to a mini-batch, tokens of a micro-batch, rows that belong together, maybe a seed
     "all": (range(7), 6, 40, 1),
     "one update": (range(7), 100, 25, 1),
     "pairs": (range(0, 4), 6, 30, 2),
     "other order": ([5, 2, 6, 0], 5, 30, 1),  # as DAPO puts groups of several rounds together
     "one prompt": ([4], 3, 20, 1),
     "one row": ([1], 1, 20, 1),
+    "shuffled": (range(7), 6, 40, 1, 5),
 }
 
 
@@ -95,12 +96,12 @@ def share_all(ranks: Ranks, prompts: range = range(7)) -> tuple[list[Response], 
     return responses, sent
 
 
-def cut(responses: list[Response], prompts: range, mini_batch_size: int, max_tokens: int, n: int, ranks: Ranks) -> dict:
+def cut(responses: list[Response], ranks: Ranks, prompts: range, mini_batch_size: int, *limits: int) -> dict:
     """`make_batch` of these prompts' responses, and numbers that need all ranks."""
     chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
     scores = scores_of(chosen)
-    options = dict(mini_batch_size=mini_batch_size, max_tokens=max_tokens, rows_per_unit=n, ranks=ranks)
-    batch, updates = make_batch(chosen, scores.isfinite(), **options)
+    options = dict(zip(("max_tokens", "rows_per_unit", "shuffle_seed"), limits, strict=False))
+    batch, updates = make_batch(chosen, scores.isfinite(), mini_batch_size=mini_batch_size, ranks=ranks, **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}
     found["whole_lengths"] = lengths_of(chosen, whole=True)
@@ -169,8 +170,8 @@ def measure(ranks: Ranks) -> dict:
     responses, sent = share_all(ranks)
     few, _ = share_all(ranks, range(1))  # from which most ranks have no samples
     found = {"responses": [facts(r) for r in responses], "sent": sent, "few": [facts(r) for r in few]}
-    found["cuts"] = {name: cut(responses, *arguments, ranks) for name, arguments in CUTS.items()}
-    found["cuts"]["few"] = cut(few, range(1), 3, 20, 1, ranks)
+    found["cuts"] = {name: cut(responses, ranks, *arguments) for name, arguments in CUTS.items()}
+    found["cuts"]["few"] = cut(few, ranks, range(1), 3, 20, 1)
     groups = [responses[k : k + N] for k in range(0, len(responses), N)]
     return found | collectives(ranks) | {"state": waiting_groups.to_state([groups[i] for i in (1, 4, 6)])}
 

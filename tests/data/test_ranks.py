@@ -147,7 +147,7 @@ def test_every_rank_has_exactly_its_rows_of_the_whole_batch(ranks, name):
 @pytest.mark.parametrize("name", EVERY_CUT)
 def test_all_ranks_plan_the_same_updates(ranks, name):
     whole, mask = whole_batch(name)
-    _, size, most, n = step.CUTS.get(name, (None, 3, 20, 1))
+    _, size, most, n, *seed = step.CUTS.get(name, (None, 3, 20, 1))
     chosen, count = rows_of(name), len(rows_of(name))
     for updates in zip(*(rank["cuts"][name]["updates"] for rank in ranks), strict=True):
         first = updates[0]
@@ -158,12 +158,20 @@ def test_all_ranks_plan_the_same_updates(ranks, name):
         for here, update in enumerate(updates):
             assert sorted(i for micro in update.micro_batches for i in micro) == update.rows_of_rank[here]
             for micro in update.micro_batches:
-                shared = [0, *map(int, shared_prefix(whole)[1:])]
-                cost = sum(int(whole.lengths[i]) - (shared[i] if i - 1 in micro else 0) for i in micro)
+                cost = sum(int(whole.lengths[i]) for i in micro)
+                for above, i in itertools.pairwise(micro):
+                    prompts = [SAMPLES[chosen[k]].prompt_ids for k in (above, i)]
+                    cost -= int(shared_prefix(whole)[i]) if above == i - 1 else common(*prompts)
                 assert cost <= most or len(micro) <= n
                 assert n == 1 or [i // n for i in micro[::n]] == [i // n for i in micro[n - 1 :: n]]
     updates = ranks[0]["cuts"][name]["updates"]
-    assert [u.rows for u in updates] == [range(i, min(i + size, count)) for i in range(0, count, size)]
+    if seed:
+        assert [len(u.rows) for u in updates] == [6, 6, 6, 3] and sorted(i for u in updates for i in u.rows) == [
+            *range(21)
+        ]
+        assert all(u.rows == sorted(u.rows) and max(u.rows) - min(u.rows) > size for u in updates)  # no neighbours
+    else:
+        assert [u.rows for u in updates] == [[*range(i, min(i + size, count))] for i in range(0, count, size)]
     assert ranks[0]["cuts"][name]["scores"].isnan().tolist() == [k in step.UNSCORED for k in chosen]
     assert ranks[0]["cuts"][name]["lengths"].tolist() == [SAMPLES[k].response_mask.sum() for k in chosen]
     assert ranks[0]["cuts"][name]["whole_lengths"].tolist() == [step.LENGTHS[k] for k in chosen]

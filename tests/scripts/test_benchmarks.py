@@ -47,7 +47,6 @@ import train_ppo
 import train_prime
 import train_reinforce
 from benchmarks import (
-    changed,
     compare_trl,
     environments,
     for_trl,
@@ -66,15 +65,10 @@ from benchmarks import (
 from benchmarks.flops import train_flops
 from benchmarks.tables import RESULTS
 from data import arithmetic
-from rl.data import batching
-from rl.data.batching import collate
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
-from rl.data.types import Sample, Sampling
 from rl.flags import change, flat
-from rl.model import delta_rule, lora, recurrent, sharding
-from rl.model.logprobs import token_logprobs
-from rl.ranks import init_ranks
+from rl.model import delta_rule, lora, recurrent
 from rl.run.arguments import check
 
 matplotlib.use("Agg")
@@ -581,9 +575,6 @@ def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     for task in pretrained.TASKS:
         for job in pretrained.jobs_of(pretrained.Args(task=task), "model"):
             script, *words = job.command.split()
-            if script == "benchmarks/changed.py":
-                assert words.pop(at := words.index("--change")) and words.pop(at) in changed.CHANGES
-                script = "train_grpo.py"
             if script in SCRIPTS:
                 args = flags_of(script, words, model)
                 seen.add((script, args.train_batch_size * args.rollout_n))
@@ -598,46 +589,8 @@ def test_pretrained_flags_are_those_of_their_scripts(tiny_model, tmp_path):
     assert seen == {
         (script, 256 if script == "train_ppo.py" else 512)
         for script in SCRIPTS
-        if script not in ("sft.py", "train_grpo_variants.py", "train_async.py")
+        if script not in ("sft.py", "train_async.py")
     }
-
-
-def test_mixed_mini_batches_have_every_response_once(monkeypatch):
-    monkeypatch.setattr(batching, "plan_updates", batching.plan_updates)
-    plain = batching.plan_updates
-    lengths, options = list(range(10, 42)), dict(mini_batch_size=8, max_tokens=90, ranks=init_ranks())
-    changed.mix()
-    mixed = batching.plan_updates(lengths, learned=lengths, shared=[0] * 32, **options)
-    found = [[i for micro in update.micro_batches for i in micro] for update in mixed]
-    assert sorted(i for rows in found for i in rows) == list(range(32)) and [len(rows) for rows in found] == [8] * 4
-    assert all(max(rows) - min(rows) > 8 for rows in found)  # not eight neighbours, as in the plan of whole groups
-    assert [x.num_tokens for x in mixed] == [sum(lengths[i] for i in rows) for rows in found]
-    assert all(sum(lengths[i] for i in micro) <= 90 for update in mixed for micro in update.micro_batches)
-    assert [x.rows_of_rank for x in mixed] == [[sorted(rows)] for rows in found]
-    whole = [x.rows_of_rank[0] for x in plain(lengths, learned=lengths, **options)]
-    assert whole == [list(range(k, k + 8)) for k in (0, 8, 16, 24)]
-
-
-def test_a_float32_residual_stream(tiny_model, monkeypatch):
-    """Layers get float32 and give it; what they compute with, and what the head gets, stays bfloat16."""
-    ranks = replace(init_ranks(), dtype=torch.bfloat16)
-    for place, name in ((sharding, "MixedPrecisionPolicy"), (train_grpo, "load_policy")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # which are put back
-    changed.widen_policy()
-    model = train_grpo.load_policy(tiny_model, ranks, memory=sharding.BARE, longest=64)
-    seen, layer = {}, model.model.layers[1]
-    for name, module in {"layer": layer, "q_proj": layer.self_attn.q_proj, "norm": model.model.norm}.items():
-        module.register_forward_hook(
-            lambda _, args, out, name=name: seen.update({name: (*map(dtype_of, args), dtype_of(out))})
-        )
-    batch = collate([Sample([3, 4], [5, 6, 7], [1] * 3, [0.0] * 3, "stop", 0)])
-    token_logprobs(model, batch, sampling=Sampling())
-    wide, own = torch.float32, torch.bfloat16
-    assert seen == {"layer": (wide, wide), "q_proj": (own, own), "norm": (wide, own)}
-
-
-def dtype_of(x):
-    return (x[0] if isinstance(x, tuple) else x).dtype
 
 
 def test_pretrained_reports_runs_that_were_ended_early(tmp_path):

@@ -7,6 +7,7 @@ import statistics
 
 import helpers_scripts as h
 import launch
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -86,10 +87,13 @@ def plain_grpo(task, args, rounds, score):
         }
         kl_coef *= 1 + min(max(mean_kl / args.kl.kl_target - 1, -0.2), 0.2) * len(scored) / args.kl.kl_horizon
 
-        updates, tokens, size = [], [], args.ppo_mini_batch_size
+        updates, tokens, size = [], [], args.ppo_mini_batch_size * args.rollout_n
+        step = [x for group in groups for x in group]
+        if args.shuffle_mini_batches:
+            np.random.default_rng(derive_seed(args.seed, len(reports))).shuffle(step)
         for _ in range(args.ppo_epochs):
-            for i in range(0, len(groups), size):
-                mini = [x for group in groups[i : i + size] for x in group if x["score"] is not None]
+            for i in range(0, len(step), size):
+                mini = [x for x in step[i : i + size] if x["score"] is not None]
                 count = sum(len(x["ids"]) for x in mini)
                 sums = {"actor/loss": 0.0, "actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
                 for x in mini:
@@ -132,16 +136,20 @@ def plain_grpo(task, args, rounds, score):
     return dict(model.named_parameters()), reports
 
 
+@pytest.mark.parametrize("shuffled", [False, True], ids=["by prompt", "shuffled"])
 @pytest.mark.parametrize("budget", h.some([44, 176, 16384], 176))
 def test_steps_with_every_term_are_what_plain_transformers_computes(
-    task, tmp_path, sometimes, monkeypatch, in_double, budget
+    task, tmp_path, sometimes, monkeypatch, in_double, budget, shuffled
 ):
-    """Mini-batches of 3 and 1 prompts in two epochs, both KL terms, an entropy bonus, and an inexact engine."""
+    """Mini-batches of 3 and 1 prompts, or as many responses at random, in two epochs, both KL terms, an entropy bonus,
+    and an inexact engine.
+    """
     h.make_inexact(monkeypatch.setattr)
     rounds = []
     h.record_rounds(rounds, monkeypatch.setattr)
     settings = dict(
         ppo_mini_batch_size=3,
+        shuffle_mini_batches=shuffled,
         ppo_epochs=2,
         rollout_n=5,
         temperature=0.7,
@@ -177,7 +185,8 @@ def test_steps_with_every_term_are_what_plain_transformers_computes(
         assert line["actor/pg_clipfrac"] > 0.02 and line["rollout/logprob_gap_max"] > 1e-2
     assert len({report["actor/reward_kl_penalty_coeff"] for report in reports}) == 2
     assert reports[-1]["actor/kl_loss"] > 2e-4 and any(0 < report["reward/none_frac"] < 1 for report in reports)
-    assert h.distance(h.weights(tmp_path / "run" / "global_step_2"), weights) < 1e-5
+    # AdamW makes rounding larger where a gradient is next to nothing.
+    assert h.distance(h.weights(tmp_path / "run" / "global_step_2"), weights) < (3e-5 if shuffled else 1e-5)
 
 
 TWO_UPDATES = dict(ppo_mini_batch_size=2, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_high=0.01, clip_ratio_low=0.01)

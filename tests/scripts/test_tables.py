@@ -187,6 +187,8 @@ def folder(tmp_path):
         ("all.json", {"key": "runs.end", "where": {"name": "x"}, "take": "mean"}, "all", 0.75),
         ("all.json", {"key": "runs.end", "take": "min"}, "all", 0.25),
         ("all.json", {"key": "runs.curve.0", "where": {"name": "x"}, "take": "mean"}, "all", 0.2),
+        ("all.json", {"key": "runs.curve", "where": {"name": "x"}, "first": 0, "take": "max"}, "0", 0.3),
+        ("all.json", {"key": "runs.curve", "where": {"name": "x"}, "take": "mean"}, "1-2", 0.475),
         ("a.log", {"pattern": r"\| ([\d.]+) s$"}, "2-3", 7.0),
     ],
 )
