@@ -227,7 +227,7 @@ def main(args: Args) -> dict[str, float]:
         found = {
             **metrics.of_sampled(responses, rows, args.rollout_n),
             **metrics.describe("critic/rewards", scores_PG),
-            **metrics.describe("critic/advantages", advantages_PG),
+            **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),
             **means.reduce(),
             **samplers.metrics(),

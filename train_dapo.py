@@ -132,7 +132,7 @@ def main(args: Args) -> dict[str, float]:
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
     in_flight = InFlight(args.decoding, train_rows, round_size, ranks, run.states, args.seed)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
-    saved = [state["surplus"] for state in run.states]  # groups that an earlier step has sampled; [] in a new run
+    saved = [state.get("surplus", []) for state in run.states]  # groups of earlier steps; [] in a new run
     waiting = waiting_groups.from_states(saved, rows_by_index, args.rollout_n, ranks)
     step_metrics, val_metrics = {}, {}
 
@@ -161,7 +161,7 @@ def main(args: Args) -> dict[str, float]:
             if num_rounds == args.max_num_gen_batches:
                 raise RuntimeError(
                     f"step {step + 1}: {len(sampled)} groups were sampled in --max-num-gen-batches {num_rounds} "
-                    f"rounds, and {len(groups)} have a spread, fewer than --train-batch-size {args.train_batch_size}; "
+                    f"rounds, and {len(groups)} are kept, fewer than --train-batch-size {args.train_batch_size}; "
                     "the data is too easy or too hard, or the bound too low"
                 )
             # 1. Prompts: a pure function of (seed, round), so that a resumed run sees what the unbroken one would have.
@@ -279,7 +279,7 @@ def main(args: Args) -> dict[str, float]:
             **metrics.of_sampled(judged, [rows_by_index[r.row_index] for r in judged], args.rollout_n),
             **metrics.of_lengths(responses),  # of those that it has learned from
             **metrics.describe("critic/rewards", rewards_PG),
-            **metrics.describe("critic/advantages", advantages_PG),
+            **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),
             **metrics.of_norms(norms),
             **means.reduce(),
             "train/num_gen_batches": float(num_rounds),

@@ -200,7 +200,7 @@ def main(args: Args) -> dict[str, float]:
         rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
         rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
         if args.kl.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # by default old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_scored, ranks)  # for the next step
         A, R = gae(rewards, batch.values, mask, gamma=args.gamma, lam=args.lam)  # (b, T)
@@ -252,7 +252,7 @@ def main(args: Args) -> dict[str, float]:
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                if args.kl.use_kl_loss:  # k3: exp(-d) + d - 1 with d = logp - ref_logp estimates KL(actor, reference)
+                if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1, d = logp - ref_logp, is KL(actor, reference)
                     kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
                     loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})

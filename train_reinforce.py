@@ -187,7 +187,7 @@ def main(args: Args) -> dict[str, float]:
         rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
         rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
         if args.kl.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # by default old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_trainable, ranks)  # for the next step
         R = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T): R_t = r_t + gamma R_{t+1}
@@ -197,7 +197,7 @@ def main(args: Args) -> dict[str, float]:
             A = (R.double() - mean) / math.sqrt(var + 1e-8)
         elif args.adv_estimator == "remax":
             A = R - greedy_P[prompts].view(-1, 1)
-        else:  # baseline_t = sum_i W_it R_it / sum_i W_it, over the responses i to the prompt that have a token t
+        else:  # baseline_t = sum_i W_it R_it / sum_i W_it, over the prompt's responses i with a token t; of one: 0
             # W_it = sum over tokens k up to t of 1 - 2 pi(k) + sum_v pi(v)^2: how large the gradient of their logp is
             collisions = fixed_collisions(policy, batch, updates, sampling=sampling)  # (b, T): sum_v pi(v)^2
             W = ((1 - 2 * batch.old_logp.exp() + collisions) * mask).cumsum(1)
@@ -234,7 +234,7 @@ def main(args: Args) -> dict[str, float]:
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                if args.kl.use_kl_loss:  # k3: exp(-d) + d - 1 with d = logp - ref_logp estimates KL(policy, reference)
+                if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1, d = logp - ref_logp, is KL(policy, reference)
                     kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
                     loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})

@@ -28,7 +28,7 @@ class Update(NamedTuple):
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
 
     def numbered(self, rows: Sequence[int]) -> "Update":
-        """The same if row i has the number rows[i], which ascends within a mini-batch."""
+        """The same with rows[i] in the place of every number i; `rows` ascends within a mini-batch."""
         micro_batches = [MicroBatch([rows[i] for i in x], x.share) for x in self.micro_batches]
         rows_of_rank = [[rows[i] for i in x] for x in self.rows_of_rank]
         return self._replace(rows=[rows[i] for i in self.rows], micro_batches=micro_batches, rows_of_rank=rows_of_rank)
@@ -171,11 +171,12 @@ def make_batch(
     """Plan a step's optimizer steps, and send the tokens of every response to the rank that trains on it.
 
     Args:
-        responses: of the step, the same list on all ranks (see `gather_responses`). The order is that of the updates;
-            neighbours that share a prompt cost less.
+        responses: of the step, the same list on all ranks (see `gather_responses`). Without `shuffle_seed` their order
+            is that of the updates; neighbours that share a prompt cost less.
         trainable: (B,) bool, whether a response is learned from. One that is not keeps its place, its mask is zero.
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
-        shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left.
+        shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
+            for one row a unit.
         version: of the newest weights, by default the newest that has sampled any of the tokens.
 
     Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
@@ -183,6 +184,7 @@ def make_batch(
     """
     order = list(range(len(responses)))
     if shuffle_seed is not None:
+        assert rows_per_unit == 1, "a shuffle would tear units apart"
         np.random.default_rng(shuffle_seed).shuffle(order)
         minis = [order[i : i + mini_batch_size] for i in range(0, len(order), mini_batch_size)]
         order = [i for mini in minis for i in sorted(mini)]  # so that those who share a prompt are neighbours

@@ -37,7 +37,7 @@ class KLTerms:
 
     def first_coef(self, state: dict[str, Any]) -> float:
         """The first weight of the KL in the reward; `state` is what a checkpoint has of the loop, {} in a new run."""
-        return state["kl_coef"] if state and self.kl_ctrl_type == "adaptive" else self.kl_coef
+        return state.get("kl_coef", self.kl_coef) if self.kl_ctrl_type == "adaptive" else self.kl_coef
 
     def next_coef(
         self, kl_coef: float, token_kl: Tensor, batch: Batch, trainable: Tensor, ranks: Ranks

@@ -128,7 +128,8 @@ def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
     }
     for other, is_set in others.items():
         if is_set:
-            raise ValueError(f"{flag} and {other} exclude each other; leave one of them out")
+            fix = "leave the first out" if other == "--max-staleness" else "leave one of them out"
+            raise ValueError(f"{flag} and {other} exclude each other; {fix}")
     if isinstance(args, RL) and args.correction.rollout_is is None:
         raise ValueError(
             f"{flag}: older weights have sampled some tokens; add --rollout-is token, which corrects for that, or "
@@ -156,6 +157,12 @@ def _check_rl(args: Any) -> None:
         raise ValueError(
             f"--ppo-mini-batch-size {args.ppo_mini_batch_size} is more than --train-batch-size "
             f"{args.train_batch_size}; both count prompts, lower it"
+        )
+    size, rounds = values.get("gen_batch_size"), values.get("max_num_gen_batches")
+    if size and rounds and size * rounds < args.train_batch_size:
+        raise ValueError(
+            f"--gen-batch-size {size} in --max-num-gen-batches {rounds} rounds cannot fill --train-batch-size "
+            f"{args.train_batch_size}; raise one of the first two"
         )
     ref_update_steps = values.get("ref_update_steps")
     if ref_update_steps and args.lora.lora_rank:

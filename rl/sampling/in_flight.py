@@ -87,8 +87,8 @@ class InFlight:
         wanted = len(self.ranks.slice_of(self.batch_size, self.ranks.data_rank))
         with seeded(seed, engine.device), progress("generate", [], total=wanted) as bar:
             self.rollouts.resume()
-            for row in own_rows:
-                own_seed = derive_seed(seed, row["row_index"]) if environments else None
+            for i, row in enumerate(own_rows):  # at the end of an epoch a prompt may be there twice
+                own_seed = derive_seed(seed, row["row_index"], i) if environments else None
                 self.rollouts.start(self.count, row, sampling, own_seed)
                 self.count += 1
             complete = self.rollouts.run(enough=lambda: len(self.ready) >= wanted)

@@ -216,11 +216,13 @@ class Rollouts:
 
     def restore(self, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
         """Go on with a saved group; returns its samples if it is complete. It begins again if the prompt or
-        `sampling.n` are no longer the same.
+        `sampling.n` are no longer the same, or a response is too long for `sampling.max_tokens`.
         """
         done = {j: sample_of(x) for j, x in saved["done"]}
         numbers = sorted([*done, *(j for j, *_ in saved["open"])])
-        if numbers != list(range(sampling.n)) or list(saved["prompt_ids"]) != list(row["prompt_ids"]):
+        lengths = [len(x.response_ids) for x in done.values()] + [len(ids) + 1 for _, ids, *_ in saved["open"]]
+        is_same = numbers == list(range(sampling.n)) and list(saved["prompt_ids"]) == list(row["prompt_ids"])
+        if not is_same or max(lengths) > sampling.max_tokens:
             self.start(name, row, sampling)
             return []
         if not saved["open"]:

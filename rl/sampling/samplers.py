@@ -249,8 +249,8 @@ class Samplers:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""
-        if not state or state["ledger"]["batch_size"] != self.ledger.batch_size:
-            return
+        if state.get("ledger", {}).get("batch_size") != self.ledger.batch_size:
+            return  # also of another script's checkpoint, which --force-resume allows
         ready: dict[int, Group] = {}
         for number, saved in state["groups"]:
             row, samples = self.row(number), [sample_of(x) for x in saved]

@@ -117,7 +117,7 @@ class Scorer:
         self.reward_model: reward_model.RewardModel | None = None  # joins the functions, see `add_reward_model`
         self.report = ""  # what `check` said
         self.in_turns = False  # whether responses are conversations
-        self.components: set[str] = set()  # names of parts of the scores that `check` saw
+        self.components: dict[str, set[str]] = {}  # data source -> names of parts of the scores that `check` saw
         hellos: list[Future] = [Future() for _ in range(self.workers)]
         for hello in hellos:  # a worker dies with the thread that started it, so each has its own
             threading.Thread(target=self._serve, args=(hello,), daemon=True).start()
@@ -180,13 +180,14 @@ class Scorer:
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
         """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""
-        if missing := sorted(set(names) - self.components):
-            self.close()
-            found = ", ".join(sorted(self.components)) or "none"
-            raise ValueError(
-                f"{flag} {' '.join(missing)}: scores of the first rows have {found}; "
-                "a reward function's dict has components, or give several functions"
-            )
+        for source, found in (self.components or {"": set()}).items():
+            if missing := sorted(set(names) - found):
+                self.close()
+                raise ValueError(
+                    f"{flag} {' '.join(missing)}: scores of the first rows{f' of {source}' if source else ''} have "
+                    f"{', '.join(sorted(found)) or 'none'}; a reward function's dict has components, or give several "
+                    "functions"
+                )
 
     def check(self, rows: Iterable[Row]) -> str:
         """Score an empty response and the reference answer of the first row of every data source, and of its first row
@@ -203,7 +204,7 @@ class Scorer:
         for (source, which), row in first.items():
             right, empty = self._try(row, [_reference(row), ""])
             for score in (right, empty):
-                self.components |= score.components.keys()
+                self.components.setdefault(source, set()).update(score.components)
                 if score.status in FAILED:
                     raise ValueError(
                         f"--custom-reward-function fails on the {which} of data source {source!r} with the response "

@@ -60,12 +60,12 @@ def load_reward(label: str, weight: float, path: str, name: str) -> Reward:
 
 
 def as_number(value: Any) -> float:
-    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e30:
-    the scripts compute advantages in float32, where the differences of such numbers would no longer be finite.
+    """An int, float, bool, Decimal, numpy or torch scalar as float. Raises ValueError for others, NaN, and beyond 1e18:
+    the scripts compute advantages in float32, where the squares of such numbers would no longer be finite.
     """
     plain = value.item() if hasattr(value, "item") else value
-    if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain) or abs(plain) > 1e30:
-        raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e30 and 1e30")
+    if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain) or abs(plain) > 1e18:
+        raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e18 and 1e18")
     return float(plain)
 
 

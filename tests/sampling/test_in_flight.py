@@ -114,6 +114,26 @@ def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engi
     assert all([v for v, _ in s.policy_versions] == [3] for s in again)
 
 
+def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_path):
+    flight = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [], 5)
+    list(steps_of(engine, flight, range(2)))
+    (state,) = saved_and_read(flight, tmp_path)
+    longest = {
+        group["row_index"]: max(
+            [len(x["response_ids"]) for _, x in group["done"]] + [len(x[1]) + 1 for x in group["open"]]
+        )
+        for group in state["in_flight"]
+    }
+    limit = sorted(longest.values())[1]
+    assert 1 < limit < max(longest.values())
+    resumed = InFlight(Decoding(partial_rollouts=1.0), ROWS, 4, init_ranks(), [state], 5)
+    engine.policy_version = 3
+    _, samples, _ = resumed.sample(engine, [], replace(WAY, max_tokens=limit), named, step=9)
+    assert all(len(s.response_ids) <= limit for s in samples) and {s.row_index for s in samples} == longest.keys()
+    began_again = {i for i in longest if all(v == 3 for s in samples if s.row_index == i for v, _ in s.policy_versions)}
+    assert began_again == {i for i, n in longest.items() if n > limit}
+
+
 def test_every_rank_begins_as_many_groups_as_it_takes(engine):
     """7 prompts, and one ahead, on 5 ranks: the third has two of 7, and of 8 it would have one."""
     for rank in range(5):

@@ -798,6 +798,15 @@ def test_check_refuses_a_function_that_fails(pool, write, capfd, body, status):
     assert "row 1: " in capfd.readouterr().err
 
 
+def test_a_component_that_scores_of_one_data_source_lack_is_missed(pool, write):
+    body = "return {'score': 1.0, 'acc': 1.0} | ({'style': 0.0} if data_source == 'good' else {})"
+    scorer = pool(write(body))
+    scorer.check([row(0, source="good"), row(1, source="plain")])
+    scorer.require_components(["acc"], flag="--flag")
+    with pytest.raises(ValueError, match="--flag style: scores of the first rows of plain have acc; a reward function"):
+        scorer.require_components(["acc", "style"], flag="--flag")
+
+
 @pytest.mark.parametrize(
     ("failed", "none", "limit", "stops"),
     [(1, 0, 0.05, False), (2, 0, 0.05, True), (0, 20, 0.05, False), (1, 0, 0.0, True), (20, 0, 1.0, False)],

@@ -81,6 +81,7 @@ def plain_grpo(task, args, rounds, score):
             "critic/score/mean": statistics.mean(x["score"] for x in scored),
             "critic/rewards/min": min(x["reward"] for x in scored),
             "critic/advantages/max": max(x["A"] for x in scored),
+            "critic/advantages/mean": statistics.mean(x["A"] for x in scored),
             "reward/none_frac": 1 - len(scored) / sum(map(len, groups)),
             "actor/reward_kl_penalty": mean_kl,
             "actor/reward_kl_penalty_coeff": kl_coef,
