@@ -187,7 +187,7 @@ def main(args: Args) -> dict[str, float]:
         rewards_BK, _ = turns_of(responses)  # (B, K): of each turn; without an environment K = 1: the score
         rewards, kl_metrics = advantages.at_turn_ends(rewards_BK[batch.rows], mask), {}  # (b, T)
         if args.kl.use_kl_in_reward:
-            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # by default old_logp - ref_logp
+            token_kl = losses.kl(batch.old_logp, batch.ref_logp, args.kl.kl_penalty) * mask  # k1: old_logp - ref_logp
             rewards = rewards - kl_coef * token_kl
             kl_coef, kl_metrics = args.kl.next_coef(kl_coef, token_kl, batch, is_trainable, ranks)  # for the next step
         R = advantages.returns_to_go(rewards, mask, gamma=args.gamma)  # (b, T): R_t = r_t + gamma R_{t+1}
