@@ -184,7 +184,7 @@ class Scorer:
             if missing := sorted(set(names) - found):
                 self.close()
                 raise ValueError(
-                    f"{flag} {' '.join(missing)}: scores of the first rows{f' of {source}' if source else ''} have "
+                    f"{flag} {' '.join(missing)}: scores of the first rows{source and f' of {source}'} have "
                     f"{', '.join(sorted(found)) or 'none'}; a reward function's dict has components, or give several "
                     "functions"
                 )
@@ -324,7 +324,8 @@ def make_scorer(
     scorer.in_turns = in_turns
     scorer.report = scorer.check(rows)
     if rewards.reward_model:
-        scorer.components.add("reward_model")
+        found = scorer.components or {"": set()}  # "": of all data sources, without a function
+        scorer.components = {source: names | {"reward_model"} for source, names in found.items()}
     return scorer
 
 
