@@ -252,7 +252,7 @@ def main(args: Args) -> dict[str, float]:
                 weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
-                if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1, d = logp - ref_logp, is KL(actor, reference)
+                if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1 with d = logp - ref_logp
                     kl = losses.kl(logp, micro.ref_logp, args.kl.kl_loss_type, old_logp=old_logp)
                     loss = loss + args.kl.kl_loss_coef * kl
                     means.over_updates({"actor/kl_loss": aggregate(kl, mask)})

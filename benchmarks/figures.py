@@ -1,6 +1,6 @@
 """Draw the figures of benchmarks/results again, from the logs that are kept beside them.
 
-python benchmarks/figures.py
+    python benchmarks/figures.py
 """
 
 import json
