@@ -67,6 +67,9 @@ def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
     """
     for name in {type(x).__module__ for x in mixers}:
         space = vars(sys.modules[name])
+        own = space.get("causal_conv1d_fn")
+        if own and importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
+            space["causal_conv1d_fn"] = _knowing_borders(own)
         scans = [package for name, package in SCANS.items() if name in space]
         is_known = scans or not any("scan" in name or "rule" in name for name in space)  # or only a convolution
         if "causal_conv1d_fn" not in space or not is_known:
@@ -83,9 +86,6 @@ def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
                 space[DELTA_RULE] = delta_rule.without_kernels(plain)
         if problem:
             return problem
-        own = space["causal_conv1d_fn"]
-        if importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
-            space["causal_conv1d_fn"] = _knowing_borders(own)
         if rule and not hasattr(rule, "is_operation"):
             space[DELTA_RULE] = delta_rule.as_operation(rule)
     return ""
@@ -128,22 +128,25 @@ def _mix(module: nn.Module, own_forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _knowing_borders(own: Any) -> Any:
-    """transformers' causal convolution (1, C, N), which also takes `seq_idx` (1, N), the sequence of each token:
+    """transformers' causal convolution (b, C, N), which with b = 1 also takes `seq_idx` (1, N), a token's sequence:
 
     y[c, t] = sum over j < k of weight[c, k - 1 - j] x[c, t - j],  where token t - j belongs to the sequence of t
+
+    Compiled it is this sum without `seq_idx`, too: torch.compile makes its own convolution anew for every N.
     """
 
     @functools.wraps(own)
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any):
         row = kwargs.get("seq_idx")
-        if row is None:
+        if row is None and not torch.compiler.is_compiling():
             return own(x, weight, bias, activation=activation, **kwargs)
         n, k = x.shape[-1], weight.shape[-1]
         total = x.float() * weight[:, -1:].float()
         for j in range(1, min(k, n)):
-            same = row[:, j:] == row[:, :-j]  # (1, N - j)
-            before = torch.where(same[:, None], x[..., :-j], 0.0).float() * weight[:, k - 1 - j, None].float()
-            total = total + F.pad(before, (j, 0))
+            before = x[..., :-j]
+            if row is not None:
+                before = torch.where((row[:, j:] == row[:, :-j])[:, None], before, 0.0)  # (1, C, N - j)
+            total = total + F.pad(before.float() * weight[:, k - 1 - j, None].float(), (j, 0))
         if bias is not None:
             total = total + bias[:, None].float()
         total = total.to(weight.dtype)

@@ -33,6 +33,9 @@ GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in b
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
+# To torch the layers of all models are one function: a graph for each kind of layer, with gradients and without, and
+# trained or frozen. After eight graphs it would run whatever is new uncompiled.
+torch._dynamo.config.recompile_limit = 64
 
 PRODUCTS = (  # beginnings of the names of operations whose results "selective" keeps
     *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
