@@ -9,7 +9,7 @@ start, in which the micro-batch is measured.
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,7 +177,7 @@ CHOICES = {  # what is tried, the fastest first
         Flags(param_offload=True, full_checkpointing=True),
         Flags(param_offload=True, full_checkpointing=True, fp8=True),
     ],
-    "LoRA": [
+    "`--lora-rank 32`": [
         Flags(lora_rank=32),
         Flags(lora_rank=32, full_checkpointing=True),
         Flags(lora_rank=32, param_offload=True, full_checkpointing=True),
@@ -213,7 +213,8 @@ def tables(args: Args) -> str:
             fastest = [
                 next((flags for flags, x in plans.items() if x.most <= USABLE * card * GIB), None) for card in CARDS
             ]
-            cells = ["no" if flags is None else "defaults" if flags == Flags() else f"`{flags}`" for flags in fastest]
+            others = [flags and replace(flags, lora_rank=Flags.lora_rank) for flags in fastest]  # beside the row's
+            cells = ["no" if flags is None else "defaults" if flags == Flags() else f"`{flags}`" for flags in others]
             fits.append(f"| {shape} | {trained} | {' | '.join(cells)} |")
             for flags in (flags for flags in choices if flags in fastest):
                 x, name = plans[flags], "defaults" if flags == Flags() else f"`{flags}`"
