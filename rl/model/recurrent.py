@@ -61,15 +61,16 @@ def _is_along_tokens(module: nn.Module) -> bool:
 
 
 def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
-    """Let the convolutions of these layers know borders, and the delta rule be one operation, if all these layers may
+    """Let the convolutions of these layers know borders; and the delta rule be one operation, if all these layers may
     have kernels that take borders. Returns "" then, or why not: the delta rule is then plain torch that nothing
     compiles.
     """
-    for name in {type(x).__module__ for x in mixers}:
-        space = vars(sys.modules[name])
+    spaces = [vars(sys.modules[name]) for name in {type(x).__module__ for x in mixers}]
+    for space in spaces:
         own = space.get("causal_conv1d_fn")
         if own and importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
             space["causal_conv1d_fn"] = _knowing_borders(own)
+    for space in spaces:
         scans = [package for name, package in SCANS.items() if name in space]
         is_known = scans or not any("scan" in name or "rule" in name for name in space)  # or only a convolution
         if "causal_conv1d_fn" not in space or not is_known:

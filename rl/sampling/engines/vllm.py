@@ -86,6 +86,8 @@ class Engine(Base):
                 enforce_eager=on_cpu,
                 # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
                 moe_backend="auto" if on_cpu or flags.is_quantized else "triton",
+                # Gated delta nets: FlashInfer would compile its own kernels, with nvcc, in the first rollout.
+                additional_config={} if on_cpu else {"gdn_prefill_backend": "triton"},
                 # CUDA graphs for all numbers of sequences; vLLM stops at 512
                 compilation_config={} if on_cpu else {"max_cudagraph_capture_size": flags.max_num_seqs},
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests

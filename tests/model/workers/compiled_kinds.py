@@ -1,6 +1,6 @@
 """A hybrid of eleven layers, plain and compiled, with its delta rule as one operation and in plain torch: prints what
 differs, how many graphs torch.compile has made after each of three batches, of longer and longer sequences, and how
-many of torch's convolutions are in them. Then how many graphs there are as trained and frozen models meet batches.
+many of torch's convolutions are in them.
 """
 
 import copy
@@ -25,20 +25,6 @@ def batch_of(lengths: range) -> Batch:
     ids = torch.randint(3, 80, (len(lengths), lengths[-1]), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = zip(ids, lengths, strict=True)
     return collate([Sample(x[:4], x[4:n], [1] * (n - 4), [0.0] * (n - 4), "stop", 0) for x, n in pairs])
-
-
-def in_modes(model: torch.nn.Module, batches: list[Batch], graphs: list) -> list[int]:
-    """New graphs for a batch, and one of a single sequence: with gradients, without, and of a model that is frozen."""
-    torch._dynamo.reset()
-    counts = []
-    for mode in ("gradients", "none", "frozen"):
-        model.requires_grad_(mode != "frozen")
-        for batch in (*batches, batch_of(range(40, 41)), batches[0]):
-            before = len(graphs)
-            with torch.set_grad_enabled(mode == "gradients"):
-                token_logprobs(model, batch, sampling=Sampling())
-            counts.append(len(graphs) - before)
-    return counts
 
 
 def main() -> None:
@@ -84,7 +70,7 @@ def main() -> None:
         convolutions = sum("conv1d" in str(node.target) for node in nodes)
         difference = max((x - y).abs().max().item() for x, y in zip(found[:3], found[3:], strict=True))
         line = {"difference": difference, "rule": rule, "largest": found[0].abs().max().item(), "graphs": counts}
-        line |= {"convolutions": convolutions, "modes": in_modes(one, batches, graphs) if rule == "operation" else []}
+        line |= {"convolutions": convolutions}
         sys.stdout.write(json.dumps(line) + "\n")
     shutdown_ranks()
 
