@@ -1,7 +1,7 @@
 """The gated delta rule of flash-linear-attention as one operation of torch.
 
-torch.compile cannot look into its kernels: it would break the layer's graph, and of a layer that checkpointing computes
-again it would then compile nothing. Of an operation it only has to know the shape of what comes out.
+torch.compile cannot look into its kernels: it would split the layer's graph, and with checkpointing compile nothing of
+the layer. Of an operation it only has to know the shape of what comes out.
 """
 
 import functools
@@ -60,9 +60,9 @@ def what_is_wrong(own: Any, heads: int, key_width: int, value_width: int, device
     return "" if error < 0.1 else f"outputs or gradients differ by {error:.0%}"  # bfloat16: about 1 %
 
 
-def without_kernels(own: Any) -> Any:
-    """transformers' function in plain torch, for which it would take the kernels. torch.compile would unroll its loops,
-    for each length again, which takes minutes.
+def without_kernels(own: Any, problem: str = "") -> Any:
+    """transformers' function in plain torch, even where it would take the kernels. torch.compile would unroll its
+    loops, for each length again, which takes minutes. The result keeps the problem of the kernels.
     """
     known = inspect.signature(own).parameters
 
@@ -71,6 +71,7 @@ def without_kernels(own: Any) -> Any:
     def rule(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **{name: x for name, x in kwargs.items() if name in known})
 
+    rule.problem = problem
     return rule
 
 
@@ -131,5 +132,5 @@ def as_operation(own: Any) -> Any:
             return own(query, key, value, g=g, beta=beta, **kept, **options)
         return gated_delta(query, key, value, g, beta, cu_seqlens, use_qk_l2norm_in_kernel), None
 
-    rule.is_operation = True
+    rule.is_operation, rule.__wrapped__ = True, own
     return rule

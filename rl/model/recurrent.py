@@ -36,7 +36,7 @@ class Places(NamedTuple):
     borders: Tensor  # (b + 1,) int32
     row: Tensor  # (1, N) int32, the sequence of each token
     index: Tensor  # (b, L) int64 in the packed row; 0 where there is padding
-    back: Tensor  # (N,) int64 in index, flattened
+    back: Tensor  # (N,) int64, the place of each token in index, flattened
 
 
 def add_mixers(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -63,33 +63,38 @@ def _is_along_tokens(module: nn.Module) -> bool:
 def know_borders(mixers: tuple[nn.Module, ...], device: torch.device) -> str:
     """Let the convolutions of these layers know borders; and the delta rule be one operation, if all these layers may
     have kernels that take borders. Returns "" then, or why not: the delta rule is then plain torch that nothing
-    compiles.
+    compiles. Raises ValueError if kernels that another model runs by are wrong for this one.
     """
-    spaces = [vars(sys.modules[name]) for name in {type(x).__module__ for x in mixers}]
-    for space in spaces:
-        own = space.get("causal_conv1d_fn")
-        if own and importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
-            space["causal_conv1d_fn"] = _knowing_borders(own)
-    for space in spaces:
-        scans = [package for name, package in SCANS.items() if name in space]
-        is_known = scans or not any("scan" in name or "rule" in name for name in space)  # or only a convolution
-        if "causal_conv1d_fn" not in space or not is_known:
-            return "there are none, or they are not known here"
-        problem, rule = "", space.get(DELTA_RULE)
-        if scans and not _has_kernels(scans[0], device):
-            problem = f"there are none without a GPU and {scans[0]}"
+    names = sorted({type(x).__module__ for x in mixers})
+    return next(filter(None, [_prepare(vars(sys.modules[name]), mixers, device) for name in names]), "")
+
+
+def _prepare(space: dict[str, Any], mixers: tuple[nn.Module, ...], device: torch.device) -> str:
+    own, rule = space.get("causal_conv1d_fn"), space.get(DELTA_RULE)
+    if own and importlib.util.find_spec("causal_conv1d") is None and not hasattr(own, "knows_borders"):
+        space["causal_conv1d_fn"] = _knowing_borders(own)
+    scans = [package for name, package in SCANS.items() if name in space]
+    kinds = "scan", "rule", "delta_attention"  # if there is none of these, there is only a convolution
+    is_known = scans or not any(kind in name for name in space for kind in kinds)
+    if not own or not is_known:
+        return "there are none, or they are not known here"
+    if scans and not _has_kernels(scans[0], device):
         if rule and not hasattr(rule, "is_operation"):
-            plain = inspect.unwrap(rule)
-            sizes = {(x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in mixers if hasattr(x, "num_v_heads")}
-            found = (delta_rule.what_is_wrong(plain, *size, device) for size in sizes)
-            problem = problem or next(filter(None, found), "")
-            if problem:
-                space[DELTA_RULE] = delta_rule.without_kernels(plain)
-        if problem:
-            return problem
-        if rule and not hasattr(rule, "is_operation"):
-            space[DELTA_RULE] = delta_rule.as_operation(rule)
-    return ""
+            space[DELTA_RULE] = delta_rule.without_kernels(inspect.unwrap(rule))
+        return f"they need a GPU and the package {scans[0]}"
+    if not rule:
+        return ""
+    plain = inspect.unwrap(rule)
+    sizes = {(x.num_v_heads, x.head_k_dim, x.head_v_dim) for x in mixers if hasattr(x, "num_v_heads")}
+    found = (delta_rule.what_is_wrong(plain, *size, device) for size in sizes)
+    problem = getattr(rule, "problem", "") or next(filter(None, found), "")  # the rule is that of all models
+    if problem and hasattr(rule, "is_operation"):
+        raise ValueError(f"uninstall flash-linear-attention, right for one model and wrong for another: {problem}")
+    if problem:
+        space[DELTA_RULE] = delta_rule.without_kernels(plain, problem)
+    elif not hasattr(rule, "is_operation"):
+        space[DELTA_RULE] = delta_rule.as_operation(rule)
+    return problem
 
 
 def _has_kernels(package: str, device: torch.device) -> bool:
@@ -133,7 +138,7 @@ def _knowing_borders(own: Any) -> Any:
 
     y[c, t] = sum over j < k of weight[c, k - 1 - j] x[c, t - j],  where token t - j belongs to the sequence of t
 
-    Compiled it is this sum without `seq_idx`, too: torch.compile makes its own convolution anew for every N.
+    Compiled, it is always this sum: torch.compile makes transformers' own anew for every N.
     """
 
     @functools.wraps(own)
@@ -142,14 +147,15 @@ def _knowing_borders(own: Any) -> Any:
         if row is None and not torch.compiler.is_compiling():
             return own(x, weight, bias, activation=activation, **kwargs)
         n, k = x.shape[-1], weight.shape[-1]
-        total = x.float() * weight[:, -1:].float()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.to(wide) * weight[:, -1:].to(wide)
         for j in range(1, min(k, n)):
             before = x[..., :-j]
             if row is not None:
                 before = torch.where((row[:, j:] == row[:, :-j])[:, None], before, 0.0)  # (1, C, N - j)
-            total = total + F.pad(before.float() * weight[:, k - 1 - j, None].float(), (j, 0))
+            total = total + F.pad(before.to(wide) * weight[:, k - 1 - j, None].to(wide), (j, 0))
         if bias is not None:
-            total = total + bias[:, None].float()
+            total = total + bias[:, None].to(wide)
         total = total.to(weight.dtype)
         return (total if activation is None else ACT2FN[activation](total)).to(x.dtype)
 

@@ -33,8 +33,8 @@ GATHERED_ELEMENTS = 2**27  # of weights that are gathered at a time: 256 MB in b
 # guards one fusion by its size. Only versions of torch that have the fusion know the option.
 UNGUARDED_FUSION = "triton.mix_order_reduction_non_strict_mode"
 COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inductor.list_options() else {}
-# To torch the layers of all models are one function: a graph for each kind of layer, with gradients and without, and
-# trained or frozen. After eight graphs it would run whatever is new uncompiled.
+# Checkpointed layers of all models are one function to torch: a graph for each kind of layer, with gradients and
+# without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
 torch._dynamo.config.recompile_limit = 64
 
 PRODUCTS = (  # beginnings of the names of operations whose results "selective" keeps
@@ -134,7 +134,7 @@ def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
 
 
 def _compile_for_all_lengths(forward: Callable) -> Callable:
-    """A layer's forward compiled once for any number of tokens or sequences, the second or only dimension of a tensor.
+    """A layer's forward compiled once for any number of tokens or borders, the second or only dimension of a tensor.
     `dynamic=True` would take the width of a head for variable too, and the rotary embedding would be slow.
     """
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)

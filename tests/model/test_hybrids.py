@@ -1,6 +1,5 @@
 """Models with recurrent layers: borders for their kernels, and Qwen3.5, whose text is a part of a larger model."""
 
-import functools
 import inspect
 import json
 import sys
@@ -14,7 +13,6 @@ import pytest
 import torch
 from helpers_families import BORDERS
 from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -27,7 +25,7 @@ import sft
 import train_grpo
 import train_reward
 from rl.flags import build
-from rl.model import delta_rule, recurrent, reward_model, sharding
+from rl.model import delta_rule, recurrent, reward_model
 from rl.model import load as models
 from rl.sampling.engines import hf
 
@@ -63,10 +61,11 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
 
 
 def test_layers_of_a_kind_are_compiled_once():
-    """torch.compile gives up after some graphs of one function, so each layer must not be code of its own. A delta
-    rule in plain torch is not compiled: its loops would be unrolled anew for every length.
+    """torch.compile gives up after 64 graphs of one function, by default 8, so each layer must not be code of its own.
+    A delta rule in plain torch is not compiled: its loops would be unrolled anew for every length.
     """
     output = launch.run_file(launch.TESTS / "model" / "workers" / "compiled_kinds.py")
+    assert launch.objects(output, "kinds") == [{"kinds": 12}]  # checkpointed layers are one function, of any kind
     operation, plain = launch.objects(output, "difference")
     assert (operation["rule"], plain["rule"]) == ("operation", "plain")
     assert operation["graphs"][:4] == [0, 0, 0, 3]  # one for each kind of layer, and one for the head
@@ -75,29 +74,6 @@ def test_layers_of_a_kind_are_compiled_once():
     for found in (operation, plain):
         assert found["graphs"][4] == found["graphs"][5]  # nothing is compiled for one more length
         assert found["difference"] < 1e-5 < found["largest"]
-
-
-def test_a_layer_of_one_more_kind_is_compiled_too(monkeypatch):
-    """torch sees one function in the layers of all models. By default it compiles eight graphs of that, no more."""
-
-    class Scaled(torch.nn.Module):
-        def __init__(self, factor: int):
-            super().__init__()
-            self.factor = factor  # another one is another graph
-
-        def forward(self, x):
-            return self.factor * x
-
-    graphs, torch_compile = [], torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, options: torch_compile(f, backend=lambda g, _: graphs.append(g) or g)
-    )
-    torch._dynamo.reset()
-    for factor in range(12):
-        layer = functools.partial(checkpoint, Scaled(factor).forward, use_reentrant=False)
-        assert sharding._compile_for_all_lengths(layer)(torch.ones(1, 2)).tolist() == [[factor, factor]]
-    torch._dynamo.reset()
-    assert len(graphs) == 12
 
 
 @pytest.mark.parametrize("problem", ["refused", "a wrong gradient"])
@@ -126,6 +102,40 @@ def test_kernels_without_a_right_gradient_are_not_used(problem, world, monkeypat
     rule, states = space.torch_chunk_gated_delta_rule, torch.rand(5, 1, 9, 4, 8).unbind()
     given = dict(g=-states[3][..., 0], beta=states[4][..., 0], use_qk_l2norm_in_kernel=True)
     assert torch.equal(rule(*states[:3], **given, seq_idx=None)[0], own(*states[:3], **given)[0])  # without kernels
+    monkeypatch.setattr(delta_rule, "what_is_wrong", lambda *args: "")  # of a second model, of other sizes
+    assert recurrent.know_borders(model.packed.mixers, world.device).startswith(said[problem])
+    assert space.torch_chunk_gated_delta_rule.problem.startswith(said[problem])
+
+
+def test_kernels_of_one_model_that_are_wrong_for_another(world, monkeypatch, tmp_path):
+    """The rule stands in the module of their class, so one model cannot have it and the other one not."""
+    mixers = families.load(families.save("delta nets", tmp_path), world).packed.mixers
+    space = sys.modules[type(mixers[0]).__module__]
+    monkeypatch.setattr(space, recurrent.DELTA_RULE, space.torch_chunk_gated_delta_rule)  # put back in the end
+    monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: True)
+    monkeypatch.setattr(delta_rule, "what_is_wrong", lambda *args: "")
+    assert recurrent.know_borders(mixers, world.device) == ""
+    monkeypatch.setattr(delta_rule, "what_is_wrong", lambda *args: "gradients differ by 50%")
+    with pytest.raises(ValueError, match="right for one model and wrong for another: gradients differ by 50%"):
+        recurrent.know_borders(mixers, world.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[7, 2, 1, 5], [3], [1]], ids=str)
+def test_the_convolution_of_a_packed_row_is_that_of_each_sequence(dtype, lengths):
+    """In float64 to the last digits, also where a sequence is shorter than the kernel."""
+    random = torch.Generator().manual_seed(0)
+
+    def own(x, weight, bias=None, activation=None):
+        out = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+        return torch.nn.functional.silu(out[..., : x.shape[-1]])
+
+    x, weight, bias = (torch.randn(*n, generator=random).to(dtype) for n in ((1, 6, sum(lengths)), (6, 4), (6,)))
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    found = recurrent._knowing_borders(own)(x, weight, bias, activation="silu", seq_idx=row)
+    expected = torch.cat([own(part, weight, bias) for part in x.split(lengths, -1)], -1)
+    assert found.dtype == dtype
+    assert (found - expected).abs().max() < {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.03}[dtype]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

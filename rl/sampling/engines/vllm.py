@@ -86,7 +86,7 @@ class Engine(Base):
                 enforce_eager=on_cpu,
                 # Some kernels of experts reorder their weights, which a push would not do again; this one does not.
                 moe_backend="auto" if on_cpu or flags.is_quantized else "triton",
-                # Gated delta nets: FlashInfer would compile its own kernels, with nvcc, in the first rollout.
+                # On Hopper GPUs vLLM would take FlashInfer's gated delta rule, installed or not.
                 additional_config={} if on_cpu else {"gdn_prefill_backend": "triton"},
                 # CUDA graphs for all numbers of sequences; vLLM stops at 512
                 compilation_config={} if on_cpu else {"max_cudagraph_capture_size": flags.max_num_seqs},

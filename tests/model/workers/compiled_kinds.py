@@ -1,9 +1,10 @@
 """A hybrid of eleven layers, plain and compiled, with its delta rule as one operation and in plain torch: prints what
 differs, how many graphs torch.compile has made after each of three batches, of longer and longer sequences, and how
-many of torch's convolutions are in them.
+many of torch's convolutions are in them. Before that, how many graphs checkpointed layers of twelve kinds get.
 """
 
 import copy
+import functools
 import inspect
 import json
 import sys
@@ -11,12 +12,13 @@ import sys
 import helpers_families as families
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
 from rl.model import delta_rule, recurrent
 from rl.model.logprobs import token_logprobs, use_forward
-from rl.model.sharding import Memory, shard
+from rl.model.sharding import Memory, _compile_for_all_lengths, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
 
@@ -25,6 +27,17 @@ def batch_of(lengths: range) -> Batch:
     ids = torch.randint(3, 80, (len(lengths), lengths[-1]), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = zip(ids, lengths, strict=True)
     return collate([Sample(x[:4], x[4:n], [1] * (n - 4), [0.0] * (n - 4), "stop", 0) for x, n in pairs])
+
+
+class Scaled(torch.nn.Module):
+    """A layer of a kind for each factor."""
+
+    def __init__(self, factor: int):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x
 
 
 def main() -> None:
@@ -38,6 +51,11 @@ def main() -> None:
         return torch_compile(function, backend=counting, **rest)
 
     torch.compile = compile_counted
+    for factor in range(12):
+        forward = functools.partial(checkpoint, Scaled(factor).forward, use_reentrant=False)
+        assert _compile_for_all_lengths(forward)(torch.ones(1, 2)).tolist() == [[factor, factor]]
+    sys.stdout.write(json.dumps({"kinds": len(graphs)}) + "\n")
+    torch._dynamo.reset()
     ranks = init_ranks()
     kind, options, _ = families.FAMILIES["delta nets"]
     kinds = ["linear_attention"] * 10 + ["full_attention"]
