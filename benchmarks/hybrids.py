@@ -89,10 +89,10 @@ def count_calls(kernels: str) -> None:
     if kernels == "torch":
         recurrent._has_kernels = lambda package, device: package == "fla"
 
-    def counted(*args: Any, borders: Tensor | None, normalize: bool) -> Tensor:
+    def counted(*args: Any, borders: Tensor | None) -> Tensor:
         CALLS["all"] += 1
         CALLS["with borders"] += borders is not None
-        return own(*args, borders=borders, normalize=normalize)
+        return own(*args, borders=borders)
 
     own = delta_rule.kernel if kernels == "fla" else one_by_one
     delta_rule.kernel = counted
@@ -104,12 +104,11 @@ def torchs(name: str) -> Callable:
     return delta_rule.without_kernels(inspect.unwrap(getattr(importlib.import_module(name), recurrent.DELTA_RULE)))
 
 
-def one_by_one(*states: Tensor, borders: Tensor | None, normalize: bool) -> Tensor:
+def one_by_one(*states: Tensor, borders: Tensor | None) -> Tensor:
     """In the place of the kernels: torch's function for each sequence."""
     rule, sizes = torchs(QWEN), states[0].shape[1] if borders is None else borders.diff().tolist()
     parts = zip(*(x.split(sizes, 1) for x in states), strict=True)
-    options = dict(use_qk_l2norm_in_kernel=normalize)
-    return torch.cat([rule(q, k, v, g=g, beta=beta, **options)[0] for q, k, v, g, beta in parts], 1)
+    return torch.cat([rule(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], 1)
 
 
 @contextmanager

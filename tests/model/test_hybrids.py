@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Qwen3_5Config,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import l2norm
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients
 
 import sft
@@ -41,11 +42,10 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
     space = sys.modules[type(model.packed.mixers[0]).__module__]
     own, calls = space.torch_chunk_gated_delta_rule.__wrapped__, []
 
-    def kernel(*states, borders, normalize):
+    def kernel(*states, borders):
         calls.append(len(borders) - 1)
         parts = zip(*(x.split(borders.diff().tolist(), 1) for x in states), strict=True)
-        options = dict(use_qk_l2norm_in_kernel=normalize)
-        return torch.cat([own(q, k, v, g=g, beta=beta, **options)[0] for q, k, v, g, beta in parts], 1)
+        return torch.cat([own(q, k, v, g=g, beta=beta)[0] for q, k, v, g, beta in parts], 1)
 
     for name in ("causal_conv1d_fn", recurrent.DELTA_RULE):
         monkeypatch.setattr(space, name, getattr(space, name))  # put back in the end
@@ -84,11 +84,11 @@ def test_kernels_without_a_right_gradient_are_not_used(problem, world, monkeypat
     space = sys.modules[type(model.packed.mixers[0]).__module__]
     own = inspect.unwrap(space.torch_chunk_gated_delta_rule)
 
-    def kernel(q, k, v, g, beta, *, borders, normalize):
+    def kernel(q, k, v, g, beta, *, borders):
         if problem == "refused" and q.requires_grad:
             raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
         parts = zip(*(x.split(borders.diff().tolist(), 1) for x in (q, k.detach(), v, g, beta)), strict=True)
-        outs = [own(*x[:3], g=x[3], beta=x[4], use_qk_l2norm_in_kernel=normalize)[0] for x in parts]
+        outs = [own(*x[:3], g=x[3], beta=x[4])[0] for x in parts]
         return torch.cat(outs, 1) + 0 * k.sum()
 
     monkeypatch.setattr(space, recurrent.DELTA_RULE, space.torch_chunk_gated_delta_rule)  # put back in the end
@@ -118,6 +118,16 @@ def test_kernels_of_one_model_that_are_wrong_for_another(world, monkeypatch, tmp
     monkeypatch.setattr(delta_rule, "what_is_wrong", lambda *args: "gradients differ by 50%")
     with pytest.raises(ValueError, match="right for one model and wrong for another: gradients differ by 50%"):
         recurrent.know_borders(mixers, world.device)
+
+
+def test_unit_vectors():
+    """[3, 4] has length 5; a vector of zeros stays one; of a small one 1e-6 counts: 1e-3 / sqrt(1e-6 + 1e-6)."""
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0]], dtype=torch.float64, requires_grad=True)
+    expected = [[0.6, 0.8], [0.0, 0.0], [2**-0.5, 0.0]]
+    torch.testing.assert_close(delta_rule.unit(x), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=3e-8)
+    x = torch.randn(2, 5, 3, 128, dtype=torch.float64, requires_grad=True)  # as transformers does
+    found = torch.autograd.grad((delta_rule.unit(x) ** 3).sum(), x)[0]
+    torch.testing.assert_close(found, torch.autograd.grad((l2norm(x) ** 3).sum(), x)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

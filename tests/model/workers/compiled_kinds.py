@@ -65,9 +65,9 @@ def main() -> None:
     space = vars(sys.modules[type(model).__module__])
     own = inspect.unwrap(space[recurrent.DELTA_RULE])
 
-    def kernel(*states, borders, normalize):
+    def kernel(*states, borders):
         q, k, v, g, beta = states
-        return own(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalize)[0]
+        return own(q, k, v, g=g, beta=beta)[0]
 
     delta_rule.kernel = kernel  # torch's in the place of flash-linear-attention's, which run on GPUs only
     space[recurrent.DELTA_RULE] = delta_rule.as_operation(own)
