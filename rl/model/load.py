@@ -27,7 +27,7 @@ from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import check_same_tokenizer, check_trainable
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
 from rl.model.lora import Base, LoRA
-from rl.model.recurrent import know_borders
+from rl.model.recurrent import know_borders, may_have_kernels
 from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
@@ -239,7 +239,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
     batch = _random_batch(model.config, longest or positions, ranks.device, has_images=vision.sees(model))
-    if model.packed.mixers and ranks.device.type == "cuda" and ranks.is_main:
+    if may_have_kernels(model.packed.mixers, ranks.device) and ranks.is_main:
         say(
             f"{flag}: trying out the kernels of the recurrent layers of {model.config.model_type}; the first time on a "
             "machine they are compiled and tuned, which takes minutes"

@@ -97,6 +97,12 @@ def _prepare(space: dict[str, Any], mixers: tuple[nn.Module, ...], device: torch
     return problem
 
 
+def may_have_kernels(mixers: tuple[nn.Module, ...], device: torch.device) -> bool:
+    """Whether a package of kernels for these layers is installed, and the device is one for it."""
+    spaces = [vars(sys.modules[type(x).__module__]) for x in mixers]
+    return any(name in space and _has_kernels(package, device) for space in spaces for name, package in SCANS.items())
+
+
 def _has_kernels(package: str, device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec(package) is not None
 

@@ -34,7 +34,7 @@ CASE = ("all terms", "token-mean")
 
 
 @pytest.mark.parametrize("name", ["delta nets", "delta nets and experts", "delta nets of OLMo"])
-def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
+def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path, capsys):
     """flash-linear-attention's run on GPUs only. In its place stands torch's, one sequence after the other."""
     folder = families.save(name, tmp_path)
     batch = make_batch(families.plain(folder).double())
@@ -51,7 +51,9 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path):
         monkeypatch.setattr(space, name, getattr(space, name))  # put back in the end
     monkeypatch.setattr(delta_rule, "kernel", kernel)
     monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: package == "fla")
+    assert "trying out the kernels" not in capsys.readouterr().out  # none were there when the model was loaded
     assert models.choose_forward(model, world, longest=64) == BORDERS
+    assert "trying out the kernels of the recurrent layers" in capsys.readouterr().out
     calls.clear()
     single = {k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()}
     single = replace(batch, **single)
