@@ -3,6 +3,7 @@
 import copy
 import json
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -117,16 +118,24 @@ def whole_config(module: nn.Module) -> PreTrainedConfig | None:
 
 
 def _weights_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the files of that model hold and the module has not, as it is there: its vision tower."""
+    """What the files of that model hold and the module has not, as it is there: its vision tower. A layer that the
+    module has is all its own, whatever tensors hold it: experts may be published as one or one by one.
+    """
     if (whole := whole_config(module)) is None:
         return
     shapes = {key: x.shape for key, x in module.named_parameters() if not lora.is_adapter(key)}
     own = revert_weight_conversion(module, {key: torch.empty(x, device="meta") for key, x in shapes.items()})
+    own = {_layer_of(key) for key in own}
     index = cached_file(whole.name_or_path, SAFE_WEIGHTS_INDEX_NAME, **CALM)
     files = set(json.loads(pathlib.Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}
     for name in sorted(files):
         with safe_open(cached_file(whole.name_or_path, name), "pt") as file:
-            yield from ((key, file.get_tensor(key)) for key in file.keys() if key not in own)
+            yield from ((key, file.get_tensor(key)) for key in file.keys() if _layer_of(key) not in own)
+
+
+def _layer_of(key: str) -> str:
+    """A weight's name up to the first number, or all of it."""
+    return found[0] if (found := re.match(r".*?\.\d+\.", key)) else key
 
 
 def write_huggingface(

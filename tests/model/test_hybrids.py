@@ -12,12 +12,13 @@ import launch
 import pytest
 import torch
 from helpers_families import BORDERS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import l2norm
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients
@@ -154,7 +155,7 @@ def test_the_convolution_of_a_packed_row_is_that_of_each_sequence(dtype, lengths
 # A published folder of Qwen3.5
 
 
-def save_qwen3_5(folder, **text):
+def save_qwen3_5(folder, config_class=Qwen3_5Config, **text):
     """A tiny model as Qwen publishes them: text and a vision tower, and weights for guessing several tokens ahead."""
     sizes = families.SIZES | families.DELTA | text
     rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0, mrope_section=[2, 1, 1])
@@ -162,7 +163,7 @@ def save_qwen3_5(folder, **text):
     tower["num_position_embeddings"] = 16
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = dict(zip(names, range(sizes["vocab_size"] - 4, sizes["vocab_size"]), strict=True))
-    config = Qwen3_5Config(text_config=sizes | dict(rope_parameters=rope), vision_config=tower, **special)
+    config = config_class(text_config=sizes | dict(rope_parameters=rope), vision_config=tower, **special)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -208,6 +209,29 @@ def test_the_text_of_a_model_with_a_vision_tower_is_trained_and_its_export_is_wh
     metrics = train_grpo.main(build(train_grpo.Args, **settings))
     assert metrics["rollout/logprob_gap_mean"] < 1e-5
     assert load_file(tmp_path / "grpo" / "global_step_1" / "huggingface" / "model.safetensors").keys() == before.keys()
+
+
+def test_an_export_has_no_old_experts(tmp_path, world, runs_here):
+    """Qwen3.5's experts are published as one tensor a layer; transformers writes them one by one."""
+    task = h.make_task(tmp_path)
+    folder = Path(task.model)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    sizes = families.EXPERTS | dict(shared_expert_intermediate_size=9, vocab_size=vocabulary)
+    whole = save_qwen3_5(folder, Qwen3_5MoeConfig, **sizes)
+    published = whole.state_dict()
+    assert any(name.endswith("experts.gate_up_proj") for name in published)
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run", total_training_steps=1)))
+    export = tmp_path / "run" / "global_step_1" / "huggingface"
+    after = load_file(export / "model.safetensors")
+    kept = {name for name in after.keys() & published.keys() if torch.equal(after[name], published[name])}
+    assert kept == {name for name in published if ".visual." in name}
+    ids, found = torch.tensor([[5, 6, 7, 8, 9, 10]]), []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model, info = kind.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        found.append(model.eval()(input_ids=ids).logits)
+    assert torch.equal(*found) and not torch.allclose(found[0], whole(input_ids=ids).logits, atol=1e-3)
 
 
 def test_a_reward_model_of_it_is_exported_as_one(tmp_path, world, runs_here):
