@@ -359,3 +359,19 @@ def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
     AutoConfig.from_pretrained(task.model, num_experts=4).save_pretrained(task.model)
     with pytest.raises(ValueError, match=r"with 2 of 6 experts a token in 2 layers, and --model has 2 of 4 in 2; give"):
         train_grpo.main(build(train_grpo.Args, **settings))
+
+
+@pytest.mark.parametrize("lora", [{}, dict(lora_rank=8, lora_experts=True)], ids=["all weights", "adapters"])
+def test_a_resumed_run_of_experts_is_the_unbroken_one(lora, folder_of, tmp_path, runs_here):
+    task = h.make_task(tmp_path)
+    families.plain(folder_of["experts"]).save_pretrained(task.model)
+    for name, changes in (("unbroken", {}), ("resumed", dict(resume_mode=str(tmp_path / "unbroken/global_step_1")))):
+        settings = h.grpo_settings(task, tmp_path / name, save_freq=1, total_training_steps=3, **lora, **changes)
+        train_grpo.main(build(train_grpo.Args, **settings))
+    left, right = (tmp_path / name / "global_step_3" for name in ("unbroken", "resumed"))
+    h.assert_same(h.weights(left), h.weights(right))
+    h.assert_same(h.saved_state(left), h.saved_state(right))
+    lines = h.timeless(h.read_jsonl(tmp_path / "unbroken" / "metrics.jsonl"))
+    assert lines[1:] == h.timeless(h.read_jsonl(tmp_path / "resumed" / "metrics.jsonl"))
+    first, last = h.weights(tmp_path / "unbroken" / "global_step_1"), h.weights(left)
+    assert any("experts" in name and not torch.equal(x, last[name]) for name, x in first.items())

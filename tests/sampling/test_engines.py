@@ -657,3 +657,13 @@ def test_check_context_refuses_more_tokens_than_positions(tiny_model):
     check_context(tiny_model, 512)
     with pytest.raises(ValueError, match="max-response-length = 513 tokens, but .* has 512 positions"):
         check_context(tiny_model, 513)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "is_new", "said"), [(True, False, "on a CPU"), (False, True, "was not tried"), (False, False, "")]
+)
+def test_replay_is_off_where_vllm_does_not_tell_experts(on_cpu, is_new, said, monkeypatch):
+    config = type("VllmConfig", (), {"_verify_aux_output_compatibility": None} if is_new else {})
+    monkeypatch.setattr("vllm.config.VllmConfig", config)
+    found = vllm.why_no_experts(on_cpu)
+    assert bool(found) == bool(said) and said in found

@@ -29,6 +29,17 @@ ASK_EVERY = 16  # steps after which ranks that share an engine ask each other fo
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
 
 
+def why_no_experts(on_cpu: bool) -> str:
+    """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
+    import vllm
+
+    if on_cpu:
+        return "vLLM's kernels on a CPU choose experts and do not tell which"
+    if hasattr(vllm.config.VllmConfig, "_verify_aux_output_compatibility"):
+        return f"vLLM {vllm.__version__} tells experts in a new way, which was not tried; install vLLM 0.26"
+    return ""
+
+
 class Engine(Base):
     """See `base.Engine`. vLLM on this rank's device, or over --tensor-model-parallel-size neighbouring ranks.
 
@@ -55,9 +66,10 @@ class Engine(Base):
         import vllm
         from vllm.distributed import parallel_state
 
-        returns_experts = flags.router_replay and not on_cpu
-        if flags.router_replay and on_cpu and ranks.is_main:
-            say("--router-replay is off: vLLM's kernels on a CPU choose experts and do not tell which")
+        problem = why_no_experts(on_cpu) if flags.router_replay else ""
+        returns_experts = flags.router_replay and not problem
+        if problem and ranks.is_main:
+            say(f"--router-replay is off: {problem}")
         self.sees = vision.auto_class(model) is AutoModelForImageTextToText
         if self.sees and images.in_use() and images.tokens(0).before:
             raise ValueError(
