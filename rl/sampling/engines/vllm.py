@@ -31,12 +31,12 @@ QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
 
 def why_no_experts(on_cpu: bool) -> str:
     """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
-    import vllm
-
     if on_cpu:
         return "vLLM's kernels on a CPU choose experts and do not tell which"
-    if hasattr(vllm.config.VllmConfig, "_verify_aux_output_compatibility"):
-        return f"vLLM {vllm.__version__} tells experts in a new way, which was not tried; install vLLM 0.26"
+    from vllm import __version__, config
+
+    if hasattr(config.VllmConfig, "_verify_aux_output_compatibility"):
+        return f"vLLM {__version__} tells experts in a new way, which was not tried; install vLLM 0.26"
     return ""
 
 
