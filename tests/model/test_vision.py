@@ -148,13 +148,14 @@ def test_the_engine_samples_what_the_policy_would(world, folder_of, rows, family
     assert places > 0  # the policy has sampled some, and they were text
 
 
-def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
+@pytest.mark.parametrize("family", sorted({"qwen3_vl", "qwen2_5_vl", "smolvlm"} & set(FAMILIES)))
+def test_vllm_samples_what_the_policy_would(family, world, folder_of, rows):
     """Needs torchvision, which vLLM imports for them. On a CPU: PyPI's wheel, unzipped to a folder on PYTHONPATH,
     without the two lines `@torch.library.register_fake` of its _meta_registrations.py.
     """
     if find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
-    folder = folder_of["qwen3_vl"]
+    folder = folder_of[family]
     sampling, prompts = Sampling(n=3, max_tokens=16), vision.encoded(folder, rows)
     policy = models.load_policy(folder, world, LoRA(freeze_vision_tower=False), Memory(compile=False), longest=64)
     engine = vllm.Engine(folder, world, Rollout(max_num_seqs=8), longest=64)
@@ -172,6 +173,12 @@ def test_vllm_samples_what_the_policy_would(world, folder_of, rows):
         engine.update_weights(models.weights_for_engine(policy, world))
     assert gap(3) > 1e-3
     engine.llm.llm_engine.engine_core.shutdown()
+
+
+def test_vllm_refuses_images_to_which_it_would_add_text(world, folder_of, rows):
+    vision.encoded(folder_of["gemma3"], rows)
+    with pytest.raises(ValueError, match=r"gemma3 puts text around an image \(Gemma 3: line breaks\).*use --engine hf"):
+        vllm.Engine(folder_of["gemma3"], world, Rollout(), longest=64)
 
 
 def test_adapters_stand_in_the_text_unless_the_tower_learns(folder_of, rows):
