@@ -2,13 +2,15 @@
 
     python benchmarks/models.py --out FOLDER        # half an hour on a CPU core; continues where it was stopped
     python benchmarks/models.py --out FOLDER --write
+    python benchmarks/models.py --out FOLDER --gradients        # of new models, on one rank and on two
     python benchmarks/models.py --out FOLDER --learn olmo2 mistral
 
 Each family gets a tiny model with random weights. Then, as a user would: it is trained for two steps by sft.py on the
 arithmetic task, its export is loaded again by transformers, the policy is loaded from there as train_grpo.py does, its
 log-probs are compared with those of transformers' own forward for one sequence at a time, and its weights, changed, are
 pushed into vLLM, whose log-probs of what it samples are compared with the policy's. models.jsonl has a line a family;
-those that it has already are not run again. What vLLM does not serve is told by its error.
+those that it has already are not run again. What vLLM does not serve is told by its error. gradients.jsonl compares
+gradients in the same way, relative to their norm, and log-probs, of a new model on one rank and on two.
 """
 
 import contextlib
@@ -16,12 +18,15 @@ import gc
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,6 +166,7 @@ class Args:
     families: tuple[str, ...] = ()  # by default all
     engine: bool = True  # whether vLLM is tried
     write: bool = False  # write the table into docs/models.md and run nothing
+    gradients: bool = False  # compare gradients instead, on one rank and on two
     # for these families, instead: SFT, then GRPO, on the arithmetic task or on that of dots
     learn: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of `learn`: the model's, and of data and sampling
@@ -202,10 +208,9 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     """What the table says of a family. Refusals are among it; other errors are raised."""
     import sft
     from data import arithmetic
-    from rl.data.batching import collate
     from rl.data.encode import load_tokenizer
     from rl.data.rows import read_sft_rows
-    from rl.data.types import Sample, take_rows
+    from rl.data.types import take_rows
     from rl.model import load as models
     from rl.model.checks import check_trainable
     from rl.model.logprobs import token_logprobs
@@ -243,17 +248,10 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = models.load_policy(export, ranks, memory=Memory(compile=False), longest=64)
-    found["way"] = next(
-        way
-        for way, x in models.WAYS.items()
-        if all(getattr(policy.packed, option) == value for option, value in x.items())
-    )
+    found["way"] = way_of(policy)
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 80, (n,), generator=generator).tolist() for n in (2, 60, 17, 33, 48, 5)]
-    ids.append(ids[1][:40] + ids[3])  # begins as another one does
-    batch = collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)
+    ids, batch = sequences()
     logp, _ = token_logprobs(policy, take_rows(batch, range(len(ids))))
     expected = [one_by_one(plain, x) for x in ids]
     found["logprob_gap"] = max(
@@ -261,6 +259,72 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     )
     found["logprob_std"] = float(torch.cat(expected).std())
     return found | (engine_gap(export, policy, ranks) if with_engine else {})
+
+
+def sequences() -> tuple[list[list[int]], Any]:
+    """Seven random sequences, and a batch of them."""
+    from rl.data.batching import collate
+    from rl.data.types import Sample
+
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 80, (n,), generator=generator).tolist() for n in (2, 60, 17, 33, 48, 5)]
+    ids.append(ids[1][:40] + ids[3])  # begins as another one does
+    batch = collate([Sample(x[:1], x[1:], [1] * (len(x) - 1), [0.0] * (len(x) - 1), "stop", 0) for x in ids], pad_id=0)
+    return ids, batch
+
+
+def way_of(policy: torch.nn.Module) -> str:
+    """Which of `models.WAYS` a model runs."""
+    from rl.model import load as models
+
+    return next(way for way, x in models.WAYS.items() if all(getattr(policy.packed, k) == v for k, v in x.items()))
+
+
+def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[str, Any]:
+    """On one of `size` ranks, which divide the sequences: log-probs and gradients against transformers' own forward for
+    one sequence at a time. Every log-prob counts in the loss, those of half of the sequences with a minus.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from data import arithmetic
+    from rl.data.types import take_rows
+    from rl.model import load as models
+    from rl.model import sharding
+    from rl.model.checks import check_trainable
+    from rl.model.logprobs import token_logprobs
+    from rl.ranks import init_ranks
+
+    places = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= {key: str(value) for key, value in places.items()}
+    path = folder / str(rank)
+    arithmetic.main(arithmetic.Args(output_dir=path, num_sft=8, num_train=8, num_test=8))
+    make(name, path / "model")
+    try:
+        check_trainable(str(path / "model"), 64)
+    except ValueError as error:
+        return {"family": name, "refused": str(error).split(": ", 1)[1]}
+    ranks = init_ranks()
+    policy = models.load_policy(str(path / "model"), ranks, memory=sharding.Memory(compile=False), longest=64)
+    ids, batch = sequences()
+    own, signs = ranks.own_slice(range(len(ids))), [(-1.0) ** i for i in range(len(ids))]
+    logp, _ = token_logprobs(policy, take_rows(batch, own))
+    found = [row[1 : len(ids[i])] for row, i in zip(logp, own, strict=True)]
+    loss = sum(signs[i] * x.sum() for x, i in zip(found, own, strict=True))
+    sharding.backward(policy, loss, is_last=True)
+    gradients = {k: x.grad.full_tensor() for k, x in policy.named_parameters() if x.grad is not None}
+
+    plain = AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32).eval()
+    expected = [one_by_one(plain, x) for x in ids]
+    sum(sign * x.sum() for sign, x in zip(signs, expected, strict=True)).backward()
+    wanted = {k: x.grad for k, x in plain.named_parameters() if x.grad is not None}
+    assert gradients.keys() == wanted.keys(), sorted(gradients.keys() ^ wanted.keys())[:3]
+    gap = max(float((x - expected[i]).detach().abs().max()) for x, i in zip(found, own, strict=True))
+    error, norm = (
+        sum(float(x.double().square().sum()) for x in xs) ** 0.5
+        for xs in ([gradients[k] - x for k, x in wanted.items()], wanted.values())
+    )
+    gaps = {"logprob_gap": max(ranks.all_gather([gap])), "grad_gap": error / norm}
+    return {"family": name, "way": way_of(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
 
 
 def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:
@@ -287,24 +351,51 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
 
 
 def run_in_fork(name: str, with_engine: bool, log: Path) -> dict[str, Any]:
-    """`measure` in a process of its own, with what it prints in `log`: models may crash in many ways."""
+    """`measure` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        if (pid := os.fork()) == 0:
-            gc.freeze()  # what the caller has left is not for this process to clean up: its threads are not here
-            with open(log, "w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            try:
-                found = measure(name, with_engine, Path(folder))
-            except BaseException as error:
-                traceback.print_exc()
-                found = {"family": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-            (Path(folder) / "found.json").write_text(json.dumps(found))
-            sys.stdout.flush()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        result = Path(folder) / "found.json"
-        return json.loads(result.read_text()) if result.exists() else {"family": name, "error": "the process died"}
+        return in_forks(name, [partial(measure, name, with_engine, Path(folder))], log)[0]
+
+
+def gradients(name: str, log: Path) -> dict[str, Any]:
+    """`compare` on one rank, then on two."""
+    found = {}
+    for size in (1, 2):
+        with tempfile.TemporaryDirectory() as folder, socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            taken.close()
+            runs = [partial(compare, name, Path(folder), port, size, rank) for rank in range(size)]
+            for line in in_forks(name, runs, log):
+                found |= line
+    return found
+
+
+def in_forks(name: str, runs: list[Callable[[], dict[str, Any]]], log: Path) -> list[dict[str, Any]]:
+    """What each of `runs` returns, in processes of their own, all at the same time, with what they print in `log`:
+    models may crash in many ways.
+    """
+    with tempfile.TemporaryDirectory() as results:
+        paths, pids = [Path(results) / str(i) for i in range(len(runs))], []
+        for run, path in zip(runs, paths, strict=True):
+            if (pid := os.fork()) == 0:
+                gc.freeze()  # what the caller has left is not for this process to clean up: its threads are not here
+                with open(log, "a") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                try:
+                    found = run()
+                except BaseException as error:
+                    traceback.print_exc()
+                    found = {"family": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+                path.write_text(json.dumps(found))
+                sys.stdout.flush()
+                os._exit(0)
+            pids.append(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        died = {"family": name, "error": "the process died"}
+        return [json.loads(path.read_text()) if path.exists() else died for path in paths]
 
 
 def learn(name: str, seed: int, args: Args) -> None:
@@ -348,9 +439,9 @@ def learn(name: str, seed: int, args: Args) -> None:
         log.write_text(log.read_text().replace(folder, "runs"))
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read(folder: Path, name: str = "models.jsonl") -> dict[str, dict[str, Any]]:
     """The newest line of every family."""
-    path = folder / "models.jsonl"
+    path = folder / name
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {x["family"]: x for x in lines}
 
@@ -370,11 +461,14 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)
     import sft  # noqa: F401  # once for all forks
 
+    kind = "gradients.jsonl" if args.gradients else "models.jsonl"
     for name in args.families or FAMILIES:
-        if args.families or name not in read(args.out):
-            found = run_in_fork(name, args.engine, Path(tempfile.gettempdir()) / f"models-{name}.log")
+        if args.families or name not in read(args.out, kind):
+            log = Path(tempfile.gettempdir()) / f"models-{name}.log"
+            log.unlink(missing_ok=True)
+            found = gradients(name, log) if args.gradients else run_in_fork(name, args.engine, log)
             print(json.dumps(found), flush=True)
-            with open(args.out / "models.jsonl", "a") as file:
+            with open(args.out / kind, "a") as file:
                 file.write(json.dumps(found) + "\n")
 
 

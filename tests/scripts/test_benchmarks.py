@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -551,6 +552,24 @@ def test_a_family_is_taken_through_what_a_user_does(tmp_path):
     assert (found["family"], found["way"]) == ("minicpm3", models.WAYS[1]), (tmp_path / "log").read_text()[-2000:]
     assert found["logprob_gap"] < 1e-5 and found["export_loss_gap"] < 1e-5 and found["logprob_std"] > 0.1
     assert models.run_in_fork("gpt_oss", False, tmp_path / "log")["refused"].startswith("gpt_oss cannot be trained")
+
+
+def test_gradients_of_a_family_on_one_rank_and_on_two(tmp_path):
+    script = [sys.executable, models.__file__, "--out", str(tmp_path), "--gradients", "--families", "glm4_moe"]
+    subprocess.run(script, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(models.ROOT)})
+    found = models.read(tmp_path, "gradients.jsonl")["glm4_moe"]
+    assert found.pop("way") == "packed" and found.pop("family") == "glm4_moe"
+    assert found.keys() == {f"{kind}_gap_{ranks}" for kind in ("logprob", "grad") for ranks in (1, 2)}
+    assert all(x < 1e-5 for x in found.values()) and found["grad_gap_1"] > 0
+
+
+def test_gradients_of_all_families_are_those_of_their_own_forward():
+    [folder] = RESULTS.glob("*_gradients-of-families")
+    found = models.read(folder, "gradients.jsonl")
+    assert found.keys() == models.FAMILIES.keys()
+    assert [name for name, x in found.items() if "refused" in x] == ["gpt_oss"]
+    for x in found.values():
+        assert all(x[key] < 1e-5 for key in x.keys() - {"family", "way", "refused"}), x
 
 
 # --- benchmarks/pretrained.py ----------------------------------------------------------------------------------------
