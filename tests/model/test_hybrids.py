@@ -63,6 +63,37 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path, 
     assert set(calls) == {8} and len(calls) == 2 and largest_error(families.gradients(model), expected) < 5e-4
 
 
+@pytest.mark.parametrize("name", ["Mamba-2 of Granite", "Mamba-2 beside attention"])
+def test_a_scan_that_knows_borders_gets_them(name, world, monkeypatch, tmp_path):
+    """mamba-ssm's runs on GPUs only. In its place stands torch's, one sequence after the other."""
+    folder = families.save(name, tmp_path)
+    batch = make_batch(families.plain(folder).double())
+    model = families.load(folder, world)
+    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    own, calls = inspect.unwrap(space.mamba2_chunk_scan), []
+
+    def scan(hidden, dt, A, B, C, *, seq_idx=None, **options):
+        if seq_idx is None:
+            return own(hidden, dt, A, B, C, **options)
+        counts = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        calls.append(len(counts))
+        parts = zip(*(x.split(counts, 1) for x in (hidden, dt, B, C)), strict=True)
+        return torch.cat([own(x, step, A, b, c, **options) for x, step, b, c in parts], 1)
+
+    for function in ("causal_conv1d_fn", "mamba2_chunk_scan"):
+        monkeypatch.setattr(space, function, getattr(space, function))  # put back in the end
+    monkeypatch.setattr(space, "mamba2_chunk_scan", scan)
+    monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: package == "mamba_ssm")
+    way = {families.ROWS: BORDERS, families.ROWS_OWN_HEAD: families.BORDERS_OWN_HEAD}[families.FAMILIES[name][2]]
+    assert models.choose_forward(model, world, longest=64) == way
+    calls.clear()
+    single = {k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()}
+    single = replace(batch, **single)
+    _, expected = plain_gradients(families.plain(folder), single, range(8), CASE)
+    packed_backward(model, single, range(8), CASE, max_tokens=1000)
+    assert set(calls) == {8} and largest_error(families.gradients(model), expected) < 5e-4
+
+
 def test_layers_of_a_kind_are_compiled_once():
     """torch.compile gives up after 64 graphs of one function, by default 8, so each layer must not be code of its own.
     A delta rule in plain torch is not compiled: its loops would be unrolled anew for every length.
