@@ -150,6 +150,7 @@ FAMILIES |= {
     "gpt_oss": GROUPED | EXPERTS | dict(head_dim=32),
     "qwen3_5_moe_text": GROUPED | DELTA | EXPERTS,
 }
+FAMILIES["granite4_experts"] = FAMILIES["granitemoehybrid"] | dict(num_local_experts=4, num_experts_per_tok=2)
 LEARNING = {  # other options for `learn`
     "mistral": dict(sliding_window=24),
     # vLLM's kernels of gated delta nets want heads of 128
@@ -157,7 +158,7 @@ LEARNING = {  # other options for `learn`
         text_config=FAMILIES["qwen3_5"]["text_config"] | dict(linear_key_head_dim=128, linear_value_head_dim=128)
     ),
 }
-ALIASES = {"granite_logits": "granite"}  # a second line of a family
+ALIASES = {"granite_logits": "granite", "granite4_experts": "granitemoehybrid"}  # second lines of families
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,10 @@ def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
         train_grpo.main(build(train_grpo.Args, **settings))
 
 
-@pytest.mark.parametrize("lora", [{}, dict(lora_rank=8, lora_experts=True)], ids=["all weights", "adapters"])
+ADAPTERS = dict(lora_rank=8, lora_experts=True)
+
+
+@pytest.mark.parametrize("lora", h.some([{}, ADAPTERS], ADAPTERS), ids=["all weights", "adapters"])
 def test_a_resumed_run_of_experts_is_the_unbroken_one(lora, folder_of, tmp_path, runs_here):
     task = h.make_task(tmp_path)
     families.plain(folder_of["experts"]).save_pretrained(task.model)
