@@ -554,6 +554,7 @@ def test_a_family_is_taken_through_what_a_user_does(tmp_path):
     assert models.run_in_fork("gpt_oss", False, tmp_path / "log")["refused"].startswith("gpt_oss cannot be trained")
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_family_on_one_rank_and_on_two(tmp_path):
     script = [sys.executable, models.__file__, "--out", str(tmp_path), "--gradients", "--families", "glm4_moe"]
     subprocess.run(script, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(models.ROOT)})
