@@ -208,6 +208,7 @@ def one_by_one(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     """What the table says of a family. Refusals are among it; other errors are raised."""
     import sft
+    from benchmarks import hybrids
     from data import arithmetic
     from rl.data.encode import load_tokenizer
     from rl.data.rows import read_sft_rows
@@ -249,7 +250,7 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = models.load_policy(export, ranks, memory=Memory(compile=False), longest=64)
-    found["way"] = way_of(policy)
+    found["way"] = hybrids.way_of(policy)
     if found["way"] == "padded":
         found["reason"] = printed.getvalue().split("since it cannot run packed: ")[1].split(". Padding")[0]
     ids, batch = sequences()
@@ -274,19 +275,13 @@ def sequences() -> tuple[list[list[int]], Any]:
     return ids, batch
 
 
-def way_of(policy: torch.nn.Module) -> str:
-    """Which of `models.WAYS` a model runs."""
-    from rl.model import load as models
-
-    return next(way for way, x in models.WAYS.items() if all(getattr(policy.packed, k) == v for k, v in x.items()))
-
-
 def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[str, Any]:
     """On one of `size` ranks, which divide the sequences: log-probs and gradients against transformers' own forward for
     one sequence at a time. Every log-prob counts in the loss, those of half of the sequences with a minus.
     """
     from transformers import AutoModelForCausalLM
 
+    from benchmarks import hybrids
     from data import arithmetic
     from rl.data.types import take_rows
     from rl.model import load as models
@@ -325,7 +320,7 @@ def compare(name: str, folder: Path, port: int, size: int, rank: int) -> dict[st
         for xs in ([gradients[k] - x for k, x in wanted.items()], wanted.values())
     )
     gaps = {"logprob_gap": max(ranks.all_gather([gap])), "grad_gap": error / norm}
-    return {"family": name, "way": way_of(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
+    return {"family": name, "way": hybrids.way_of(policy)} | {f"{key}_{size}": x for key, x in gaps.items()}
 
 
 def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, Any]:
@@ -361,11 +356,9 @@ def gradients(name: str, log: Path) -> dict[str, Any]:
     """`compare` on one rank, then on two."""
     found = {}
     for size in (1, 2):
-        with tempfile.TemporaryDirectory() as folder, socket.socket() as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-            taken.close()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with tempfile.TemporaryDirectory() as folder:
             runs = [partial(compare, name, Path(folder), port, size, rank) for rank in range(size)]
             for line in in_forks(name, runs, log):
                 found |= line

@@ -1,7 +1,7 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
+from rl.data.types import Batch
 from rl.model import load as models
 from rl.model import lora
 from rl.model.sharding import Memory
@@ -131,6 +132,11 @@ def make_them_count(model: nn.Module) -> nn.Module:
                 noise = 0.1 * torch.randn(x.shape, generator=generator)
                 x.copy_(distribute_tensor(noise, x.device_mesh, x.placements) if isinstance(x, DTensor) else noise)
     return model
+
+
+def in_float32(batch: Batch) -> Batch:
+    """A batch with its numbers, if they are in float64, in float32."""
+    return replace(batch, **{k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()})
 
 
 def way_of(model: nn.Module) -> str:

@@ -53,10 +53,6 @@ def batch(tiny_model):
     return make_batch(families.plain(tiny_model).double())
 
 
-def in_float32(batch):
-    return replace(batch, **{k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()})
-
-
 def close(actual, expected, tolerance=2e-5):
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
@@ -79,7 +75,7 @@ def test_every_family_gets_the_log_probs_and_gradients_of_its_own_forward(name, 
         close(x, y * batch.response_mask)
     for x, y in zip(token_logprobs(model, batch, sampling=Sampling(temperature=TEMPERATURE)), results, strict=True):
         assert torch.equal(x, y)  # nothing is drawn
-    single = in_float32(batch)
+    single = families.in_float32(batch)
     _, expected = plain_gradients(plain, single, range(8), CASE)
     for max_tokens in (1000, 30):
         model.zero_grad()

@@ -3,7 +3,6 @@
 import inspect
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import helpers_families as families
@@ -56,8 +55,7 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path, 
     assert models.choose_forward(model, world, longest=64) == BORDERS
     assert "trying out the kernels of the recurrent layers" in capsys.readouterr().out
     calls.clear()
-    single = {k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()}
-    single = replace(batch, **single)
+    single = families.in_float32(batch)
     _, expected = plain_gradients(families.plain(folder), single, range(8), CASE)
     packed_backward(model, single, range(8), CASE, max_tokens=1000)
     assert set(calls) == {8} and len(calls) == 2 and largest_error(families.gradients(model), expected) < 5e-4
@@ -87,8 +85,7 @@ def test_a_scan_that_knows_borders_gets_them(name, world, monkeypatch, tmp_path)
     way = {families.ROWS: BORDERS, families.ROWS_OWN_HEAD: families.BORDERS_OWN_HEAD}[families.FAMILIES[name][2]]
     assert models.choose_forward(model, world, longest=64) == way
     calls.clear()
-    single = {k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()}
-    single = replace(batch, **single)
+    single = families.in_float32(batch)
     _, expected = plain_gradients(families.plain(folder), single, range(8), CASE)
     packed_backward(model, single, range(8), CASE, max_tokens=1000)
     assert set(calls) == {8} and largest_error(families.gradients(model), expected) < 5e-4

@@ -1,4 +1,4 @@
-"""Gap of vLLM after pushes into a tiny published Qwen3.5; run in the root of the repository: python FOLDER/push.py"""
+"""Gap of vLLM after pushes into a tiny hybrid; run in the root of the repository: python FOLDER/push.py qwen3_5"""
 
 import sys
 import tempfile
@@ -18,11 +18,12 @@ from rl.sampling.engines import Rollout, vllm
 from rl.sampling.rollout import check_engine, sample_groups
 
 if __name__ == "__main__":
-    o = b.FAMILIES["qwen3_5"]["text_config"]
+    family = sys.argv[1]
+    o = b.FAMILIES[family].get("text_config", b.FAMILIES[family])
     o |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
     folder = Path(tempfile.mkdtemp())
     arithmetic.main(arithmetic.Args(output_dir=folder, num_sft=64, num_train=8, num_test=8))
-    b.make("qwen3_5", folder / "model")
+    b.make(family, folder / "model")
     ranks = replace(init_ranks(), dtype=torch.bfloat16)
     path = str(folder / "model")
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(8)]
