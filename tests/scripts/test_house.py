@@ -1,0 +1,183 @@
+"""How much code a reader has to face: the lines of the core, the wall and each script, and what a script loads.
+
+A code line is a line that is not blank, not a comment and not part of a docstring. The core is rl/ without rl/run/, and
+the wall is rl/run/. "import sft" counts the code lines of every file of the repository that importing sft.py executes:
+imports at the top of a module count, also inside `if` and `try`, and imports inside functions do not.
+
+`PYTHONPATH=.:tests python tests/scripts/test_house.py` prints the figures beside their limits.
+"""
+
+import ast
+import functools
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import launch
+import pytest
+from launch import ROOT
+
+# Limits may only fall. Whoever makes a figure smaller lowers its limit here.
+LIMITS = {
+    "core": 7010,
+    "wall": 1866,
+    "import train_grpo": 7335,
+    "import sft": 7097,
+    "import eval": 6055,
+    "eval.py": 111,
+    "sft.py": 107,
+    "train_async.py": 178,
+    "train_dapo.py": 222,
+    "train_distill.py": 208,
+    "train_dpo.py": 210,
+    "train_grpo.py": 162,
+    "train_grpo_variants.py": 247,
+    "train_ppo.py": 220,
+    "train_prime.py": 227,
+    "train_reinforce.py": 207,
+    "train_reward.py": 131,
+}
+
+# Only the lines of a new check may raise a limit: a line (figure, code lines, the check in a sentence) under its
+# heading. What is allowed to the core or to the wall is allowed to every import too.
+ALLOWANCES: list[tuple[str, int, str]] = [
+    # Texts that become tokens: prompts, demonstrations, templates.
+    # Tool calls and their schemas.
+    # Environments and their processes.
+    # Images.
+    # Data files and their size.
+    # Models and their folders.
+    # Engines and pushes of weights.
+    # Samplers, the ledger and partial rollouts.
+    # Rewards and judges.
+    # Flags.
+    # Checkpoints, resuming and trackers.
+    # Ranks, stops and processes.
+]
+
+RULE = (
+    "Limits may only fall. A figure that has grown is paid for by simplifying something else. Only the lines of a "
+    "new check may raise a limit: add (figure, lines, the check in a sentence) to ALLOWANCES in this test's file."
+)
+
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # of docstrings
+
+
+def lines_of(node: ast.stmt | tokenize.TokenInfo) -> range:
+    if isinstance(node, tokenize.TokenInfo):
+        return range(node.start[0], node.end[0] + 1)
+    return range(node.lineno, node.end_lineno + 1)
+
+
+def code_lines(source: str) -> int:
+    owners = [node for node in ast.walk(ast.parse(source)) if isinstance(node, OWNERS)]
+    docstrings = [lines_of(node.body[0]) for node in owners if ast.get_docstring(node, clean=False) is not None]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = set().union(*(lines_of(token) for token in tokens if token.type not in NO_CODE))
+    return len(code.difference(*docstrings))
+
+
+@functools.cache
+def size(path: Path) -> int:
+    return code_lines(path.read_text())
+
+
+def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that importing a module executes."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_the_top(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for name in ("body", "orelse", "finalbody", "handlers"):
+                yield from at_the_top(getattr(node, name, []))
+
+
+def files_of(module: str) -> set[Path]:
+    """The files that importing a module of the repository executes first: those of its packages, and its own."""
+    parts = module.split(".")
+    folders = [ROOT.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+    return {x for folder in folders for x in (folder.with_suffix(".py"), folder / "__init__.py") if x.is_file()}
+
+
+@functools.cache
+def imported_by(path: Path) -> frozenset[Path]:
+    names = set()
+    for node in at_the_top(ast.parse(path.read_text()).body):
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        names |= {module + alias.name for alias in node.names}
+    return frozenset().union(*map(files_of, names))
+
+
+def loaded_by(script: str) -> set[Path]:
+    """Every file of the repository that importing a script executes, except the script itself."""
+    seen, rest = set(), [ROOT / f"{script}.py"]
+    while rest:
+        if (path := rest.pop()) not in seen:
+            seen.add(path)
+            rest += imported_by(path)
+    return seen - {ROOT / f"{script}.py"}
+
+
+def figures() -> dict[str, int]:
+    wall = set((ROOT / "rl" / "run").rglob("*.py"))
+    core = set((ROOT / "rl").rglob("*.py")) - wall
+    files = {"core": core, "wall": wall}
+    files |= {name: {ROOT / name} for name in LIMITS if name.endswith(".py")}
+    files |= {name: loaded_by(name.split()[1]) for name in LIMITS if name.startswith("import ")}
+    return {name: sum(map(size, paths)) for name, paths in files.items()}
+
+
+def limit(figure: str) -> int:
+    owners = {figure, "core", "wall"} if figure.startswith("import ") else {figure}
+    return LIMITS[figure] + sum(lines for name, lines, _ in ALLOWANCES if name in owners)
+
+
+@pytest.mark.parametrize("figure", LIMITS)
+def test_the_house_does_not_grow(figure):
+    now, most = figures()[figure], limit(figure)
+    assert now <= most, f"{figure} has {now:,} code lines, and its limit is {most:,}. {RULE}"
+
+
+def test_every_allowance_names_a_figure_and_a_check():
+    for figure, lines, reason in ALLOWANCES:
+        assert figure in LIMITS and not figure.startswith("import "), f"{figure!r}: name core, wall or a script"
+        assert lines > 0 and len(reason.split()) > 4, (figure, lines, reason)
+
+
+def test_every_script_has_a_limit():
+    assert {name for name in LIMITS if name.endswith(".py")} == {f"{name}.py" for name in (*launch.SCRIPTS, "eval")}
+
+
+@pytest.mark.parametrize("script", [name.removesuffix(".py") for name in LIMITS if name.endswith(".py")])
+def test_a_script_loads_nothing_of_the_repository_but_the_library(script):
+    """Rewards, environments and data sets are named by flags and are loaded by the processes that run them."""
+    loaded = loaded_by(script)
+    assert len(loaded) > 40
+    assert {path.relative_to(ROOT).parts[0] for path in loaded} == {"rl"}
+
+
+def test_what_counts_as_a_code_line():
+    source = '"""A module.\n\nTwo."""\n\nimport os  # one\n# none\n\n\n'
+    source += 'def f(x):  # two\n    """None."""\n    return """\n\n"""\n'
+    assert code_lines(source) == 5  # import, def, and three lines of a text that is no docstring
+    assert code_lines("") == code_lines("# nothing\n") == 0
+    assert code_lines("x = [\n    1,\n\n    # no\n    2,\n]\n") == 4
+
+
+def test_what_counts_as_an_import():
+    source = "import a\nif x:\n    import b\nelse:\n    import c\ntry:\n    import d\n"
+    source += "except E:\n    import e\nfinally:\n"
+    source += "    import f\nwith x:\n    import g\nclass X:\n    from h import i\n"
+    source += "def y():\n    import no\nif TYPE_CHECKING:\n    import no\n"
+    assert {node.names[0].name for node in at_the_top(ast.parse(source).body)} == set("abcdefgi")
+    assert files_of("rl.run.task") == {ROOT / "rl/__init__.py", ROOT / "rl/run/__init__.py", ROOT / "rl/run/task.py"}
+    assert files_of("torch.distributed") == set()
+
+
+if __name__ == "__main__":
+    for figure, now in figures().items():
+        print(f"{figure}: {now:,} code lines, at most {limit(figure):,}")
