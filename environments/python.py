@@ -1,4 +1,4 @@
-"""A Python interpreter for the policy, in the sandbox of rewards/sandbox.py, such as for GSM8K or MATH.
+"""A Python interpreter for the policy, in the sandbox of rewards/sandbox, such as for GSM8K or MATH.
 
 torchrun train_grpo.py --tools environments/python.py
 """

@@ -35,7 +35,7 @@ compare with its published runs. Where they differ:
 
 Source: one-covenant/grail, commit 54d6342, research/verl/reward_functions.py. Strict differs from it on purpose only
 where it is a danger: the symbolic step takes a small language (see `_is_harmless`), code that crashes the compiler is a
-syntax error, and code runs in rewards/sandbox.py with 2 seconds of CPU a test (GRAIL: 5 of wall time).
+syntax error, and code runs in rewards/sandbox with 2 seconds of CPU a test (GRAIL: 5 of wall time).
 """
 
 import builtins

@@ -317,7 +317,7 @@ def make_scorer(
     loaded yet, cannot score the first row of every data source.
     """
     if flags.allow_unsafe_code_execution:
-        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox.py, in the workers
+        os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
     if rewards.reward_model:
         reward_model.open_reward_model(rewards.reward_model, rows[0], rewards.reward_model_max_length)
     scorer = Scorer(rewards.functions, tokenizer, flags, max_response_length=max_response_length)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rewards import sandbox
+from rewards.sandbox import judge as sandbox
 
 
 @pytest.fixture

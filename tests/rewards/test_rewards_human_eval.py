@@ -10,7 +10,7 @@ import pytest
 import tasks
 
 from data import human_eval as data
-from rewards import sandbox
+from rewards.sandbox import judge as sandbox
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):  # rewards.human_eval refuses to be imported then
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)

@@ -21,7 +21,8 @@ import sft
 import train_grpo
 import train_reward
 from data import arithmetic, grail, mbpp
-from rewards import gsm8k, sandbox
+from rewards import gsm8k
+from rewards.sandbox import judge as sandbox
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.ranks import Ranks

@@ -13,8 +13,8 @@ from launch import SHARED
 
 from data import files
 from data import mbpp as mbpp_data
-from rewards import sandbox
 from rewards.sandbox import Verdict, run_tests
+from rewards.sandbox import judge as sandbox
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):  # rewards.mbpp refuses to be imported then
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)

@@ -8,7 +8,8 @@ import textwrap
 import launch
 import pytest
 
-from rewards import programs_child, sandbox
+from rewards import programs_child
+from rewards.sandbox import judge as sandbox
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):  # rewards.programs refuses to be imported then
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)

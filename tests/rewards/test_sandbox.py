@@ -1,12 +1,14 @@
 """The sandbox against 150 programs, as this user and as nobody; its layers, limits, leaks, wire format."""
 # ruff: noqa: E501
 
+import ast
 import dataclasses
 import functools
 import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,8 +25,8 @@ from hostile import answers
 from hostile.run import read_cases
 from launch import ROOT, TESTS, children, until
 
-from rewards import sandbox, sandbox_wire
-from rewards.sandbox import Verdict, run_tests
+from rewards.sandbox import Verdict, run_tests, wire
+from rewards.sandbox import judge as sandbox
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):
     pytest.skip("this kernel or container has no seccomp or no Landlock", allow_module_level=True)
@@ -648,6 +650,27 @@ def test_the_filter_lets_nothing_through_that_it_does_not_name():
     assert simulate(program, 302, 0, 9, 1 << 40, 0) == simulate(program, 302, 77, 9, 0, 1) == eperm
 
 
+# === the folder ===
+
+
+def test_the_folder_imports_nothing_but_itself_and_the_standard_library():
+    """So that it can be read, moved and used on its own; imports inside functions and of the boot text count, too."""
+    files = sorted((ROOT / "rewards" / "sandbox").glob("*.py"))
+    assert [path.name for path in files] == "__init__.py candidate.py examiner.py judge.py server.py wire.py".split()
+    for path in files:
+        text = path.read_text()
+        imported = set(re.findall(r"^\s*from ([\w.]+) import|^\s*import ([\w.]+)", text, re.MULTILINE))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                imported |= {(name.name, "") for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, path
+                imported.add((node.module, ""))
+        for name in {"".join(pair) for pair in imported}:
+            allowed = name.split(".")[0] in sys.stdlib_module_names or name.startswith("rewards.sandbox")
+            assert allowed, f"{path.name} imports {name}"
+
+
 # === the wire format ===
 
 
@@ -656,11 +679,11 @@ def no_objects(*values):
 
 
 def encode(value):
-    return sandbox_wire.encode(value, no_objects, 10_000, 100)
+    return wire.encode(value, no_objects, 10_000, 100)
 
 
 def decode(message):
-    return sandbox_wire.decode(message, no_objects, 100)
+    return wire.decode(message, no_objects, 100)
 
 
 @pytest.mark.parametrize(
@@ -760,4 +783,4 @@ def test_a_subclass_is_not_data(kind):
     class Sub(kind):
         pass
 
-    assert sandbox_wire.encode(Sub(), lambda value: (5,), 100, 100) == b"h\0\0\0\1i\0\0\0\1\5"
+    assert wire.encode(Sub(), lambda value: (5,), 100, 100) == b"h\0\0\0\1i\0\0\0\1\5"

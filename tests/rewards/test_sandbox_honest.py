@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rewards import sandbox
+from rewards.sandbox import judge as sandbox
 from rewards.sandbox import run_tests
 
 if not (sandbox._seccomp_available() and sandbox._landlock_abi()):

@@ -79,7 +79,7 @@ def children() -> list[str]:
 
 
 def sandbox_server() -> int:
-    from rewards import sandbox
+    from rewards.sandbox import judge as sandbox
 
     return sandbox._server(os.getpid()).process.pid
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     args = parser.parse_args()
     sys.path.insert(0, args.repository)
-    from rewards import sandbox
+    from rewards.sandbox import judge as sandbox
 
     if args.uid is not None:
         os.setgroups([])

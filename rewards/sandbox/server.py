@@ -1,6 +1,6 @@
 """The process that the sandbox's processes are forked from: a fresh interpreter with the standard library loaded.
 
-rewards/sandbox.py starts one for each process that judges. It holds nothing secret, never sees a program or a test, and
+judge.py starts one for each process that judges. It holds nothing secret, never sees a program or a test, and
 ends with the process that started it.
 """
 
@@ -17,7 +17,7 @@ import time
 from _collections_abc import Callable
 from marshal import dumps, loads
 
-from rewards import sandbox_child, sandbox_examiner
+from rewards.sandbox import candidate, examiner
 
 PRELOADED = """bisect calendar contextlib copy dataclasses enum functools heapq itertools json math numbers operator
 random re statistics string textwrap typing unittest"""  # what programs often import, loaded once for all of them
@@ -58,7 +58,7 @@ def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: di
                 os.close(fd)
         problem = ""
         try:
-            sandbox_child.lock_up(plan | {"parent": parent})
+            candidate.lock_up(plan | {"parent": parent})
         except OSError as error:
             problem = str(error)
         main(*keep, problem)
@@ -88,7 +88,7 @@ def serve(fd: int) -> None:
     limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # the worker may have a lower one, for itself
     asyncio.DefaultEventLoopPolicy._loop_factory = _Loop
-    sandbox_examiner.count_checks()
+    examiner.count_checks()
     control = socket.socket(fileno=fd)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -108,9 +108,9 @@ def serve(fd: int) -> None:
             if command == "start":
                 reports, asks, answers = fds
                 rest = [fd, *fds]
-                first = _fork(sandbox_child.serve, [answers], rest, arguments[0])
+                first = _fork(candidate.serve, [answers], rest, arguments[0])
                 try:
-                    reply = (first, _fork(sandbox_examiner.serve, [reports, asks], rest, arguments[1]))
+                    reply = (first, _fork(examiner.serve, [reports, asks], rest, arguments[1]))
                 except OSError:
                     _end(first, 0)
                     raise

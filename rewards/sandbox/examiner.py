@@ -19,7 +19,7 @@ from _collections_abc import Callable, Iterator
 from itertools import zip_longest
 from typing import BinaryIO
 
-from rewards import sandbox_child, sandbox_wire
+from rewards.sandbox import candidate, wire
 
 _SAFE = ("__name__", "__qualname__", "__doc__", "__dict__", "__module__")  # special attributes that can be asked for
 
@@ -113,8 +113,8 @@ def _operator(name: str, swapped: bool = False) -> Callable[[object, object], ob
         compares = name in _COMPARING and not isinstance(type(other), _Kind)
         if _candidate.own_eq or _candidate.objects and not compares:
             return _candidate.ask(name, *pair)
-        if _bits(self) & sandbox_child.IS_DATA:
-            return sandbox_child._OPERATIONS[name](*map(_plain, pair))
+        if _bits(self) & candidate.IS_DATA:
+            return candidate._OPERATIONS[name](*map(_plain, pair))
         return NotImplemented
 
     return method
@@ -126,8 +126,8 @@ def _function(name: str) -> Callable[..., object]:
     def method(self: object, *arguments: object) -> object:
         if _candidate.objects and name != "hash":
             return _candidate.ask(name, self, *arguments)
-        if _bits(self) & sandbox_child.IS_DATA:
-            return sandbox_child._OPERATIONS[name](_plain(self), *arguments)
+        if _bits(self) & candidate.IS_DATA:
+            return candidate._OPERATIONS[name](_plain(self), *arguments)
         raise TypeError(f"{type(self).__name__!r} object is not a number")
 
     return method
@@ -146,7 +146,7 @@ def _data(x: _Stand) -> object:
 
 def _plain(x: object) -> object:
     """The data in an object of a subclass of a data type; everything else as it is."""
-    return _data(x) if _bits(x) & sandbox_child.IS_DATA else x
+    return _data(x) if _bits(x) & candidate.IS_DATA else x
 
 
 def _compared(x: _Stand, names: set[str]) -> dict[str, object]:
@@ -163,9 +163,9 @@ def _equal(self: object, other: object) -> bool:
         return False
     if self is other:
         return True
-    if (_bits(self) | _bits(other)) & sandbox_child.IS_DATA:
+    if (_bits(self) | _bits(other)) & candidate.IS_DATA:
         return _plain(self) == _plain(other)
-    if type(self) is type(other) and _bits(self) & sandbox_child.HAS_FIELDS:
+    if type(self) is type(other) and _bits(self) & candidate.HAS_FIELDS:
         given = set().union(*(_given(type(self), *state.made) for state in states if state.made))
         return _compared(self, given) == _compared(other, given)
     return False
@@ -183,7 +183,7 @@ def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
     Objects of a class that ignores its arguments would be equal to every expected one.
     """
     value = x._glassrl.data if isinstance(x, _Stand) else x
-    if _bits(x) & sandbox_child.HAS_FIELDS:
+    if _bits(x) & candidate.HAS_FIELDS:
         given = _given(type(x), args, kwargs)
         return value is not None and all(name in value and value[name] == given[name] for name in given)
     if type(value) is tuple:  # a named tuple, or one that is made of one iterable
@@ -198,24 +198,24 @@ def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
 def _hash(self: object) -> int:
     if _candidate.own_eq:
         return _candidate.ask("hash", self)
-    if _bits(self) & sandbox_child.IS_DATA:
+    if _bits(self) & candidate.IS_DATA:
         return hash(_plain(self))
-    if _bits(self) & sandbox_child.HAS_FIELDS:
+    if _bits(self) & candidate.HAS_FIELDS:
         return hash(tuple(_compared(self, set()).values()))
     return object.__hash__(self)
 
 
 def _length(self: object) -> int:
     length = _candidate.ask("len", self)
-    if type(length) is not int or length > sandbox_wire.MAX_ANSWER_VALUES:
+    if type(length) is not int or length > wire.MAX_ANSWER_VALUES:
         raise TypeError("no length, or a long one")  # list() reserves that much memory
     return length
 
 
 def _iterate(self: object) -> Iterator[object]:
-    if _bits(self) & sandbox_child.METHOD_BITS["__next__"]:
+    if _bits(self) & candidate.METHOD_BITS["__next__"]:
         return self
-    if _bits(self) & sandbox_child.IS_DATA and not _candidate.objects:
+    if _bits(self) & candidate.IS_DATA and not _candidate.objects:
         return iter(_plain(self))
     return _items(_candidate.ask("iter", self))
 
@@ -250,14 +250,13 @@ _ALWAYS = {
     "__deepcopy__": lambda self, memo: _candidate.ask("deepcopy", self),
     "__doc__": property(lambda self: _candidate.attribute(self, "__doc__")),
     **{f"__{name}__": _passed_on(name) for name in "str repr format setattr delattr copy".split()},
-    **{f"__{name}__": _operator(name) for name in f"lt le gt ge divmod {sandbox_child.BINARY}".split()},
-    **{f"__r{name}__": _operator(name, swapped=True) for name in f"divmod {sandbox_child.BINARY}".split()},
+    **{f"__{name}__": _operator(name) for name in f"lt le gt ge divmod {candidate.BINARY}".split()},
+    **{f"__r{name}__": _operator(name, swapped=True) for name in f"divmod {candidate.BINARY}".split()},
     **{
-        f"__{name}__": _function(name)
-        for name in f"{sandbox_child.UNARY} int float complex round floor ceil trunc".split()
+        f"__{name}__": _function(name) for name in f"{candidate.UNARY} int float complex round floor ceil trunc".split()
     },
 }
-_IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in sandbox_child.BINARY.split()}
+_IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in candidate.BINARY.split()}
 _BY_METHOD = {
     "__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs),
     "__iter__": _iterate,
@@ -293,16 +292,16 @@ class Candidate:
 
     def exchange(self, message: object) -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
-        limit = sandbox_wire.MAX_MESSAGE
+        limit = wire.MAX_MESSAGE
         try:
-            sandbox_wire.send(self.process, sandbox_wire.encode(message, self._number, limit, limit))
-            answer = sandbox_wire.receive(self.process)
+            wire.send(self.process, wire.encode(message, self._number, limit, limit))
+            answer = wire.receive(self.process)
         except (EOFError, OSError):
             self.end("gone", "")
         self.answered, self.new = True, set()
         try:
             plain = answer[:1] == b"="
-            answer = sandbox_wire.decode(answer[plain:], self._stand, 2 * sandbox_wire.MAX_ANSWER_VALUES)
+            answer = wire.decode(answer[plain:], self._stand, 2 * wire.MAX_ANSWER_VALUES)
             if plain:
                 return answer
             _, snapshots, kind, value, changed, printed = answer
@@ -340,7 +339,7 @@ class Candidate:
             x.args = args
 
     def ask(self, operation: str, *arguments: object) -> object:
-        """One of sandbox_child's operations on the candidate's objects."""
+        """One of candidate.py's operations on the candidate's objects."""
         self.operation = operation
         if operation not in _LOOKS and not self.making:
             self.clock += 1
@@ -372,7 +371,7 @@ class Candidate:
             if not _keeps(result, args, kwargs):
                 raise TypeError(f"{function!r} gives data that is not what it was given")
         elif isinstance(result, _Stand):
-            if not _bits(result) & (sandbox_child.IS_DATA | sandbox_child.HAS_FIELDS):
+            if not _bits(result) & (candidate.IS_DATA | candidate.HAS_FIELDS):
                 state.odd = state.number not in self.new and state.made != given  # it equals nothing, but it is itself
             elif not _keeps(result, args, kwargs):
                 if state.number not in self.new:  # the answer that it was before is not what this is
@@ -426,7 +425,7 @@ class Candidate:
         else:
             bases = (_Stand,)
             space |= {"__slots__": (), **_ALWAYS, **(_IN_PLACE if self.objects else {})}
-            space |= {name: _BY_METHOD[name] for name, bit in sandbox_child.METHOD_BITS.items() if bits & bit}
+            space |= {name: _BY_METHOD[name] for name, bit in candidate.METHOD_BITS.items() if bits & bit}
         try:
             kind = _Kind(name if name.isidentifier() else "Object", bases, space)
         except TypeError:  # bases that do not go together
@@ -448,7 +447,7 @@ def _text(error: BaseException) -> str:
 
 def _restored(old: object, new: object) -> object:
     """What stands in the place of an argument after a call: itself if it can be, with the contents that it has then."""
-    if type(old) is not type(new) or not isinstance(old, (tuple, *sandbox_wire.MUTABLE)):
+    if type(old) is not type(new) or not isinstance(old, (tuple, *wire.MUTABLE)):
         return new
     if isinstance(old, list | tuple) and len(old) == len(new):
         new = type(new)(_restored(a, b) for a, b in zip(old, new, strict=True))
@@ -485,16 +484,16 @@ def serve(reports: int, fd: int, problem: str) -> None:
     global _candidate
 
     def report(kind: str, why: str) -> None:
-        os.write(reports, sandbox_wire.encode([kind, why[:4000]], lambda x: (), 1 << 15, 3))
+        os.write(reports, wire.encode([kind, why[:4000]], lambda x: (), 1 << 15, 3))
 
     def end(kind: str, why: str) -> None:
         report(kind, why)
         os._exit(0)
 
-    job = marshal.loads(b"".join(iter(lambda: os.read(reports, sandbox_wire.MAX_PACKET), b"")))
+    job = marshal.loads(b"".join(iter(lambda: os.read(reports, wire.MAX_PACKET), b"")))
     process = open(fd, "rb")
     try:
-        problem = problem or sandbox_wire.receive(process).decode()
+        problem = problem or wire.receive(process).decode()
     except (EOFError, OSError):
         problem = "it ended"
     if problem:

@@ -1,10 +1,7 @@
-"""Run model-written Python against assert statements, so that only right answers pass; docs/sandbox.md has the design.
-
-    >>> run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
-    Verdict(status='pass', passed=1, total=1, detail='')
+"""The worker's side of the sandbox: the layers of protection, the compiled tests, and the processes of an evaluation.
 
 The worker, which calls `run_tests`, only reads verdicts, clocks and exit codes. The test process runs the asserts and
-knows the expected values; the candidate's process runs the code. Uses nothing outside the standard library.
+knows the expected values; the candidate's process runs the code.
 """
 
 import ast
@@ -32,7 +29,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from rewards import sandbox_wire
+from rewards.sandbox import wire
 
 UNSAFE = "GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"
 USERS = (0x70000000, 1 << 22)  # the first and the number of user ids that root's processes become, each its own
@@ -253,23 +250,23 @@ _ENVIRONMENT |= {"PYTHONHOME": "/proc/self/fd/{home}"}
 _BOOT = """
 import sys
 sys.path.append({root!r})
-from rewards import sandbox_server
+from rewards.sandbox import server
 sys.path.remove({root!r})
 for path in [path for path in sys.path_importer_cache if path.startswith({root!r})]:
     del sys.path_importer_cache[path]
-sandbox_server.serve({fd})
+server.serve({fd})
 """
 
 
 class _Server:
-    """A clean interpreter, from which the processes of each evaluation are forked; see rewards/sandbox_server.py."""
+    """A clean interpreter, from which the processes of each evaluation are forked; see server.py."""
 
     def __init__(self):
         layers = _layers()
         self.lock = threading.Lock()
         self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            fd, root = theirs.fileno(), str(Path(__file__).resolve().parent.parent)
+            fd, root = theirs.fileno(), str(Path(__file__).resolve().parent.parent.parent)
             try:
                 self.process = subprocess.Popen(
                     # No site-packages, no user site, no file of the current folder, nothing written.
@@ -522,8 +519,8 @@ class _Pair:
         """Hand the job to the test process, in packets, the last of them empty."""
         self.reports.settimeout(WALL_S)
         with contextlib.suppress(OSError):  # it ended; `report` finds out
-            for start in range(0, len(job) + sandbox_wire.MAX_PACKET, sandbox_wire.MAX_PACKET):
-                self.reports.send(job[start : start + sandbox_wire.MAX_PACKET])
+            for start in range(0, len(job) + wire.MAX_PACKET, wire.MAX_PACKET):
+                self.reports.send(job[start : start + wire.MAX_PACKET])
         self.reports.settimeout(POLL_S)
 
     def report(self) -> tuple[str, str]:
@@ -531,7 +528,7 @@ class _Pair:
         while True:
             start = time.monotonic()
             try:
-                message = self.reports.recv(sandbox_wire.MAX_PACKET)
+                message = self.reports.recv(wire.MAX_PACKET)
             except OSError as error:
                 message = None if isinstance(error, TimeoutError) else b""
             self.spent.waited += min(time.monotonic() - start, POLL_S)
@@ -542,7 +539,7 @@ class _Pair:
                 raise self.gone()
             self.started = self.cpu()
             try:
-                kind, why = sandbox_wire.decode(message, str, 3)
+                kind, why = wire.decode(message, str, 3)
             except (ValueError, TypeError) as error:
                 raise _Stop("overload", "the test process sent nonsense", last=True) from error
             return str(kind), str(why)
@@ -595,7 +592,7 @@ class _Pair:
         raise _Unavailable("the candidate's process was killed from outside")  # it cannot send itself that signal
 
     def end(self, grace_s: float = 0.0) -> list[tuple[int, float, bool]]:
-        """Kill both, unless they end within `grace_s`. Returns what sandbox_server's `_end` says of each."""
+        """Kill both, unless they end within `grace_s`. Returns what server's `_end` says of each."""
         if self.reports.fileno() >= 0:  # once
             self.reports.close()
             self.ends = self.server.request("end", [(pid, grace_s) for pid in self.pids])

@@ -1,7 +1,7 @@
 """The candidate's process in the sandbox: lock it up, load the candidate's code, answer the test process's calls.
 
 After `lock_up` nothing in this process is trusted any more: the candidate's code may change every object in it. What
-keeps the others safe is the kernel, and that `sandbox_wire.decode` only builds plain data and stand-ins for what stays
+keeps the others safe is the kernel, and that `wire.decode` only builds plain data and stand-ins for what stays
 here.
 """
 
@@ -20,7 +20,7 @@ import sys
 import types
 from _collections_abc import Callable
 
-from rewards import sandbox_wire
+from rewards.sandbox import wire
 
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
@@ -129,12 +129,12 @@ class _Objects:
 
         A field is its name, whether arguments without a name reach it, and whether == looks at it.
         """
-        if issubclass(cls, BaseException) and sandbox_wire.is_type(cls):
+        if issubclass(cls, BaseException) and wire.is_type(cls):
             return cls
         has = set().union(*(vars(base) for base in type.mro(cls)))
         fields = [(field.name, field.init and not field.kw_only, field.compare) for field in _fields(cls)]
         bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
-        bits |= IS_DATA * issubclass(cls, sandbox_wire.DATA_BASES) | HAS_FIELDS * bool(fields)
+        bits |= IS_DATA * issubclass(cls, wire.DATA_BASES) | HAS_FIELDS * bool(fields)
         parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
         return (self.assign(cls), str(cls.__name__), bits, tuple(map(self.kind, parents)), tuple(fields))
 
@@ -144,8 +144,8 @@ class _Objects:
             if isinstance(x, BaseException):
                 args = (*x.args, x.filename) if isinstance(x, OSError) and len(x.args) == 2 else x.args
                 tries = [(args, vars(x)), (args, {}), ((_text(x),), {})]
-            elif isinstance(x, sandbox_wire.DATA_BASES):
-                tries = [sandbox_wire.base(x)]
+            elif isinstance(x, wire.DATA_BASES):
+                tries = [wire.base(x)]
             else:
                 fields = () if isinstance(x, type) else _fields(type(x))
                 tries = [{field.name: getattr(x, field.name, None) for field in fields}] if fields else []
@@ -153,18 +153,18 @@ class _Objects:
             tries = []
         for data in tries:
             with contextlib.suppress(Exception):
-                return sandbox_wire.encode((number, data), self.number_new, most, most)
+                return wire.encode((number, data), self.number_new, most, most)
         return b""
 
-    def answer(self, *values: object, max_bytes: int = sandbox_wire.MAX_MESSAGE) -> bytes:
+    def answer(self, *values: object, max_bytes: int = wire.MAX_MESSAGE) -> bytes:
         """An answer: the objects that are new, data of the objects in it and of all new ones, and the values.
 
         So it crosses at once, before the test process has asked anything that could tell what it is to be equal to. Of
         a new object it says the number, its class, and the object itself if that is a class.
         """
         self.mentioned = {}
-        limits = max_bytes, sandbox_wire.MAX_ANSWER_VALUES
-        parts = [sandbox_wire.encode(value, self.number, *limits) for value in values]
+        limits = max_bytes, wire.MAX_ANSWER_VALUES
+        parts = [wire.encode(value, self.number, *limits) for value in values]
         snapshots, done, left = [], set(), MAX_SNAPSHOTS
         while todo := self.mentioned.keys() - done:
             for number in sorted(todo):
@@ -174,9 +174,9 @@ class _Objects:
             done |= todo
         new = [x for number, x in self.mentioned.items() if number not in self.told]
         shells = [(self.assign(x), self.kind(type(x)), self.kind(x) if isinstance(x, type) else None) for x in new]
-        shells = [b"h" + sandbox_wire.encode(shell, self.number, *limits)[1:] for shell in shells]  # not as tuples
+        shells = [b"h" + wire.encode(shell, self.number, *limits)[1:] for shell in shells]  # not as tuples
         self.told.update(self.mentioned)
-        return sandbox_wire.joined((sandbox_wire.joined(shells), sandbox_wire.joined(snapshots), *parts))
+        return wire.joined((wire.joined(shells), wire.joined(snapshots), *parts))
 
 
 def _fields(cls: type) -> tuple:
@@ -199,27 +199,27 @@ def serve(fd: int, problem: str) -> None:
     them; and what was printed since the last one. All come from a process that the candidate's code controls.
     """
     test_process = open(fd, "rb")
-    sandbox_wire.send(test_process, problem.encode())
+    wire.send(test_process, problem.encode())
     if problem:
         return
     objects = _Objects()
     find = objects.by_number.__getitem__
-    most, values = sandbox_wire.MAX_MESSAGE, sandbox_wire.MAX_ANSWER_VALUES
+    most, values = wire.MAX_MESSAGE, wire.MAX_ANSWER_VALUES
 
     def answer(message: bytes, watch: bool, function: Callable[..., object], *args: object) -> None:
         try:
             value = function(*args)
             changed = None
             if watch and (value is None or in_place) and any(map(_mutable, (*args[1], *args[2].values()))):
-                if sandbox_wire.encode(["call", *args], objects.number, most, values) != message:
+                if wire.encode(["call", *args], objects.number, most, values) != message:
                     changed = args[1:]
             objects.mentioned, text = {}, printed()
-            reply = b"=" + sandbox_wire.encode(value, objects.number, most, values)
+            reply = b"=" + wire.encode(value, objects.number, most, values)
             if changed is not None or objects.mentioned or text:
                 reply = objects.answer("value", value, changed, text)
         except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
             reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
-        sandbox_wire.send(test_process, reply)
+        wire.send(test_process, reply)
 
     def failure(kind: str, error: BaseException) -> bytes:
         try:
@@ -228,8 +228,8 @@ def serve(fd: int, problem: str) -> None:
             text = "an exception that cannot be shown"
             return objects.answer(kind, (RuntimeError(text), text), None, "")
 
-    job = sandbox_wire.receive(test_process)
-    code, names, capture, in_place = sandbox_wire.decode(job, find, sandbox_wire.MAX_MESSAGE)
+    job = wire.receive(test_process)
+    code, names, capture, in_place = wire.decode(job, find, wire.MAX_MESSAGE)
     output = io.StringIO()
     if capture:
         sys.stdout = output
@@ -253,11 +253,11 @@ def serve(fd: int, problem: str) -> None:
 
     answer(b"", False, load)
     while True:
-        message = sandbox_wire.receive(test_process)  # raises if that has ended, so this process ends, too
-        operation, *arguments = sandbox_wire.decode(message, find, sandbox_wire.MAX_MESSAGE)
+        message = wire.receive(test_process)  # raises if that has ended, so this process ends, too
+        operation, *arguments = wire.decode(message, find, wire.MAX_MESSAGE)
         answer(message, operation == "call", _OPERATIONS[operation], *arguments)
 
 
 def _mutable(x: object) -> bool:
     """Whether a value that came over the wire holds something that a call can change."""
-    return isinstance(x, sandbox_wire.MUTABLE) or type(x) is tuple and any(map(_mutable, x))
+    return isinstance(x, wire.MUTABLE) or type(x) is tuple and any(map(_mutable, x))
