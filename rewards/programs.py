@@ -1,6 +1,7 @@
 """Grade Python programs by inputs and outputs, in a sandbox. For APPS, TACO, CodeContests and Codeforces."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def compute_score(
     `rewards.mbpp.extract_code` says which part of the response is the program. It is run with each input on stdin; what
     it prints must equal the expected output line by line and word by word. White space and blank lines do not count,
     and a number with a decimal point may differ by 1e-5 of its size. If the ground truth has `fn_name`, that function
-    is called instead, or that method of the class `Solution`, with one argument for each line of the input, in JSON;
-    what it returns must equal the output, also in JSON, where a tuple stands for a list.
+    is called instead, or that method of the class `Solution`, with one argument for each line of the input, in JSON.
+    What it returns must equal the output, also in JSON, where a tuple stands for a list. There too a number that the
+    output writes as a float may differ by 1e-5 of its size.
 
     Deliberate differences from verl's scorer of the same rows:
       - the order of lines and words counts (verl: also right as a set of lines, and as sets of words);
@@ -89,5 +91,16 @@ def _text(lines: str | list[str]) -> str:
 def _call(arguments: str | list, result: Any) -> tuple[list, Any]:
     """Arguments and result of a call: what is text holds JSON, one argument a line."""
     if isinstance(arguments, str):
-        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
-    return list(arguments), json.loads(result) if isinstance(result, str) else result
+        arguments = [_json(line) for line in arguments.split("\n") if line.strip()]
+    return list(arguments), _json(result) if isinstance(result, str) else result
+
+
+class _Long(int):
+    """An integer of more digits than Python reads and writes by default; as hexadecimal it has no limit."""
+
+    def __repr__(self) -> str:
+        return hex(self)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_int=lambda digits: _Long(Decimal(digits)) if len(digits) > 4000 else int(digits))

@@ -17,9 +17,29 @@ def same_output(found: Any, expected: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a call returned what JSON spells; some data sets put that into a list of its own."""
+    """Whether a call returned what JSON spells; some data sets put that into a list of its own.
+
+    A float of `expected`, however deep, may be missed by as much as a printed one. All else must be equal as in Python.
+    """
     found = _as_json(found)
-    return found == expected or isinstance(expected, list) and len(expected) == 1 and found == expected[0]
+    return _equal(found, expected) or type(expected) is list and len(expected) == 1 and _equal(found, expected[0])
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if type(found) is type(expected) is list:
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    if type(found) is type(expected) is dict:
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
+    if type(expected) is float and type(found) in (int, float):
+        try:
+            return _close(float(found), expected)
+        except OverflowError:  # an integer that no float can hold
+            return False
+    return bool(found == expected)
+
+
+def _close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-8) or math.isnan(found) and math.isnan(expected)
 
 
 _DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(?:\.[0-9]{0,300})?(?:[eE][-+]?[0-9]{1,3})?")
@@ -30,7 +50,7 @@ def _same_word(a: str, b: str) -> bool:
         return True
     if "." not in b or not _DECIMAL.fullmatch(a) or not _DECIMAL.fullmatch(b):
         return False
-    return math.isclose(float(a), float(b), rel_tol=1e-5, abs_tol=1e-8)
+    return _close(float(a), float(b))
 
 
 def _as_json(value: Any) -> Any:
