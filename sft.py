@@ -16,15 +16,16 @@ given the tokens before it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 
-from rl.console import progress, say
+from rl.console import progress
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_sft
+from rl.data.encode import encode_all, encode_sft
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_sft_rows
@@ -58,20 +59,16 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     logging: LoggingSupervised = LoggingSupervised(experiment_name="sft")
 
 
-def encode(tokenizer, rows: list[dict], max_length: int, *, filter_overlong: bool) -> list[Sample]:
+def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong: bool) -> Sequence[Sample]:
     """Rows -> samples whose response mask is 1 for the learned tokens. Raises ValueError naming a row that is too long,
     or drops it with `filter_overlong`.
     """
-    samples = []
-    for row in rows:
-        ids, mask = encode_sft(tokenizer, row, max_length=None if filter_overlong else max_length)
-        samples.append(Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"]))
-    kept = [s for s in samples if s.num_tokens <= max_length]
-    if not kept:
-        raise ValueError(f"all {len(rows)} rows are longer than --max-length {max_length}; raise it")
-    if len(kept) < len(samples):
-        say(f"dropped {len(samples) - len(kept)} of {len(rows)} rows longer than --max-length {max_length}")
-    return kept
+
+    def sample(row: dict) -> Sample:
+        ids, mask = encode_sft(tokenizer, row, max_length=max_length)
+        return Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"])
+
+    return encode_all(rows, sample, max_length, filter_overlong=filter_overlong)
 
 
 def count_learned(batch: Batch) -> float:

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 
 from rl.data.batching import make_batch
-from rl.data.order import prompts_for_step
+from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
@@ -116,7 +116,7 @@ def main(args: Args) -> dict[str, float]:
         raise ValueError(f"--gen-batch-size {round_size} is more than the {rows}; lower it")
     if args.filter_groups_metric != "score":
         scorer.require_components([args.filter_groups_metric], flag="--filter-groups-metric")
-    rows_by_index = {row["row_index"]: row for row in train_rows}
+    rows_by_index = ByIndex(train_rows)
     buffer = args.max_response_length // 5 if args.overlong_buffer_len is None else args.overlong_buffer_len
     scale = args.loss_scale_factor or args.max_response_length  # for --loss-agg-mode seq-mean-token-sum-norm
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
@@ -276,7 +276,7 @@ def main(args: Args) -> dict[str, float]:
         # 8. Report: losses are means over updates, other metrics means over all tokens of all ranks.
         judged = [r for group in sampled or groups for r in group]  # kept or not
         found = {
-            **metrics.of_sampled(judged, [rows_by_index[r.row_index] for r in judged], args.rollout_n),
+            **metrics.of_sampled(judged, [rows_by_index[i] for i in {r.row_index for r in judged}], args.rollout_n),
             **metrics.of_lengths(responses),  # of those that it has learned from
             **metrics.describe("critic/rewards", rewards_PG),
             **metrics.describe("critic/advantages", advantages_PG[scores_PG.isfinite()]),

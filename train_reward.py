@@ -15,6 +15,7 @@ B pairs a step, 2B rows (chosen, rejected, chosen, ...), 2b of them in a micro-b
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,9 +23,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from rl.console import progress, say
+from rl.console import progress
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_conversation, named
+from rl.data.encode import encode_all, encode_conversation
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_preference_rows
@@ -65,26 +66,16 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     return -F.logsigmoid(chosen - rejected)
 
 
-def encode(tokenizer, rows: list[dict], max_length: int, *, filter_overlong: bool) -> list[tuple[Sample, Sample]]:
+def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong: bool) -> Sequence[tuple]:
     """Rows -> pairs (chosen, rejected). Raises ValueError naming a row with a side that is too long, or drops it with
     `filter_overlong`.
     """
-    pairs = []
-    for row in rows:
-        sides = [encode_conversation(tokenizer, row, row[side]) for side in ("chosen", "rejected")]
-        longest = max(map(len, sides))
-        if longest <= max_length:
-            pairs.append(tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides))
-        elif not filter_overlong:
-            raise ValueError(
-                f"{named(row)}: has {longest} tokens, over --max-length {max_length}; raise it or add "
-                "--filter-overlong"
-            )
-    if not pairs:
-        raise ValueError(f"all {len(rows)} rows are longer than --max-length {max_length}; raise it")
-    if len(pairs) < len(rows):
-        say(f"dropped {len(rows) - len(pairs)} of {len(rows)} rows longer than --max-length {max_length}")
-    return pairs
+
+    def pair(row: dict) -> tuple[Sample, ...]:
+        sides = [encode_conversation(tokenizer, row, row[x], max_length=max_length) for x in ("chosen", "rejected")]
+        return tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides)
+
+    return encode_all(rows, pair, max_length, filter_overlong=filter_overlong)
 
 
 def main(args: Args) -> dict[str, float]:

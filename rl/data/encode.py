@@ -1,14 +1,19 @@
 """Text in, token ids out: tokenizers, chat templates, and which tokens of a demonstration are learned."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jinja2
+import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from rl.console import say
 from rl.data import images
+from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, shown
+
+T = TypeVar("T")
 
 
 def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -43,7 +48,7 @@ def encode_prompts(
     max_prompt_length: int | None = None,
     filter_overlong_prompts: bool = False,
     tools: Sequence[dict] | None = None,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
     A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
@@ -57,32 +62,71 @@ def encode_prompts(
     limit, and if no row is left.
     """
     way = {} if tools is None else dict(add_generation_prompt=False, tools=list(tools))
-    if tools is not None and (plain := [row for row in rows if not isinstance(row["prompt"], list)]):
-        raise ValueError(f"{named(plain[0])}: the prompt is a text; --environment and --tools need messages")
-    if plain := [row for row in rows if row.get("images") and not isinstance(row["prompt"], list)]:
-        raise ValueError(f"{named(plain[0])}: the prompt is a text; rows with images need messages")
-    encoded = [dict(row) for row in rows]
-    for is_chat in (True, False):
-        picked = [row for row in encoded if isinstance(row["prompt"], list) == is_chat]
-        texts = [_chat_text(tokenizer, row, row["prompt"], **way) if is_chat else row["prompt"] for row in picked]
-        batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
-        for row, prompt_ids in zip(picked, batch, strict=True):
-            if row.get("images"):
-                prompt_ids, _ = images.place(prompt_ids, row["images"], named(row))
-            if not prompt_ids:
-                raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-            row["prompt_ids"] = prompt_ids
-    if max_prompt_length is None:
-        return encoded
-    overlong = [row for row in encoded if len(row["prompt_ids"]) > max_prompt_length]
-    if overlong and (not filter_overlong_prompts or len(overlong) == len(encoded)):
-        longest = max(len(row["prompt_ids"]) for row in overlong)
-        fix = "" if len(overlong) == len(encoded) else ", or pass --filter-overlong-prompts in training"
+    overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
+
+    def encode(chunk: list[Row]) -> Iterator[bytes | None]:
+        """The ids of each row as int32, and None for a row over the limit."""
+        for row, ids in zip(chunk, _prompt_ids(tokenizer, chunk, max_prompt_length, **way), strict=True):
+            if is_long := max_prompt_length is not None and len(ids) > max_prompt_length:
+                overlong.append((len(ids), named(row)))
+            yield None if is_long else np.array(ids, np.int32).tobytes()
+
+    kept = derive(rows, encode, "tokenize")
+    if overlong and (not filter_overlong_prompts or not kept):
+        fix = ", or pass --filter-overlong-prompts in training" if kept else ""
         raise ValueError(
-            f"{named(overlong[0])}: the prompt has {len(overlong[0]['prompt_ids'])} tokens, over --max-prompt-length "
-            f"{max_prompt_length} (so have {len(overlong)} of {len(encoded)} rows, up to {longest}); raise it{fix}"
+            f"{overlong[0][1]}: the prompt has {shown_count(overlong[0][0], max_prompt_length)} tokens, over "
+            f"--max-prompt-length {max_prompt_length} (so have {len(overlong)} of {len(rows)} rows, up to "
+            f"{max(overlong)[0]}); raise it{fix}"
         )
-    return [row for row in encoded if len(row["prompt_ids"]) <= max_prompt_length]
+    return Lazy(kept.places, lambda i: rows[i] | {"prompt_ids": np.frombuffer(kept.get(i), np.int32).tolist()})
+
+
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, **way: Any
+) -> list[list[int]]:
+    """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning."""
+    for row in rows:
+        if not isinstance(row["prompt"], list) and (way or row.get("images")):
+            what = "--environment and --tools" if way else "rows with images"
+            raise ValueError(f"{named(row)}: the prompt is a text; {what} need messages")
+    found: dict[int, list[int]] = {}
+    for is_chat in (True, False):
+        numbers = [i for i, row in enumerate(rows) if isinstance(row["prompt"], list) == is_chat]
+        prompts = [(rows[i], rows[i]["prompt"]) for i in numbers]
+        texts = [_chat_text(tokenizer, row, prompt, **way) if is_chat else prompt for row, prompt in prompts]
+        texts = [start_of(tokenizer, text, limit) for text in texts]
+        batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
+        found |= zip(numbers, batch, strict=True)
+    for i, row in enumerate(rows):
+        if row.get("images") and (limit is None or len(found[i]) <= limit):
+            found[i], _ = images.place(found[i], row["images"], named(row))
+        if not found[i]:
+            raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
+    return [found[i] for i in range(len(rows))]
+
+
+def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
+    """The text, or only its beginning if that has far more than `limit` tokens. Tokenizing takes some 350 bytes of
+    memory for each character, so that is not done with all of a text which is refused in any case.
+
+    Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
+    """
+    size = len(text) if limit is None else 8 * limit + 4096
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):
+            return text[:size]
+        size *= 2
+    return text
+
+
+def _far_over(limit: int) -> int:
+    return 2 * limit + 64
+
+
+def shown_count(count: int, limit: int) -> str:
+    """How many tokens a text has of which perhaps only the beginning was tokenized, see `start_of`."""
+    return f"at least {count}" if count > _far_over(limit) else f"{count}"
 
 
 def _chat_text(
@@ -124,34 +168,71 @@ def encode_sft(
     newline after; what it says includes its calls of tools, as the template writes them. An answer is encoded behind
     the generation prompt and never merges with it, so its tokens are those that the policy would sample there.
 
-    Raises ValueError for a row of more than `max_length` tokens (nothing is cut), without a chat template or an
-    end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the next
-    message, that ends an answer without a special token, or that leaves out tools or calls.
+    Raises TooLong for a row of more than `max_length` tokens (nothing is cut), and ValueError without a chat template
+    or an end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the
+    next message, that ends an answer without a special token, or that leaves out tools or calls.
     """
     encode = _encode_messages if row.get("messages") is not None else _encode_response
-    ids, mask = encode(tokenizer, row)
-    if max_length is not None and len(ids) > max_length:
-        raise ValueError(
-            f"{named(row)}: has {len(ids)} tokens, over --max-length {max_length}; raise it or add --filter-overlong"
-        )
+    ids, mask = encode(tokenizer, row, max_length)
+    _check_length(row, ids, max_length)
     return ids, mask
 
 
-def _encode_response(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
-    prompt, response = encode_prompts(tokenizer, [row])[0]["prompt_ids"], response_ids(tokenizer, row, row["response"])
+class TooLong(ValueError):
+    """A row has more tokens than --max-length, see `encode_all`."""
+
+
+def _check_length(row: Row, ids: list[int], max_length: int | None) -> None:
+    if max_length is not None and len(ids) > max_length:
+        raise TooLong(
+            f"{named(row)}: has {shown_count(len(ids), max_length)} tokens, over --max-length {max_length}; raise it "
+            "or add --filter-overlong"
+        )
+
+
+def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int, *, filter_overlong: bool) -> Lazy[T]:
+    """What `encode` makes of each row. A row for which it raises TooLong is dropped with `filter_overlong`, and a line
+    says how many were. Raises ValueError if none is left.
+    """
+
+    def fitting(row: Row) -> T | None:
+        try:
+            return encode(row)
+        except TooLong:
+            if not filter_overlong:
+                raise
+        return None
+
+    kept = derive(rows, lambda chunk: map(fitting, chunk), "tokenize")
+    if not kept:
+        raise ValueError(f"all {len(rows)} rows are longer than --max-length {max_length}; raise it")
+    if len(kept) < len(rows):
+        say(f"dropped {len(rows) - len(kept)} of {len(rows)} rows longer than --max-length {max_length}")
+    return kept
+
+
+def _encode_response(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None
+) -> tuple[list[int], list[int]]:
+    [prompt] = _prompt_ids(tokenizer, [row], limit)
+    response = response_ids(tokenizer, row, row["response"], limit)
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
-def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
-    """Token ids of a response behind a row's prompt, the end-of-sequence token at the end."""
+def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str, limit: int | None = None) -> list[int]:
+    """Token ids of a response behind a row's prompt, the end-of-sequence token at the end. Of a response that has far
+    more than `limit` tokens they are those of its beginning.
+    """
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
-    prompt = row["prompt"]
+    prompt, response = row["prompt"], start_of(tokenizer, response, limit)
     ids = encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None
+) -> tuple[list[int], list[int]]:
     messages, tools = row["messages"], row.get("tools") or None
     ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
@@ -160,6 +241,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         """Of the first so many messages, and of others behind them."""
         return _chat_text(tokenizer, row, [*messages[:count], *more], **kept)
 
+    full = text(len(messages), add_generation_prompt=False, tools=tools)
+    if len(start := start_of(tokenizer, full, limit)) < len(full):
+        ids = encode_behind(tokenizer, "", start)
+        return ids, [0] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -189,7 +274,6 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list
         ids += header_ids + turn_ids
         mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
         done = turn
-    full = text(len(messages), add_generation_prompt=False, tools=tools)
     if not full.startswith(done):
         raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
     rest = encode_behind(tokenizer, done, full[len(done) :])
@@ -217,7 +301,9 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
     return ids
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: str) -> list[int]:
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: str, *, max_length: int | None = None
+) -> list[int]:
     """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
 
     A message list goes through the chat template together with the response as the assistant's message. A string is
@@ -229,11 +315,13 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: 
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
         response = without_control_tokens(tokenizer, response.removesuffix(end)) + end
-        return _encode_response(tokenizer, {**row, "response": response})[0]
+        return encode_sft(tokenizer, {**row, "response": response, "messages": None}, max_length=max_length)[0]
     response = without_control_tokens(tokenizer, response)
     messages = [*row["prompt"], {"role": "assistant", "content": response}]
-    text = _chat_text(tokenizer, row, messages, add_generation_prompt=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = start_of(tokenizer, _chat_text(tokenizer, row, messages, add_generation_prompt=False), max_length)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    _check_length(row, ids, max_length)
+    return ids
 
 
 def without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

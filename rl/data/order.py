@@ -1,6 +1,6 @@
 """Which rows a step sees, and its seeds: pure functions of (seed, step), so no loader's state must be saved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,25 @@ def prompts_for_step(rows: Sequence[Row], step: int, n: int, seed: int, *, ahead
     epoch, batch = divmod(step, len(rows) // n)
     order = permutation(len(rows), seed=seed, epoch=epoch)
     return [rows[i] for i in order[batch * n : (batch + 1) * n]]
+
+
+class ByIndex(Mapping[int, Row]):
+    """Rows by their `row_index`, which ascends."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.rows, self.indices = rows, np.array([row["row_index"] for row in rows], np.int64)
+
+    def __getitem__(self, row_index: int) -> Row:
+        place = int(np.searchsorted(self.indices, row_index))
+        if place == len(self.indices) or self.indices[place] != row_index:
+            raise KeyError(row_index)
+        return self.rows[place]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices.tolist())
 
 
 def derive_seed(*numbers: int) -> int:

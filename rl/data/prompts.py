@@ -1,13 +1,15 @@
 """The prompts that an RL script trains on, and those that it is evaluated on."""
 
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.data.encode import encode_prompts, named, response_ids
+from rl.data.encode import encode_prompts, named, response_ids, shown_count
+from rl.data.packed import Lazy, derive
 from rl.data.rows import Paths, Row, as_paths, no_ground_truth, read_preference_rows, read_rows, shown
 from rl.flags import AtLeast1, Free
 
@@ -39,7 +41,7 @@ def load_prompts(
     evaluates: bool = True,
     pairs: bool = False,
     tools: Sequence[dict] | None = None,
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
     Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; pairs, whether --train-files hold
@@ -72,15 +74,15 @@ def add_given(
     pairs: bool,
     solution_key: str | None = None,
     filter_overlong: bool = False,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Rows of `load_prompts` with `given` added: token ids of the responses that the data has, with EOS at the end.
 
     With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text of that name
     in extra_info; else none. Raises ValueError, naming the row, for a missing solution, or for a response of more than
     --max-response-length tokens unless `filter_overlong` drops its row.
     """
-    kept = []
-    for row in rows:
+
+    def encode(row: Row) -> list[list[int]] | None:
         texts = [row["chosen"], row["rejected"]] if pairs else []
         if solution_key is not None:
             texts = [row["extra_info"].get(solution_key)]
@@ -89,24 +91,34 @@ def add_given(
                     f"{named(row)}: extra_info has {shown(texts[0])} as {solution_key!r}, and --pairs solution "
                     "needs a text there; name the column that has the solution by --solution-key"
                 )
-        given = [response_ids(tokenizer, row, text) for text in texts]
+        given = [response_ids(tokenizer, row, text, max_response_length) for text in texts]
         longest = max(map(len, given), default=0)
         if longest <= max_response_length:
-            kept.append(row | {"given": given})
-        elif not filter_overlong:
+            return given
+        if not filter_overlong:
             raise ValueError(
-                f"{named(row)}: the data has a response of {longest} tokens, over --max-response-length "
-                f"{max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
+                f"{named(row)}: the data has a response of {shown_count(longest, max_response_length)} tokens, over "
+                f"--max-response-length {max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
             )
-    return kept
+        return None
+
+    kept = derive(rows, lambda chunk: map(encode, chunk), "tokenize")
+    return Lazy(kept.places, lambda i: rows[i] | {"given": kept.get(i)})
 
 
-def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> list[Row]:
+def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> Sequence[Row]:
     """`read_rows`. With `needs_truth`, rows with an empty ground truth are left out, and a line says so: verl's file of
     MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """
     rows = read_rows(files, in_turns=in_turns)
-    empty = [named(row) for row in rows if needs_truth and no_ground_truth(row)]
+    if not needs_truth:
+        return rows
+    empty, places = [], array("i")
+    for i, row in enumerate(rows):
+        if no_ground_truth(row):
+            empty.append(named(row))
+        else:
+            places.append(i)
     names = ", ".join(map(str, as_paths(files)))
     if len(empty) == len(rows):
         raise ValueError(
@@ -116,4 +128,4 @@ def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = Fal
     if empty and os.environ.get("RANK", "0") == "0":
         shown_rows = ", ".join(empty[:10] + ["..."] * (len(empty) > 10))
         say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
-    return [row for row in rows if not (needs_truth and no_ground_truth(row))]
+    return Lazy(places, rows.get, rows.kept_bytes)

@@ -5,47 +5,51 @@ Every mistake in the data is a ValueError before any model is loaded: it names t
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rl.console import progress
 from rl.data import images
+from rl.data.packed import Lazy, Packed, Row
 
-Row = dict[str, Any]
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
+BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 
-def read_rows(files: Paths, *, in_turns: bool = False) -> list[Row]:
+
+def read_rows(files: Paths, *, in_turns: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema. Args: in_turns, whether an environment or tools answer the policy.
 
-    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `images` (numbers, see
-    images.py) if the row has any, `data_source` (str), `reward_model` (dict with "ground_truth", in the type the file
-    has), `extra_info` (dict, {} if absent or null), `row_index`, the row's position in the concatenated data, and
-    `row_place`, its file and its number there.
+    Returns: one dict a row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
+    has all columns: `prompt` (str, or list of {"role", "content"}), `images` (numbers, see images.py) if the row has
+    any, `data_source` (str), `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict,
+    {} if absent or null), `row_index`, the row's position in the concatenated data, and `row_place`, its file and its
+    number there.
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
     return _read_files(files, _check_rl_row, in_turns=in_turns)
 
 
-def read_sft_rows(files: Paths) -> list[Row]:
+def read_sft_rows(files: Paths) -> Lazy[Row]:
     """Read and check demonstrations: `messages`, or `prompt` and `response`.
 
-    Returns: one dict a row, all columns kept, with `row_index`, `row_place` and either `messages` (list of {"role",
-    "content"}, an answer or a call of the assistant among them) or `prompt` (str or such a list) and `response` (str).
-    `tools`, if any, is a list of JSON schemas. Raises as `read_rows`.
+    Returns: one dict a row, as `read_rows`, with all columns, `row_index`, `row_place` and either `messages` (list of
+    {"role", "content"}, an answer or a call of the assistant among them) or `prompt` (str or such a list) and
+    `response` (str). `tools`, if any, is a list of JSON schemas. Raises as `read_rows`.
     """
     return _read_files(files, _check_sft_row)
 
 
-def read_preference_rows(files: Paths) -> list[Row]:
+def read_preference_rows(files: Paths) -> Lazy[Row]:
     """Read and check comparisons: a prompt and two responses to it.
 
-    Returns: one dict a row, all columns kept: `prompt` (str, or list of {"role", "content"}), `chosen` and `rejected`
-    (str, different), `row_index` and `row_place`. Raises as `read_rows`.
+    Returns: one dict a row, as `read_rows`, with all columns: `prompt` (str, or list of {"role", "content"}), `chosen`
+    and `rejected` (str, different), `row_index` and `row_place`. Raises as `read_rows`.
     """
     return _read_files(files, _check_preference_row)
 
@@ -61,72 +65,92 @@ def as_paths(files: Paths) -> list[Path]:
     return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
 
-def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> list[Row]:
+def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> Lazy[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
-    checked: list[Row] = []
+    checked: Packed[Row] = Packed()
     places: dict[int, str] = {}  # of images
     for file in as_paths(files):
         if not file.exists():
             raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
         if not file.is_file():
             raise ValueError(f"{file}: is a folder; name its .parquet or .jsonl files")
-        rows = _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
-        if not rows:
-            raise ValueError(f"{file}: has no rows")
-        for i, row in enumerate(rows):
+        first, rows = len(checked), _read_jsonl(file) if file.suffix == ".jsonl" else _read_parquet(file)
+        for i, row in enumerate(progress(f"read {file.name}", rows)):
             place = f"{file}: row {i}"
             _check_supported(row, place, in_turns)
             pictures = {"images": images.check(row, place, file.parent)} if row.get("images") else {}
             places |= {k: f"{place}: images[{j}]" for j, k in enumerate(pictures.get("images", ()))}
-            checked.append({**check(row, place), **pictures, "row_index": len(checked), "row_place": place})
-    if not checked:
+            row = {**check(row, place), **pictures, "row_index": len(checked), "row_place": place}
+            try:
+                checked.append(row)
+            except RecursionError:
+                raise ValueError(f"{place}: holds hundreds of lists or dicts in each other; leave them out") from None
+        if len(checked) == first:
+            raise ValueError(f"{file}: has no rows")
+    if not len(checked):
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
     images.check_pixels(places)
-    return checked
+    return checked.items()
 
 
-def _read_parquet(file: Path) -> list[Row]:
+def _read_parquet(file: Path) -> Iterator[Row]:
+    """The rows of a file, of which BATCH_BYTES or one row are in memory at a time."""
     try:
-        with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-            table = parquet.read()
+        # A whole row group would be read at once without a buffer, or with the one that is filled ahead.
+        with pq.ParquetFile(
+            file, page_checksum_verification=True, buffer_size=BATCH_BYTES // 4, pre_buffer=False
+        ) as parquet:
+            names = parquet.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{file}: has two columns {twice[0]!r}; leave one of them out, or rename it")
+            groups = [parquet.metadata.row_group(i) for i in range(parquet.num_row_groups)]
+            bytes_per_row = max((x.total_byte_size // max(x.num_rows, 1) for x in groups), default=0)
+            first = 0
+            for batch in parquet.iter_batches(min(1 + BATCH_BYTES // (bytes_per_row + 1), 1024)):
+                yield from _rows_of(batch, first, file)
+                first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{file}: not a readable parquet file ({error}); it is corrupt or of another format: write it again"
         ) from error
-    names = table.column_names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{file}: has two columns {twice[0]!r}; leave one of them out, or rename it")
+
+
+def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
+    """The rows of a batch, the first of which is row `first` of the file."""
     try:
-        table.validate(full=True)
-        return table.to_pylist()
+        batch.validate(full=True)
+        return batch.to_pylist()
     except (pa.ArrowInvalid, ValueError, OverflowError) as error:
-        for i in range(table.num_rows):  # Arrow counts nested values, not rows: find the row that it means
-            for name, column in zip(table.column_names, table.columns, strict=True):
+        for i in range(batch.num_rows):  # Arrow counts nested values, not rows: find the row that it means
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column[i].as_py()
                 except (ValueError, OverflowError) as bad:  # such as a time beyond year 9999
                     is_text = isinstance(bad, UnicodeDecodeError)
                     what = "is not valid UTF-8" if is_text else "holds a value that Python cannot"
                     fix = "write the file again as UTF-8" if is_text else "leave it out"
-                    raise ValueError(f"{file}: row {i}: column {name!r} {what} ({bad}); {fix}") from bad
+                    raise ValueError(f"{file}: row {first + i}: column {name!r} {what} ({bad}); {fix}") from bad
         raise ValueError(f"{file}: invalid data ({error}); write the file again") from error
 
 
-def _read_jsonl(file: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{file}: row {len(rows)} (line {number})"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise ValueError(f"{where} is not {what} ({error}); write one JSON object a line, in UTF-8") from error
-        if type(row) is not dict:
-            raise ValueError(f"{where} is {shown(row)}; write one JSON object a line")
-        rows.append(row)
-    return rows
+def _read_jsonl(file: Path) -> Iterator[Row]:
+    """The rows of a file, of which one line is in memory at a time."""
+    count = number = 0
+    with open(file, "rb") as lines:
+        for line in (part for ended in lines for part in ended.splitlines()):  # lines may also end with a lone \r
+            number += 1
+            if not line.strip():
+                continue
+            where = f"{file}: row {count} (line {number})"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+                raise ValueError(f"{where} is not {what} ({error}); write one JSON object a line, in UTF-8") from error
+            if type(row) is not dict:
+                raise ValueError(f"{where} is {shown(row)}; write one JSON object a line")
+            count += 1
+            yield row
 
 
 def _check_supported(row: Row, where: str, in_turns: bool) -> None:

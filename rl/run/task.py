@@ -1,5 +1,6 @@
 """What an RL script works on: prompts, the processes that score responses, and how responses are sampled."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +35,8 @@ class Task(NamedTuple):
     """What `load_task` gives a script."""
 
     tokenizer: PreTrainedTokenizerBase  # of --model
-    train_rows: list[Row]  # of --train-files, with their prompts' tokens
-    val_rows: list[Row]  # of --val-files
+    train_rows: Sequence[Row]  # of --train-files, with their prompts' tokens
+    val_rows: Sequence[Row]  # of --val-files
     scorer: Scorer  # has started the processes that score responses
     sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
     environments: Environments | None  # what answers the policy, with --environment or --tools

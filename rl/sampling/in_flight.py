@@ -19,7 +19,7 @@ from typing import Any
 
 from rl import stop
 from rl.console import progress
-from rl.data.order import derive_seed
+from rl.data.order import ByIndex, derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
@@ -50,7 +50,7 @@ class InFlight:
     ):
         self.ahead = math.ceil(decoding.partial_rollouts * batch_size)  # prompts that are begun before their step
         self.seed = seed
-        self.rows, self.batch_size, self.ranks = {row["row_index"]: row for row in rows}, batch_size, ranks
+        self.rows, self.batch_size, self.ranks = ByIndex(rows if self.ahead else ()), batch_size, ranks
         self.rollouts: Rollouts | None = None
         # The name of the next group that this rank begins. Conversations stay open beside those of an evaluation, which
         # has other names.

@@ -93,7 +93,7 @@ class Samplers:
         of_step = cached(lambda step: prompts_for_step(rows, step, batch_size, setup.seed))
         self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
         self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)
-        self.held_out: list[Row] = []
+        self.held_out: Sequence[Row] = []
         self.waited_s, self.measured_at, self.measured, self.num_taken = 0.0, time.monotonic(), (0.0, 0.0), 0
         if ranks.is_main:
             self._load(state)
@@ -138,7 +138,7 @@ class Samplers:
 
     def start_evaluation(self, rows: Sequence[Row], validation: Validation) -> None:
         """Let the samplers answer held-out prompts, before others, with the weights of the last push."""
-        self.held_out = list(rows)
+        self.held_out = rows
         if self.ranks.is_main:
             self.desk.evaluate(self.held_out, validation.settings(self.sampling))
 

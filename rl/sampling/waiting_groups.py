@@ -1,6 +1,6 @@
 """Groups of responses that wait for a later step of train_dapo.py, as a checkpoint has them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ def to_state(groups: Sequence[Sequence[Response]]) -> Saved:
     return [[vars(r) | {"score": r.score, "sample": r.sample and vars(r.sample)} for r in group] for group in groups]
 
 
-def from_states(states: Sequence[Saved], rows: dict[int, Row], n: int, ranks: Ranks) -> list[list[Response]]:
+def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks: Ranks) -> list[list[Response]]:
     """The groups as they were when a checkpoint was saved, divided anew among the ranks of this run.
 
     Groups that no longer fit are left out: those that do not have n responses, and those whose prompt has changed in

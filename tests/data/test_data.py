@@ -861,7 +861,7 @@ def test_errors_name_the_file_and_the_row_in_it(tmp_path, tokenizer):
     for name, prompts in {"a.jsonl": ["1+1=", "1+2="], "b.jsonl": ["2+2=", "1+" * 30, "1="]}.items():
         rows = [{"prompt": x, "data_source": "s", "reward_model": {"ground_truth": "1"}} for x in prompts]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-    rows = read_rows([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    rows = list(read_rows([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]))
     assert [row["row_index"] for row in rows] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"b\.jsonl: row 1: the prompt has \d+ tokens, over --max-prompt-length 12"):
         encode_prompts(tokenizer, rows, max_prompt_length=12)
