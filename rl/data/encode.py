@@ -48,7 +48,7 @@ def encode_prompts(
     max_prompt_length: int | None = None,
     filter_overlong_prompts: bool = False,
     tools: Sequence[dict] | None = None,
-) -> Sequence[Row]:
+) -> Lazy[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
     A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its

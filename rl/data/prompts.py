@@ -41,7 +41,7 @@ def load_prompts(
     evaluates: bool = True,
     pairs: bool = False,
     tools: Sequence[dict] | None = None,
-) -> tuple[Sequence[Row], Sequence[Row]]:
+) -> tuple[Lazy[Row], Lazy[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
     Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; pairs, whether --train-files hold
@@ -74,7 +74,7 @@ def add_given(
     pairs: bool,
     solution_key: str | None = None,
     filter_overlong: bool = False,
-) -> Sequence[Row]:
+) -> Lazy[Row]:
     """Rows of `load_prompts` with `given` added: token ids of the responses that the data has, with EOS at the end.
 
     With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text of that name
@@ -106,7 +106,7 @@ def add_given(
     return Lazy(kept.places, lambda i: rows[i] | {"given": kept.get(i)})
 
 
-def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> Sequence[Row]:
+def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> Lazy[Row]:
     """`read_rows`. With `needs_truth`, rows with an empty ground truth are left out, and a line says so: verl's file of
     MATH has two. A reward model, or a function of the user's own, may do without. Raises ValueError if no row is left.
     """

@@ -1,14 +1,13 @@
 """What an RL script works on: prompts, the processes that score responses, and how responses are sampled."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
 from rl.data.encode import named
+from rl.data.packed import Lazy, Row
 from rl.data.prompts import count_steps, load_prompts
-from rl.data.rows import Row
 from rl.data.types import Sampling
 from rl.flags import flat
 from rl.run.arguments import check
@@ -35,8 +34,8 @@ class Task(NamedTuple):
     """What `load_task` gives a script."""
 
     tokenizer: PreTrainedTokenizerBase  # of --model
-    train_rows: Sequence[Row]  # of --train-files, with their prompts' tokens
-    val_rows: Sequence[Row]  # of --val-files
+    train_rows: Lazy[Row]  # of --train-files, with their prompts' tokens
+    val_rows: Lazy[Row]  # of --val-files
     scorer: Scorer  # has started the processes that score responses
     sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
     environments: Environments | None  # what answers the policy, with --environment or --tools

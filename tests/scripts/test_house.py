@@ -26,7 +26,7 @@ LIMITS = {
     "import sft": 7097,
     "import eval": 6055,
     "eval.py": 111,
-    "sft.py": 107,
+    "sft.py": 102,
     "train_async.py": 178,
     "train_dapo.py": 222,
     "train_distill.py": 208,
@@ -36,7 +36,7 @@ LIMITS = {
     "train_ppo.py": 220,
     "train_prime.py": 227,
     "train_reinforce.py": 207,
-    "train_reward.py": 131,
+    "train_reward.py": 120,
 }
 
 # Only the lines of a new check may raise a limit: a line (figure, code lines, the check in a sentence) under its
@@ -47,6 +47,8 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Environments and their processes.
     # Images.
     # Data files and their size.
+    ("core", 27, "A text far over a limit of tokens is refused or dropped before all of it is tokenized."),
+    ("core", 135, "Rows are read, kept and tokenized in chunks, so that a million of them take at most 2 GiB."),
     # Models and their folders.
     # Engines and pushes of weights.
     # Samplers, the ledger and partial rollouts.
