@@ -1,4 +1,4 @@
-"""vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28 and 0.32.
+"""vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28, 0.32 and 0.33.
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
 neighbouring ranks form one engine: all of them sample all responses together.
@@ -35,8 +35,8 @@ def why_no_experts(on_cpu: bool) -> str:
         return "vLLM's kernels on a CPU choose experts and do not tell which"
     from vllm import __version__, config
 
-    if hasattr(config.VllmConfig, "_verify_aux_output_compatibility"):
-        return f"vLLM {__version__} tells experts in a new way, which was not tried; install vLLM 0.26"
+    if hasattr(config.VllmConfig, "_verify_aux_output_compatibility") and not __version__.startswith("0.33."):
+        return f"vLLM {__version__} returns experts in a way that was not tried; install vLLM 0.26 or 0.33"
     return ""
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rl.sampling.engines.base import OpenRequest
 
-TESTED = ("0.26.", "0.28.", "0.32.")  # of vLLM; tests/sampling/test_shortcuts.py has run on these
+TESTED = ("0.26.", "0.28.", "0.32.", "0.33.")  # of vLLM; tests/sampling/test_shortcuts.py has run on these
 
 
 def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
