@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -31,6 +31,9 @@ FIRST = 2**30  # id of the tokens of image 0
 PLACE = "<image>"  # in the text of a message, as verl has it
 MAX_PIXELS = 2**26  # of an image file; more may be a decompression bomb
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow; others may start programs
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises for a broken file
+LATE_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of a PNG; they may tell its orientation behind its pixels
+KEY_SCALES = {"L;2": lambda x: x * 85, "L;4": lambda x: x * 17, "RGB;16B": lambda x: tuple(v >> 8 for v in x)}
 KEPT_BYTES = 2**31  # of the inputs of images that were used last
 
 Source = str | bytes | Image.Image  # a path, what a file holds, or an image
@@ -92,14 +95,15 @@ def _number(given: Any, where: str, folder: Path) -> int:
     key = hashlib.sha256(given).digest() if isinstance(given, bytes) else given if isinstance(given, str) else id(given)
     if key not in _numbers:
         try:
-            width, height = _open(given).size
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            image = _open(given)
+            if image.width * image.height > MAX_PIXELS:
+                size = f"{image.width} x {image.height} pixels, over {MAX_PIXELS:,}"
+                raise ValueError(f"{where} has {size}, as a decompression bomb has; make it smaller, or drop the row")
+            size = _upright_size(image, given)
+        except UNREADABLE as error:
             raise ValueError(f"{where} cannot be read as an image ({error}); write it again, or drop the row") from None
-        if width * height > MAX_PIXELS:
-            size = f"{width} x {height} pixels, over {MAX_PIXELS:,}"
-            raise ValueError(f"{where} has {size}, as a decompression bomb has; make it smaller, or drop the row")
         _numbers[key] = len(_known)
-        _known.append(Known(given, width, height))
+        _known.append(Known(given, *size))
     return _numbers[key]
 
 
@@ -108,6 +112,63 @@ def _open(source: Source) -> Image.Image:
     if isinstance(source, Image.Image):
         return source
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels. Pillow makes 8 bits of those of some PNGs, but not of the color that is transparent there."""
+    packing = "".join(str(x.args) for x in getattr(image, "tile", ())[:1])  # how the file has pixels, such as L;4
+    image.load()
+    if packing in KEY_SCALES and "transparency" in image.info:
+        image.info["transparency"] = KEY_SCALES[packing](image.info["transparency"])
+
+
+def _upright_size(image: Image.Image, source: Source) -> tuple[int, int]:
+    """Width and height of what `rgb` makes of an image. Only an image whose head does not tell is decoded for it."""
+    if image.format == "PNG":
+        content = Path(source).read_bytes() if isinstance(source, str) else source
+        if isinstance(source, Image.Image) or any(name in content for name in LATE_CHUNKS):
+            _load(image)
+    is_turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= 5
+    return image.size[::-1] if is_turned and image.format != "TIFF" else image.size  # Pillow has turned that of a TIFF
+
+
+def rgb(source: Source) -> Image.Image:
+    """An image as its author means it to be seen, which is what the trainer, the engine and every processor get.
+
+    It is upright, as its EXIF orientation says. Where it is transparent it shows white. It has 8 bits per channel: with
+    v a number of a deeper image, and top its largest possible number, 65,535 for 16 bits, a channel is
+    round(255 v / top). Of 32-bit numbers, which have no such range, top is the first of 1 (for floats), 255 and 65,535
+    that none is above. Of an animation it is the first frame.
+
+    Raises ValueError for numbers below 0 or above 65,535, and what Pillow raises for a broken file (UNREADABLE).
+    """
+    image = _open(source)
+    form = image.format
+    _load(image)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _in_8_bits(image, has_16=image.mode.startswith("I;16") or form in ("PNG", "PPM"))
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _in_8_bits(image: Image.Image, *, has_16: bool) -> Image.Image:
+    """Grey numbers of 16 or 32 bits as an image of 8, see `rgb`, with a second channel if one is transparent."""
+    values = np.asarray(image).astype(np.float64)
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= 65535):
+        raise ValueError(f"its numbers go from {low:g} to {high:g}; save it with 8 or 16 bits per channel")
+    top = 65535 if has_16 else next(x for x in (1, 255, 65535) if high <= x and (x > 1 or image.mode == "F"))
+    grey = Image.fromarray((values * 255 / top).round().astype(np.uint8))
+    if (key := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    return grey
 
 
 def check_pixels(places: dict[int, str]) -> None:
@@ -119,7 +180,7 @@ def check_pixels(places: dict[int, str]) -> None:
     def broken(item: tuple[int, str]) -> str | None:
         try:
             picture(item[0])
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except UNREADABLE as error:
             return f"{item[1]} is a broken image ({error}); write it again, or drop the row"
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:  # decoding lets go of Python's lock
@@ -129,10 +190,8 @@ def check_pixels(places: dict[int, str]) -> None:
 
 
 def picture(number: int) -> Image.Image:
-    """Image `number` in RGB."""
-    image = _open(_known[number].source)
-    image.load()
-    return image.convert("RGB")
+    """Image `number`, see `rgb`."""
+    return rgb(_known[number].source)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import io
 import random
+import struct
+import zlib
 
 import helpers_vision as vision
 import numpy as np
@@ -174,3 +176,212 @@ def test_dots_are_where_they_are_said_to_be():
         picture = np.asarray(Image.open(io.BytesIO(dots.draw(count, random.Random(count)))).convert("L"))
         cells = [picture[i : i + 16, j : j + 16].max() > 100 for i in range(0, 48, 16) for j in range(0, 48, 16)]
         assert sum(cells) == count
+
+
+# --- what an image becomes -------------------------------------------------------------------------------------------
+
+
+def saved(image, form, **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def raw_png(width, depth, color, pixels, before=(), behind=()):
+    """A PNG with one line of pixels, of any depth and color type, and chunks before and behind them."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, depth, color, 0, 0, 0))
+    body = [chunk(*x) for x in before] + [chunk(b"IDAT", zlib.compress(b"\0" + pixels))] + [chunk(*x) for x in behind]
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(body) + chunk(b"IEND", b"")
+
+
+def of(mode, *pixels):
+    """An image of one line."""
+    image = Image.new(mode, (len(pixels), 1))
+    for i, pixel in enumerate(pixels):
+        image.putpixel((i, 0), pixel)
+    return image
+
+
+def palette(*pixels, transparency):
+    image = of("P", *pixels)
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    image.info["transparency"] = transparency
+    return image
+
+
+def grey(*values):
+    return [(value,) * 3 for value in values]
+
+
+def deep(*values, dtype=np.uint16):
+    return Image.fromarray(np.array([values], dtype))
+
+
+RED, GREEN, WHITE = (255, 0, 0), (0, 255, 0), (255, 255, 255)
+# With alpha a / 255 a channel c shows c a / 255 + 255 - a.
+SHOWN = {
+    "RGBA": (of("RGBA", (*RED, 0), (*RED, 255), (0, 100, 200, 102)), [WHITE, RED, (153, 193, 233)]),
+    "RGBA in a PNG": (saved(of("RGBA", (*RED, 0), (*GREEN, 255), (0, 0, 0, 51)), "PNG"), [WHITE, GREEN, *grey(204)]),
+    "RGBA in a WEBP": (saved(of("RGBA", (*RED, 0), (*RED, 255)), "WEBP", lossless=True, exact=True), [WHITE, RED]),
+    "RGBA in a TIFF": (saved(of("RGBA", (*RED, 0), (*RED, 255)), "TIFF"), [WHITE, RED]),
+    "LA": (of("LA", (0, 0), (80, 255), (0, 204)), grey(255, 80, 51)),
+    "LA in a PNG": (saved(of("LA", (0, 0), (80, 255)), "PNG"), grey(255, 80)),
+    "La": (of("LA", (0, 0), (80, 255)).convert("La"), grey(255, 80)),
+    "RGBa": (of("RGBA", (*RED, 0), (*RED, 255)).convert("RGBa"), [WHITE, RED]),
+    "PA": (palette(0, 1, transparency=0).convert("PA"), [WHITE, GREEN]),
+    "palette, one color transparent": (saved(palette(0, 1, transparency=0), "PNG", transparency=0), [WHITE, GREEN]),
+    "palette, a byte for each color": (
+        saved(palette(0, 1, 2, transparency=b""), "PNG", transparency=b"\xff\x00\x99"),
+        [RED, WHITE, (102, 102, 255)],
+    ),
+    "palette of 4 bits": (
+        raw_png(2, 4, 3, b"\x01", [(b"PLTE", bytes([*RED, *GREEN])), (b"tRNS", b"\x00")]),
+        [WHITE, GREEN],
+    ),
+    "GIF, the first of two frames": (
+        saved(of("RGBA", (*RED, 0), (*GREEN, 255)), "GIF", save_all=True, append_images=[Image.new("RGB", (2, 1))]),
+        [WHITE, GREEN],
+    ),
+    "WEBP, the first of two frames": (
+        saved(
+            of("RGBA", (*RED, 0), (*RED, 255)),
+            "WEBP",
+            save_all=True,
+            append_images=[Image.new("RGBA", (2, 1))],
+            lossless=True,
+            exact=True,
+        ),
+        [WHITE, RED],
+    ),
+    "grey, one value transparent": (saved(of("L", 0, 7, 9), "PNG", transparency=7), grey(0, 255, 9)),
+    "grey of 2 bits": (raw_png(4, 2, 0, b"\x1b", [(b"tRNS", b"\x00\x02")]), grey(0, 85, 255, 255)),
+    "grey of 4 bits": (raw_png(2, 4, 0, b"\x1f", [(b"tRNS", b"\x00\x01")]), grey(255, 255)),
+    "grey of 1 bit": (raw_png(2, 1, 0, b"\x40", [(b"tRNS", b"\x00\x00")]), grey(255, 255)),
+    "black and white": (of("1", 0, 255), grey(0, 255)),
+    "RGB, one color transparent": (saved(of("RGB", RED, GREEN), "PNG", transparency=GREEN), [RED, WHITE]),
+    "grey of 16 bits": (deep(0, 257, 32896, 65535), grey(0, 1, 128, 255)),
+    "grey of 16 bits in a PNG": (saved(deep(0, 2570, 65535), "PNG"), grey(0, 10, 255)),
+    "grey of 16 bits, dark": (saved(deep(0, 100, 200), "PNG"), grey(0, 0, 1)),
+    "grey of 16 bits, one value transparent": (
+        saved(deep(0, 2570, 65535), "PNG", transparency=2570),
+        grey(0, 255, 255),
+    ),
+    "grey of 16 bits in a TIFF": (saved(deep(0, 2570, 65535), "TIFF"), grey(0, 10, 255)),
+    "grey of 16 bits, big-endian": (deep(0, 2570, 65535, dtype=">u2"), grey(0, 10, 255)),
+    "grey of 16 bits in a PGM": (saved(deep(0, 257, 200), "PPM"), grey(0, 1, 1)),
+    "grey of 16 bits in a PGM, dark": (saved(deep(0, 2, 200), "PPM"), grey(0, 0, 1)),
+    "integers of 32 bits": (deep(0, 2570, 65535, dtype=np.int32), grey(0, 10, 255)),
+    "small integers of 32 bits": (deep(0, 10, 255, dtype=np.int32), grey(0, 10, 255)),
+    "floats to 1": (deep(0.0, 0.2, 1.0, dtype=np.float32), grey(0, 51, 255)),
+    "floats to 255": (saved(deep(0.0, 51.2, 255.0, dtype=np.float32), "TIFF"), grey(0, 51, 255)),
+    "RGB of 16 bits": (
+        raw_png(2, 16, 2, struct.pack(">6H", 65535, 0, 2570, 0, 257, 65535)),
+        [(255, 0, 10), (0, 1, 255)],
+    ),
+    "RGB of 16 bits, one color transparent": (
+        raw_png(
+            2, 16, 2, struct.pack(">6H", 65535, 0, 2570, 0, 257, 65535), [(b"tRNS", struct.pack(">3H", 65535, 0, 2570))]
+        ),
+        [WHITE, (0, 1, 255)],
+    ),
+    "RGBA of 16 bits": (raw_png(2, 16, 6, struct.pack(">8H", 65535, 0, 0, 65535, 0, 0, 0, 0)), [RED, WHITE]),
+    "grey of 16 bits with alpha": (raw_png(2, 16, 4, struct.pack(">4H", 2570, 65535, 0, 0)), grey(10, 255)),
+    "CMYK": (of("CMYK", (0, 255, 255, 0), (255, 0, 255, 0), (0, 0, 0, 255)), [RED, GREEN, (0, 0, 0)]),
+    "CMYK in a TIFF": (saved(of("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "TIFF"), [RED, WHITE]),
+    "YCbCr": (of("YCbCr", (0, 128, 128), (200, 128, 128)), grey(0, 200)),
+    "HSV": (of("HSV", (0, 255, 255), (0, 0, 80)), [RED, *grey(80)]),
+    "LAB": (of("LAB", (255, 128, 128), (0, 128, 128)), grey(255, 0)),
+    "RGBX": (of("RGBX", (*RED, 0), (*GREEN, 7)), [RED, GREEN]),
+    "BMP": (saved(of("RGB", RED, GREEN), "BMP"), [RED, GREEN]),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_image_is_what_a_person_would_see(tmp_path, name):
+    """On white, and in 8 bits."""
+    source, wanted = SHOWN[name]
+    forms = [{"bytes": source}] if isinstance(source, bytes) else [{"image": source}, source]
+    if isinstance(source, bytes):
+        (tmp_path / "a").write_bytes(source)
+        forms += ["a", Image.open(io.BytesIO(source))]
+    numbers = images.check({"images": forms}, "x", tmp_path)
+    images.check_pixels(dict.fromkeys(numbers, "x"))
+    for number in numbers * 2:  # an image object is not changed by a look at it
+        found = images.picture(number)
+        assert found.mode == "RGB" and found.size == images._known[number][1:] == (len(wanted), 1)
+        difference = np.abs(np.asarray(found)[0].astype(int) - np.array(wanted))
+        assert difference.max() <= (3 if name == "LAB" else 1 if "16 bits" in name else 0), np.asarray(found)
+
+
+TURNED = {  # EXIF orientation -> the picture a b c / d e f as it is to be seen
+    1: ["abc", "def"],
+    2: ["cba", "fed"],
+    3: ["fed", "cba"],
+    4: ["def", "abc"],
+    5: ["ad", "be", "cf"],
+    6: ["da", "eb", "fc"],
+    7: ["fc", "eb", "da"],
+    8: ["cf", "be", "ad"],
+}
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "WEBP", "JPEG", "late", "RGBA"])
+@pytest.mark.parametrize("orientation", TURNED)
+def test_an_image_is_upright(tmp_path, model, form, orientation):
+    """Its pixels, its size and its tokens; `late` is a PNG that says so behind its pixels."""
+    values = np.array([[10, 50, 90], [130, 170, 210]], np.uint8).repeat(32, 0).repeat(32, 1)
+    image, exif = Image.fromarray(values).convert("RGBA" if form == "RGBA" else "RGB"), Image.Exif()
+    exif[0x112] = orientation
+    options = dict(lossless=True) if form == "WEBP" else dict(quality=100) if form == "JPEG" else {}
+    content = saved(image, "PNG" if form in ("late", "RGBA") else form, exif=exif, **options)
+    if form == "late":
+        start = content.index(b"eXIf") - 4
+        end = start + 12 + int.from_bytes(content[start : start + 4], "big")
+        content = content[:start] + content[end:-12] + content[start:end] + content[-12:]
+    rows = read_rows(write(tmp_path, row({"bytes": content})))
+    [number] = rows[0]["images"]
+    opened = Image.open(io.BytesIO(content))
+    [same] = images.check({"images": [opened]}, "x", tmp_path)
+    assert images._known[same][1:] == images._known[number][1:]
+    assert all(np.array_equal(images.picture(same), images.picture(number)) for _ in range(2))
+    seen, letters = (
+        np.asarray(images.picture(number))[..., 0],
+        dict(zip("abcdef", (10, 50, 90, 130, 170, 210), strict=True)),
+    )
+    wanted = np.array([[letters[x] for x in line] for line in TURNED[orientation]]).repeat(32, 0).repeat(32, 1)
+    assert seen.shape == wanted.shape == images._known[number][2:0:-1]
+    assert np.abs(seen.astype(int) - wanted).max() <= 2
+    [encoded] = encode_prompts(load_tokenizer(model), rows)
+    assert encoded["prompt_ids"].count(images.FIRST + number) == 24  # patches of 8 pixels, four make a token
+    grid = images.inputs(number)["image_grid_thw"][0].tolist()
+    assert grid == [1, *(n // 8 for n in wanted.shape)]
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (deep(-1, 5, dtype=np.int32), "its numbers go from -1 to 5; save it with 8 or 16 bits"),
+        (deep(0, 70000, dtype=np.int32), "its numbers go from 0 to 70000"),
+        (deep(0.0, float("nan"), dtype=np.float32), "its numbers go from nan to nan"),
+        (deep(-0.5, 0.5, dtype=np.float32), "its numbers go from -0.5 to 0.5"),
+        (saved(deep(0, 70000, dtype=np.int32), "TIFF"), "its numbers go from 0 to 70000"),
+        (PNG[:-60], "truncated|broken"),
+        (saved(Image.new("RGB", (64, 64)), "JPEG")[:-300], "[Tt]runcated"),
+        (saved(Image.effect_noise((64, 64), 50).convert("RGB"), "WEBP")[:-300], "decode|truncated"),
+        (saved(Image.effect_noise((64, 64), 50), "GIF")[:-900], "[Tt]runcated"),
+        (
+            saved(Image.effect_noise((64, 64), 50), "TIFF", compression="tiff_lzw")[:2000] + bytes(3000),
+            "cannot|decoder|truncated",
+        ),
+    ],
+)
+def test_images_that_cannot_be_shown_are_named(tmp_path, source, message):
+    with pytest.raises(
+        ValueError, match=rf"^here: images\[0\] (is a broken image|cannot be read as an image) \(.*({message})"
+    ):
+        [number] = images.check({"images": [source]}, "here", tmp_path)
+        images.check_pixels({number: "here: images[0]"})
