@@ -1,11 +1,11 @@
 r"""Grade the last `\boxed{}` of an answer to a problem of MATH, or to any task whose answer is an expression.
 
-Three steps, from cheap to dear: equal text after normalisation, equal numbers by exact arithmetic, and math-verify
-(sympy). Answers are written by a policy that is paid for being called right, so the third step is guarded: sympy sees
-only answers that are small and use no notation that the reference does without. Everything else is wrong at once.
+Three steps, from cheap to dear: equal text after normalisation (latex_names.py), equal numbers by exact arithmetic, and
+equal formulas (math_equality.py, with sympy). Answers are written by a policy that is paid for being called right, so
+the third step is guarded: sympy sees only answers that are small and use no notation that the reference does without.
+Everything else is wrong at once.
 """
 
-import logging
 import math
 import re
 import unicodedata
@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
+
+from rewards.latex_names import KEPT_NAME, same_names
 
 MAX_ANSWER = 512  # characters in a box; the longest reference answer of MATH-500 has 53
 
@@ -93,9 +95,7 @@ def equal(answer: str, truth: str | int) -> bool:
     text, gold = _normalise(answer), _normalise(str(truth))
     if not text or len(text) > MAX_ANSWER:
         return False
-    left, gold_left = _RELATION.match(text), _RELATION.match(gold)
-    if left is None or gold_left is None or _compact(left[0]) == _compact(gold_left[0]):
-        text, gold = _right_side(text), _right_side(gold)
+    text, gold = _without_names(text, gold)
     if _compact(text) == _compact(gold):
         return True
     number, gold_number = _number(text), _number(gold)
@@ -109,14 +109,15 @@ def equal(answer: str, truth: str | int) -> bool:
         return _words(text) == _words(gold)
     if re.search(r"[0-9]\s*_", gold):
         return False
-    if _brackets(text) != _brackets(gold) and not re.search(r"[<>]|\\[lg]e", gold):  # (5, \infty) may stand for x > 5
+    if text.count("'") != gold.count("'"):  # the parser drops them
         return False
-    return _affordable(text, gold, is_number=gold_number is not None) and _math_verify(text, gold)
+    if _brackets(text) != _brackets(gold) and not _INEQUALITY.search(text + gold):  # (5, \infty) may stand for x > 5
+        return False
+    return _affordable(text, gold, is_number=gold_number is not None) and _same_formulas(text, gold)
 
 
 # --- normal form -----------------------------------------------------------------------------------------------------
 
-_SYMBOLS = dict(zip("−–×·π∞°≤≥∪⁄√", r"- - \times \cdot \pi \infty ^\circ \le \ge \cup / \sqrt".split(" "), strict=True))
 _UNITS = (
     r"square|cubic|units?|degrees?|dollars?|cents?|mph|inch(?:es)?|in|feet|foot|ft|yards?|miles?|[ckm]m|kg|gm|grams?|"
     r"pounds?|lbs?|(?:kilo|centi|milli)?meters?|lit(?:er|re)s?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|"
@@ -127,22 +128,26 @@ _NOT_A_UNIT = r"(?i:hundred|thousand|[mbtr]+illion|dozen|percent|\b[ap]\.?\s*m\b
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in (
-        (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\\(?:!\s*|[()])|\\?\$", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1"),
-        (r"\\(?:mbox|mathrm|mathbf|mathit|textbf|textit|textrm|operatorname|textnormal)\s*(?=\{)", r"\\text"),
+        (r"(?<!\\)\\[()\[\]]|\\?\$", ""),
         (r"\\text\s*\{([^{}A-Za-z]*)\}", r"\1"),
+        (r"\\[bp]?matrix\s*\{([^{}]*)\}", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (r"\\cr(?![A-Za-z])", r"\\\\"),
+        (
+            r"[(\[]\s*\\begin\s*\{array\}\s*\{[^{}]*\}(.*?)\\end\s*\{array\}\s*[)\]]",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
         (r"\\(begin|end)\s*\{[bB]?(?:small)?matrix\}", r"\\\1{pmatrix}"),
-        (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degrees?(?![A-Za-z])", ""),
-        (r"(?<!\\)\\(?:[,;: ]|q?quad\b)|~", " "),
+        (r"[(\[]\s*(\\begin\{pmatrix\}(?:(?!\\begin).)*?\\end\{pmatrix\})\s*[)\]]", r"\1"),
+        (r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})|\\degree(?![A-Za-z])", ""),
         (r"\{\s*,\s*\}", ","),
         (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
         (r",\s*,", ","),
-        (r"\\%|\\text\s*\{\s*(?:percent|\\?%)\s*\}|\s+percent\b", "%"),
+        (r"\\text\s*\{\s*(?:percent|\\?%)\s*\}|\s+percent\b", "%"),
         (r"(?<![A-Za-z\\])(pi(?![A-Za-z])|sqrt(?=\s*[({]))", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(\\frac|\\sqrt)\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
+        (r"(\\frac|\\binom|\\sqrt(?:\s*\[[^\[\]]*\])?)\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
+        (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
+        (r"(?<![A-Za-z}\])^_\\])\s*\{\s*\}", ""),
         (r"([_^])\s*\{\s*([0-9A-Za-z])\s*\}", r"\1\2"),
         (r"\s+", " "),
     )
@@ -153,9 +158,10 @@ _TRAILING_UNITS = re.compile(rf"(.*[0-9.}}])\s*(?<![A-Za-z\\])(?:(?:{_UNITS})\b[
 
 def _normalise(latex: str) -> str:
     """One spelling for what looks the same; a value loses its units."""
-    text = "".join(_character(c) for c in latex)
-    if r"\begin" not in text:  # there two backslashes end a row
+    text = "".join(c if c in KEPT_NAME else _character(c) for c in latex)
+    if r"\begin" not in text and "matrix" not in text:  # there two backslashes end a row
         text = text.replace(r"\\", "\\")
+    text = same_names(text)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = text.strip().rstrip(".,;:").strip()
@@ -168,8 +174,8 @@ def _normalise(latex: str) -> str:
 
 def _character(c: str) -> str:
     """NFKC, but `5²` must not become 52 nor `3½` 31/2; control characters vanish, white space is a space."""
-    if c in _SYMBOLS or c.isspace():
-        return _SYMBOLS.get(c, "") + " "
+    if c.isspace():
+        return " "
     plain = "".join(x for x in unicodedata.normalize("NFKC", c) if unicodedata.category(x)[0] != "C")
     kind = unicodedata.decomposition(c).split(" ")[0]
     if kind == "<super>":
@@ -180,7 +186,8 @@ def _character(c: str) -> str:
 
 
 def _compact(text: str) -> str:
-    """Without spaces, except between two letters or digits: `1 1/2` is not `11/2`."""
+    r"""Without spaces, except between two letters or digits: `1 1/2` is not `11/2`, and `\cdot 2` is `\cdot2`."""
+    text = re.sub(r"(\\[A-Za-z]+)(?=[0-9])", r"\1 ", text)
     return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text)
 
 
@@ -188,11 +195,25 @@ _NAME = r"\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?\s*"
 _RELATION = re.compile(rf"(?:{_NAME}|\(\s*{_NAME}(?:,\s*{_NAME})+\)\s*)(?:=|\\in(?![A-Za-z]))")
 
 
+_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_EQUALS = re.compile(r"=|\\in(?![A-Za-z])")
+
+
+def _without_names(text: str, gold: str) -> tuple[str, str]:
+    """Both without `x =` in front, if only one of them has it or both have the same; else two equations as they are."""
+    if _EQUALS.search(text) and _EQUALS.search(gold):
+        names = [_RELATION.match(x) for x in (text, gold)]
+        chains = any(re.search(rf"=\s*{_NAME}=", x) for x in (text, gold))  # x = y = 2 is about y too
+        if chains or None in names or _compact(names[0][0]) != _compact(names[1][0]):
+            return text, gold
+    return _right_side(text), _right_side(gold)
+
+
 def _right_side(text: str) -> str:
     """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `(a, b) = (1, 2)` -> (1, 2); `x = 1, y = 2` and `2 + 3 = 5` stay."""
     if _RELATION.match(text) is None or text.count("=") > 1 and "," in text:
         return text
-    return re.split(r"=|\\in(?![A-Za-z])", text)[-1].strip()
+    return _EQUALS.split(text)[-1].strip()
 
 
 def _words(text: str) -> str:
@@ -255,15 +276,14 @@ def _decimal(text: str) -> Fraction:
     return Fraction(re.sub("[, ]", "", text).rstrip("."))
 
 
-# --- math-verify, and what it may see --------------------------------------------------------------------------------
+# --- formulas, and which of them sympy may see -----------------------------------------------------------------------
 
 # Notation that every answer may use, beside that of the truth. A number may be written with the first line only.
 _NUMBER_NOTATION = {r"\frac", r"\sqrt", *"{}()[]^/-.%"}
-_NOTATION = _NUMBER_NOTATION | set(
-    r"\cdot \times \div \pi \pm \infty \cup \{ \} \le \ge \leq \geq + * , ; = < > |".split()
-)
+_NOTATION = _NUMBER_NOTATION | set(r"\cdot \times \div \pi \pm \infty \cup \{ \} \le \ge \ne + , ; = < > |".split())
 _FAMILIES = [  # one function of these in the truth allows the others in the answer
-    set(family.split()) for family in (r"\sin \cos \tan \cot \sec \csc", r"\arcsin \arccos \arctan", r"\log \ln")
+    set(family.split())
+    for family in (r"\sin \cos \tan \cot \sec \csc", r"\arcsin \arccos \arctan", r"\log \ln", r"e \exp")
 ]
 _GROWING = set(r"! \binom \sum \prod \int \lim \log \ln".split())  # with large numbers these take for ever
 _MINUS = re.compile(r"[\w)}\]]\s*-")  # between two terms, not a sign
@@ -279,6 +299,9 @@ def _affordable(text: str, gold: str, *, is_number: bool) -> bool:
     tokens, gold_tokens = Counter(_tokens(text)), Counter(_tokens(gold))
     allowed = gold_tokens.keys() | (_NUMBER_NOTATION if is_number else _NOTATION)
     allowed = allowed.union(*(family for family in _FAMILIES if family & gold_tokens.keys()))
+    letters = {x for x in tokens if x.isalpha()}
+    if len(letters) == 1 and _INEQUALITY.search(text) and (_brackets(gold) or r"\cup" in gold):
+        allowed |= letters  # x > 5 may stand for (5, \infty)
     if not tokens.keys() <= allowed or is_number and _MINUS.search(text):
         return False
     if _closing("{" + text + "}", 0, "{}") != len(text) + 1:
@@ -353,16 +376,7 @@ def _brackets(text: str) -> str:
     return ""
 
 
-def _math_verify(text: str, gold: str) -> bool:
-    """Whether math-verify finds two harmless LaTeX expressions equal; what it cannot read is not equal."""
-    import math_verify  # here, because it takes half a second and most answers never need it
+def _same_formulas(text: str, gold: str) -> bool:
+    from rewards import math_equality  # here, because sympy takes half a second and most answers never need it
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time limits that are off
-    # No time limits of its own: they are alarms, which would cancel the caller's. Errors count as unequal.
-    config = (math_verify.LatexExtractionConfig(boxed_match_priority=0),)
-    parsed, parsed_gold = (
-        math_verify.parse(rf"\boxed{{{latex}}}", config, fallback_mode="no_fallback", parsing_timeout=None)
-        for latex in (text, gold)
-    )
-    # Twelve decimals: a rounded number is no exact answer.
-    return math_verify.verify(parsed_gold, parsed, float_rounding=12, timeout_seconds=None)
+    return math_equality.same_latex(text, gold)
