@@ -93,7 +93,8 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
-    run.resume({"actor": (policy, optimizer)}, about=f"{args.train_batch_size} rows a step of {len(train)}")
+    # What is exported stops where the data ends its answers.
+    run.resume({"actor": (policy, optimizer)}, about=f"{args.train_batch_size} rows a step of {len(train)}", data=train)
     # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
     plan = partial(plan_updates, max_tokens=args.memory.max_token_len_per_gpu, ranks=ranks)
     step_metrics, val_metrics = {}, {}

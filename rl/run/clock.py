@@ -50,8 +50,7 @@ class Clock:
         found |= {f"memory_gb/{k}": v for k, v in self.memory.items()}
         found["perf/throughput"] = num_tokens / (step * self.ranks.size)
         if num_generated is not None:
-            found["perf/total_num_tokens"] = float(num_tokens)
-            found["perf/time_per_step"] = step
+            found |= {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step}
             if "gen" in self.seconds:
                 found["perf/gen_tokens_per_s"] = num_generated / self.seconds["gen"]
         return found

@@ -24,9 +24,8 @@ from rl.run import checkpoint_tensors as tensors
 from rl.run.checkpoint_tensors import Trained
 
 FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
-PROCESSOR = (  # files of a model that sees images
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"),
-)
+# Files of a model that sees images.
+PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json chat_template.json".split()
 # For `cached_file`: a file that is not there is none.
 CALM = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
 
@@ -105,11 +104,8 @@ def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     names = {key for key, x in module.named_parameters() if not x.requires_grad}
     if not names:
         return {}
-    found = {}
-    for key, x in full_tensors(module, ranks.dtype):
-        if ranks.is_main and key in names:
-            found[key] = x.to("cpu", copy=True)
-    return found
+    weights = full_tensors(module, ranks.dtype)
+    return {key: x.to("cpu", copy=True) for key, x in weights if ranks.is_main and key in names}
 
 
 def whole_config(module: nn.Module) -> PreTrainedConfig | None:

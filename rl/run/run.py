@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import let_go_of_output, progress_line, show_sample
+from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Score
 from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
@@ -77,12 +79,14 @@ class Run:
         engine: Engine | None = None,
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
+        data: Sequence[Sample] = (),
     ) -> None:
         """Load the checkpoint, if there is one, into what is trained; plan the memory; print what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
         for the console; engine, asleep; offloaded, names in `trained` of what `offload` moves while the engine
-        generates; visiting, a teacher on the host that comes to the device to score.
+        generates; visiting, a teacher on the host that comes to the device to score; data, demonstrations: the
+        exported generation config gets the tokens that end what is learned of them, beside those of the model.
 
         With an engine, raises RuntimeError with the flags to change if something will not fit in memory: everything
         else that stays on the device has to be there by now.
@@ -100,6 +104,13 @@ class Run:
         self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
         plan, (policy, _) = "", next(iter(trained.values()))
         policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
+        if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer
+            stops = stop_token_ids(self.args.model, self.tokenizer)
+            ends = {i for s in data for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()}
+            all_stops = [*stops, *sorted(ends.difference(stops))]
+            policy.generation_config.eos_token_id = all_stops if len(all_stops) > 1 else next(iter(all_stops), None)
+            if new := self.tokenizer.convert_ids_to_tokens(all_stops[len(stops) :]):
+                about += f"\nthe data ends answers with {' '.join(new)}, so the exported generation config does too"
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
             policy.packed = replace(policy.packed, replays=engine.routing is not None)
@@ -120,8 +131,7 @@ class Run:
         """
         self.folder.check()
         encoded, freq = loop_state.encode(state or {}), self.args.checkpoints.save_freq
-        last = step == self.total_steps
-        if step > self.start and freq != 0 and (last or (freq > 0 and step % freq == 0)):
+        if step > self.start and freq != 0 and (step == self.total_steps or freq > 0 and step % freq == 0):
             self.saver.save(step, self.trained, encoded)
         stop.arm(lambda: self.saver.leave(step, self.trained, encoded), self.tracker.close, let_go_of_output)
         self.step, self.clock = step, Clock(self.ranks)

@@ -60,10 +60,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | N
 def _row_of(sample: Sample, batch: Batch) -> int | None:
     """Which row of the batch has these tokens, if any."""
     ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
-    for row in (batch.lengths == len(ids)).nonzero().flatten().tolist():
-        if torch.equal(batch.input_ids[row, : len(ids)], ids):
-            return row
-    return None
+    rows = (batch.lengths == len(ids)).nonzero().flatten().tolist()
+    return next((row for row in rows if torch.equal(batch.input_ids[row, : len(ids)], ids)), None)
 
 
 def _rounded(values: torch.Tensor) -> list[float | None]:

@@ -30,7 +30,6 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
         cause, error = e, str(e) if isinstance(e, ValueError) else f"rank {dist.get_rank()}: {type(e).__name__}: {e}"
     outcomes = gather((result, error), group)
     watchdog.beat()  # the main thread may be waiting for nothing else
-    errors = [error for _, error in outcomes if error is not None]
-    if errors:
+    if errors := [error for _, error in outcomes if error is not None]:
         raise Failed(errors[0]) from cause
     return [result for result, _ in outcomes]

@@ -19,7 +19,7 @@ import pytest
 import torch
 import tyro
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import eval as evaluation
 import sft
@@ -191,17 +191,35 @@ def test_grpo_runs_where_vllm_cannot_be_imported(task, trained, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def lively(task, tmp_path_factory):
-    """A model whose answers differ from prompt to prompt: the task's, with larger weights."""
-    folder = tmp_path_factory.mktemp("lively") / "model"
+def base(task, tmp_path_factory):
+    """A model whose answers differ from prompt to prompt. As base models do, it ends documents with <|endoftext|>,
+    while its chat template ends turns with <|im_end|>: the task's, with larger weights and other stops.
+    """
+    folder = tmp_path_factory.mktemp("base") / "model"
     shutil.copytree(task.model, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    generator = torch.Generator().manual_seed(1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    tokenizer.eos_token = "<|endoftext|>"
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def lively(task, base, tmp_path_factory):
+    """What sft.py exports after a short step on messages: a model that answers as `base` and ends with <|im_end|>."""
+    folder = tmp_path_factory.mktemp("lively")
+    demonstrations = pq.read_table(task.sft).to_pylist()
+    rows = [{"messages": row["prompt"] + [{"role": "assistant", "content": row["response"]}]} for row in demonstrations]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "messages.parquet")
+    changes = dict(model=base, train_files=(folder / "messages.parquet",), total_training_steps=1, lr=1e-6)
+    output = launch.run_file("sft.py", *h.flags(h.sft_settings(task, folder / "run", **changes)))
+    assert "\nthe data ends answers with <|im_end|>, so the exported generation config does too\n" in output
+    return folder / "run" / "global_step_1" / "huggingface"
 
 
 GENERATE = dict(max_prompt_length=32, max_response_length=40)
@@ -213,7 +231,7 @@ def reward(path):
 
 
 @pytest.mark.parametrize("engine", h.some(["hf", "vllm"], "vllm" if find_spec("vllm") else "hf"))
-def test_eval_from_the_command_line(task, lively, tmp_path, engine):
+def test_eval_from_the_command_line(task, base, lively, tmp_path, engine):
     if engine == "vllm":
         h.needs_vllm()
     settings = dict(model=lively, val_files=(task.test,), engine=engine, **reward(task.reward), **GENERATE)
@@ -228,6 +246,10 @@ def test_eval_from_the_command_line(task, lively, tmp_path, engine):
     assert f"accuracy                     {sum(scores) / 16:.4f}" in output
     assert "pass@" not in output and "maj@" not in output
     assert [x["response"] for x in written[:6]] == greedy(lively, task.test, 6)
+    # vLLM and transformers stop at <|im_end|>, which the base model does not know as an end.
+    assert GenerationConfig.from_pretrained(lively).eos_token_id == [0, 2]
+    endless, [answer] = greedy(base, task.test, 1)[0], greedy(lively, task.test, 1)
+    assert answer == written[0]["response"] and endless.startswith(answer) and len(endless) > len(answer)
 
 
 def test_help_from_the_command_line():
@@ -877,6 +899,26 @@ def test_sft_loss_is_the_mean_over_response_tokens(task, tmp_path, form):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     texts = ["".join(text for text, _ in pieces) for pieces in conversations]
     assert metrics["train/global_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in texts)
+
+
+@pytest.mark.parametrize("lora_rank", h.some([0, 2], 2))
+def test_sft_exports_the_tokens_that_end_answers_also_after_a_resume(task, base, tmp_path, capsys, lora_rank):
+    model = shutil.copytree(base, tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    texts, turns = prompt_and_response("1+1=?", "2")[0], two_turns("1+1=?", "2")[0]
+    for name, row, stops, line in [("texts", texts, 0, False), ("turns", turns, [0, 2], True)]:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        changes = dict(model=str(model), train_files=(str(tmp_path / f"{name}.jsonl"),), train_batch_size=1)
+        settings = h.sft_settings(task, tmp_path / name, lr_scheduler_type="constant", lora_rank=lora_rank, **changes)
+        for steps in (1, 2):
+            sft.main(build(sft.Args, **settings | dict(total_training_steps=steps)))
+            h.leave_distributed()
+            exported = tmp_path / name / f"global_step_{steps}" / "huggingface"
+            assert GenerationConfig.from_pretrained(exported).eos_token_id == stops
+            output = capsys.readouterr().out
+            assert ("the data ends answers with <|im_end|>, so" in output) == line and ("resumed" in output) == (
+                steps > 1
+            )
 
 
 def test_sft_is_what_plain_transformers_computes(task, tmp_path, in_double):
