@@ -192,7 +192,7 @@ NAMES = r"""
 \Upsilon \varUpsilon Υ
 \Phi \varPhi Φ
 \Psi \varPsi Ψ
-\Omega \varOmega Ω Ω
+\Omega \varOmega Ω
 """
 
 KEPT_NAME = {name: kept for kept, *others in (line.split() for line in NAMES.strip().split("\n")) for name in others}

@@ -12,7 +12,7 @@ from sympy.core.relational import Relational
 
 RELATIVE_TOLERANCE = sympy.Rational(5, 10**13)  # of a decimal beside the value that it may approximate
 _DIGITS = 300  # a number that is not zero shows it within so many digits
-_POINTS = 4  # at which two expressions in variables must agree
+_POINTS = 5  # at which two expressions in variables must agree
 _ATTEMPTS = 24  # to find such points, since an expression need not be defined everywhere
 _MAX_DEGREE = 12  # of equations that are compared by their factors
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
@@ -118,11 +118,11 @@ def _vanishes(a: sympy.Expr, b: sympy.Expr, difference: sympy.Expr, has_decimal:
 
 
 def _points(variables: Sequence[sympy.Symbol]) -> list[dict[sympy.Symbol, sympy.Rational]]:
-    """Random values of the variables, positive at first and then of either sign; the same ones for the same names."""
+    """Random values of the variables: all positive, all negative, and mixed; the same ones for the same names."""
     rng = random.Random(" ".join(map(str, variables)))
     points = []
     for i in range(_ATTEMPTS):
-        signs = [1 if i % 2 == 0 else rng.choice([-1, 1]) for _ in variables]
+        signs = [1 if i % 4 == 0 else -1 if i % 4 == 1 else rng.choice([-1, 1]) for _ in variables]
         points.append(
             {x: sympy.Rational(sign * rng.randrange(101, 2999), 1009) for x, sign in zip(variables, signs, strict=True)}
         )
@@ -185,7 +185,8 @@ def _relations(x: Any) -> list[Relational] | None:
         return [x]
     if isinstance(x, sympy.And):
         parts = list(getattr(x, "_unsorted_args", x.args))
-        if all(isinstance(part, sympy.Eq) for part in parts) and parts[0].lhs.is_Symbol:  # A = 2+3 = 5
+        names = [part.lhs.is_Symbol for part in parts if isinstance(part, sympy.Eq)]
+        if names == [True] + [False] * (len(parts) - 1):  # A = 2+3 = 5, not x = y = 5
             return [sympy.Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
         return parts
     if isinstance(x, sympy.FiniteSet):
@@ -210,6 +211,7 @@ def _same_relations(answer: Any, truth: Any) -> bool:
 
     A list such as `x=1, y=2` may have any order. A set may stand for inequalities in one variable and they for it, and
     values for equations with a single variable on the left: `1, 2` for `x=1, y=2`, in this order.
+    An equation that always holds may stand for its value.
     """
     said, meant = _relations(answer), _relations(truth)
     if said is not None and meant is not None:
@@ -223,12 +225,20 @@ def _same_relations(answer: Any, truth: Any) -> bool:
             return False
         solutions = _solutions(relations, isinstance(answer if meant is None else truth, sympy.And))
         return solutions is not None and _same_sets(solutions, other)
-    names = [x.lhs for x in relations if isinstance(x, sympy.Eq) and x.lhs.is_Symbol]
-    if len(names) < len(relations):
+    if not all(isinstance(x, sympy.Eq) for x in relations):
         return False
+    names = [x.lhs for x in relations if _is_name(x.lhs)]
+    if len(names) < len(relations):  # 2(x+1) = 2x+2 is 2x+2, since it holds
+        sides = [side for x in relations for side in x.args]
+        return all(isinstance(x, sympy.Expr) for x in (*sides, other)) and all(same(x, other) for x in sides)
     values = [x.rhs for x in relations]
     others = list(getattr(other, "_unsorted_args", other.args)) if isinstance(other, sympy.FiniteSet) else [other]
     return (_matches if len(set(names)) == 1 else _entries)(values, others)
+
+
+def _is_name(x: Any) -> bool:
+    """Whether it is a variable, or several in a row, such as the side AB of a triangle."""
+    return all(part.is_Symbol for part in (x.args if isinstance(x, sympy.Mul) else (x,)))
 
 
 def _same_relation(a: Relational, b: Relational) -> bool:

@@ -70,8 +70,9 @@ def equal(answer: str, truth: str | int) -> bool:
     r"""Whether two LaTeX answers say the same, judged so that an answer cannot be right by being vague or huge.
 
     - Layout does not count: spaces, `\left`, `\dfrac`, `$`, `\!`, `\text`, a final full stop, typographic Unicode.
-      Neither do units behind a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=`, `(x,y)=` or `x \in` if the
-      other side has none or the same.
+      Neither does the name of a sign, such as `\neq` for `\ne` or `{a \over b}`: see latex_names.py. Neither do units
+      behind a value (`5\text{ cm}`, `5 cm`, `90^\circ`, `\$5`), nor `x=`, `(x,y)=` or `x \in` if the other side is no
+      equation or begins with the same.
     - Numbers are compared exactly: integers, decimals, commas or spaces that group thousands, fractions, mixed
       numbers, `3 \times 10^8`, `0.\overline{3}`. `0.333` is not 1/3. `10\%` is 10 and is 0.1.
     - If the truth is such a number, the answer must be evaluated: `2^{10}` and `\sqrt{16}` may stand for one, but
@@ -79,9 +80,11 @@ def equal(answer: str, truth: str | int) -> bool:
     - If the truth is text (`\text{Evelyn}`), the words must be equal, up to case. `(C)` and `C` are equal, and so are
       `\text{B,C}` and `C, B`.
     - Digits with a base, `204_5`, must be equal as text.
-    - Else math-verify decides: expressions, tuples, intervals, sets in any order, equations, matrices. Variables,
-      functions and operators such as `!`, `\binom` or `\sum` may stand in the answer only if the truth has them;
-      tuples, intervals and sets must have the same brackets, except that a bare list is a set.
+    - Else formulas are compared: expressions, tuples, intervals, sets in any order, equations, inequalities, matrices.
+      This is exact, however small or large the numbers are; only a decimal may differ by 5e-13 of its value. Equations
+      are equal if they have the same solutions: see math_equality.py. Variables, functions and operators such as `!`,
+      `\binom` or `\sum` may stand in the answer only if the truth has them; tuples, intervals and sets must have the
+      same brackets, except that a bare list is a set.
 
     Raises:
         ValueError: the truth is no text or whole number, is empty or is longer than 512 characters.
@@ -109,7 +112,7 @@ def equal(answer: str, truth: str | int) -> bool:
         return _words(text) == _words(gold)
     if re.search(r"[0-9]\s*_", gold):
         return False
-    if text.count("'") != gold.count("'"):  # the parser drops them
+    if r"\equiv" in text + gold or any(text.count(sign) != gold.count(sign) for sign in _MISREAD):
         return False
     if _brackets(text) != _brackets(gold) and not _INEQUALITY.search(text + gold):  # (5, \infty) may stand for x > 5
         return False
@@ -203,8 +206,8 @@ def _without_names(text: str, gold: str) -> tuple[str, str]:
     """Both without `x =` in front, if only one of them has it or both have the same; else two equations as they are."""
     if _EQUALS.search(text) and _EQUALS.search(gold):
         names = [_RELATION.match(x) for x in (text, gold)]
-        chains = any(re.search(rf"=\s*{_NAME}=", x) for x in (text, gold))  # x = y = 2 is about y too
-        if chains or None in names or _compact(names[0][0]) != _compact(names[1][0]):
+        several = any(re.search(rf"=\s*{_NAME}=|=.*,.*=", x) for x in (text, gold))  # x = y = 2 is about y too
+        if several or None in names or _compact(names[0][0]) != _compact(names[1][0]):
             return text, gold
     return _right_side(text), _right_side(gold)
 
@@ -285,12 +288,13 @@ _FAMILIES = [  # one function of these in the truth allows the others in the ans
     set(family.split())
     for family in (r"\sin \cos \tan \cot \sec \csc", r"\arcsin \arccos \arctan", r"\log \ln", r"e \exp")
 ]
+_MISREAD = ("'", r"\ldots", r"\mp", r"\times", r"\approx")  # the parser drops them, or takes them for others
 _GROWING = set(r"! \binom \sum \prod \int \lim \log \ln".split())  # with large numbers these take for ever
 _MINUS = re.compile(r"[\w)}\]]\s*-")  # between two terms, not a sign
 _MAX_DEPTH = 8  # of brackets; the time of the parser doubles with each few
 _MAX_DIGITS = 150
 _MAX_POWER = 12  # sympy expands powers of sums
-_MAX_NUMBER_POWER = 1000  # where the truth is a number: its answers have no sums
+_MAX_NUMBER_POWER = 1000  # where there are no variables
 _MAX_GOLD_POWER = 10_000
 
 
@@ -310,7 +314,8 @@ def _affordable(text: str, gold: str, *, is_number: bool) -> bool:
         return False
     functions = {token for token in allowed if token.startswith("\\")} - _NOTATION
     (power, group_power), (gold_power, gold_group_power) = _powers(text), _powers(gold)
-    max_power = _MAX_NUMBER_POWER if is_number else 2 if tokens.keys() & _GROWING else _MAX_POWER
+    max_power = 2 if tokens.keys() & _GROWING else _MAX_POWER if letters else _MAX_NUMBER_POWER
+    max_power = _MAX_NUMBER_POWER if is_number else max_power
     return (  # room for another form of the same expression, not for one that takes sympy seconds
         tokens.total() <= 3 * gold_tokens.total() + 40
         and tokens[r"\cup"] <= gold_tokens[r"\cup"] + 1
