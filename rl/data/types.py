@@ -24,7 +24,6 @@ class Sampling:
     min_p: float = 0.0  # tokens less than this times as likely as the most likely one are not sampled
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these ids, beside the model's own
-    stop: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
 
     @property
     def is_truncated(self) -> bool:

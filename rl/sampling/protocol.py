@@ -145,7 +145,7 @@ def unpack(packed: PackedSample, row: Row) -> Sample:
 
 def sampling_of(packed: dict[str, Any]) -> Sampling:
     """The Sampling whose fields travelled as a dict."""
-    return Sampling(**packed | {name: tuple(packed[name]) for name in ("stop_token_ids", "stop")})
+    return Sampling(**packed | {"stop_token_ids": tuple(packed["stop_token_ids"])})
 
 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:

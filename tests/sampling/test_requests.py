@@ -4,7 +4,6 @@ import sys
 from types import ModuleType
 from unittest import mock
 
-import launch
 import numpy as np
 import pytest
 import torch
@@ -20,13 +19,11 @@ from helpers_engines import (
     truncated,
     without_shortcuts,
 )
-from transformers import AutoTokenizer
 
 from rl.data.types import Request, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
 from rl.sampling.engines import Rollout, hf, vllm
-from rl.sampling.engines.base import completes
 from rl.sampling.rollout import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)
@@ -200,45 +197,6 @@ def test_abort_of_all_leaves_nothing(every_engine, policy):
 # --- what ends a response
 
 
-def first_with(tokenizer, ids, text):
-    """How many tokens it takes until their text has `text` in it."""
-    return next(n for n in range(1, len(ids) + 1) if text in tokenizer.decode(ids[:n]))
-
-
-def test_a_stop_text_ends_its_own_request_with_the_token_that_completes_it(every_engine, policy, tiny_model):
-    push(every_engine, policy)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    requests = [Request(key, prompt, Sampling(temperature=TEMPERATURE, max_tokens=40)) for key, prompt, *_ in SIX]
-    whole = by_key(run(every_engine, requests))
-    key = next(key for key in "bcdef" if len(whole[key].token_ids) > 12)
-    text = tokenizer.decode(whole[key].token_ids[6:8])
-    assert len(text) >= 2
-    length = first_with(tokenizer, whole[key].token_ids, text)
-    stopping = Sampling(temperature=TEMPERATURE, max_tokens=40, stop=("no such text", text))
-    mixed = [x._replace(sampling=stopping) if x.key == key else x for x in requests]
-    found = by_key(run(every_engine, mixed))
-    assert found[key].token_ids == whole[key].token_ids[:length] and found[key].finish_reason == "stop"
-    assert 1 < length <= 8
-    for request in mixed:
-        c = found[request.key]
-        assert_scored(policy, request, c)
-        if c.key != key:  # the others end as ever, and say so
-            assert c.finish_reason == ("stop" if c.token_ids[-1] in (2, 0) else "length")
-            assert c.finish_reason == "stop" or len(c.token_ids) == 40
-
-
-def test_a_stop_text_that_is_complete_at_the_limit_ends_the_response(every_engine, policy, tiny_model):
-    push(every_engine, policy)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    whole = by_key(run(every_engine, SIX))
-    cut = [c for c in whole.values() if c.finish_reason == "length"]
-    texts = {c.key: tokenizer.decode(c.token_ids[-2:]) for c in cut}  # of which some are complete no earlier
-    [key, *_] = [c.key for c in cut if first_with(tokenizer, c.token_ids, texts[c.key]) == len(c.token_ids)]
-    way = Sampling(temperature=TEMPERATURE, max_tokens=12, stop=(texts[key],))
-    found = by_key(run(every_engine, [x._replace(sampling=way) if x.key == key else x for x in SIX]))
-    assert found == whole | {key: whole[key]._replace(finish_reason="stop")}
-
-
 def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     push(every_engine, policy)
     requests = [Request(key, PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=40)) for key in range(8)]
@@ -250,26 +208,6 @@ def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     assert found[0].token_ids == whole[0].token_ids[:length] and found[0].finish_reason == "stop"
     passed = [c for c in found.values() if c.key != 0 and token in c.token_ids[:-1]]
     assert passed and all(c.finish_reason == "stop" or len(c.token_ids) == 40 for c in found.values())
-
-
-def test_stop_texts_over_the_borders_of_tokens_and_letters():
-    folder = launch.SHARED / "qwen2_tokenizer"
-    if not folder.exists():
-        pytest.skip("no tokenizer of Qwen2")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text, stop in [
-        ("The answer is 42.\n\nQuestion: and", "\n\nQ"),
-        ("yes 🙂 and more", "🙂"),  # a letter of several tokens
-        ("<tool>f(x)</tool> then", "</tool>"),
-        ("naïve café!", "fé"),
-        ("a" * 50 + "b", "ab"),
-    ]:
-        ids = tokenizer(text)["input_ids"]
-        length = first_with(tokenizer, ids, stop)
-        found = [completes(tokenizer, ids[:n], (stop,)) for n in range(1, length + 1)]
-        assert found == [False] * (length - 1) + [True]
-        assert completes(tokenizer, ids[:length], ("never", stop))
-        assert not completes(tokenizer, ids[:length], ("never",)) and not completes(tokenizer, [], (stop,))
 
 
 # --- pushes of weights
@@ -347,7 +285,6 @@ def test_an_aborted_request_says_which_weights_it_has_seen(every_engine, policy)
         dict(max_tokens=30, stop_token_ids=tuple(range(20, 30))),
         dict(max_tokens=30, top_k=10, top_p=0.9, temperature=1.3),
         dict(max_tokens=30, temperature=0.0),
-        dict(max_tokens=40, stop=("1", "+")),
     ],
     ids=str,
 )

@@ -10,7 +10,6 @@
 rl/sampling/rollout.py has this loop once, for groups of responses.
 """
 
-import functools
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
-from rl.data.encode import load_tokenizer
 from rl.data.types import Completion, Request
 from rl.flags import AtLeast1, Free, Positive, PositiveShare
 from rl.ranks import Ranks
@@ -165,17 +162,3 @@ class Engine:
         self.policy_version += 1
         for x in in_flight:
             x.began.append((self.policy_version, len(x.token_ids)))
-
-    @functools.cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.path)  # only requests with stop texts need it
-
-    def _has_stop_text(self, x: OpenRequest) -> bool:
-        return bool(x.request.sampling.stop) and completes(self._tokenizer, x.token_ids, x.request.sampling.stop)
-
-
-def completes(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], texts: tuple[str, ...]) -> bool:
-    """Whether the last of these tokens completes one of the texts. Ask after every token."""
-    longest = max(len(text.encode()) for text in texts)  # no token is shorter than a byte
-    tail = tokenizer.decode(list(token_ids[-longest - 4 :]))
-    return any(text in tail for text in texts)

@@ -141,7 +141,7 @@ class Engine(Base):
         return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
     def _reason_to_end(self, x: OpenRequest) -> str:
-        if x.token_ids[-1] in x.ends or self._has_stop_text(x):
+        if x.token_ids[-1] in x.ends:
             return "stop"
         return "length" if len(x.token_ids) == x.request.sampling.max_tokens else ""
 

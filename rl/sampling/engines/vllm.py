@@ -114,7 +114,6 @@ class Engine(Base):
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
         self.in_flight: dict[str, OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
-        self.watched: set[str] = set()  # those of them whose text may end them
         self.may_be_new = True  # whether ranks that share this engine have to ask each other for new requests
         self.steps = 0
         if returns_experts:  # vLLM's scheduler collects them, and must see every token
@@ -161,8 +160,6 @@ class Engine(Base):
                 )
             ends = theirs.sampling_params.all_stop_token_ids
             self.in_flight[name] = OpenRequest(x, rank, [(self.policy_version, 0)], ends)
-            if x.sampling.stop:
-                self.watched.add(name)
 
     def step(self) -> list[Completion]:
         """See `base.Engine`. Raises RuntimeError if vLLM gives up on a response or forgets one."""
@@ -191,15 +188,11 @@ class Engine(Base):
                 ended[output.request_id] = reason = str(output.finish_reason)
                 if reason not in ("stop", "length"):
                     raise RuntimeError(f"vLLM gave up on the response {x.request.key}: {reason}")
-        cut = [name for name in self.watched if ended.get(name) != "stop" and self._has_stop_text(self.in_flight[name])]
-        if going_on := [name for name in cut if name not in ended]:
-            self.core.abort_requests(going_on)
-        return self._forget(ended | dict.fromkeys(cut, "stop"))
+        return self._forget(ended)
 
     def _forget(self, ended: dict[str, str]) -> list[Completion]:
         """Forget requests, by name with their reasons; returns the completions of this rank."""
         self.may_be_new = self.may_be_new or bool(ended)
-        self.watched -= ended.keys()
         gone = [(self.in_flight.pop(name), reason) for name, reason in ended.items()]
         return [self._complete(x, reason) for x, reason in gone if x.rank == self.rank]
 
@@ -300,10 +293,10 @@ def _prompt(ids: Sequence[int]) -> dict[str, Any]:
 
 
 def _params(sampling: Sampling, seed: int | None) -> Any:
-    """vLLM's SamplingParams for one response, which have our names; this engine looks for stop texts itself."""
+    """vLLM's SamplingParams for one response, which have our names."""
     from vllm import SamplingParams
 
-    ours = vars(sampling) | {"n": 1, "stop": None, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
+    ours = vars(sampling) | {"n": 1, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
     return SamplingParams(**ours, logprobs=0, detokenize=False)  # logprobs: of the sampled token only
 
 
