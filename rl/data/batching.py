@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rl.data.types import Batch, MicroBatch, Response, Sample
+from rl.data.types import Batch, Response, Sample
 from rl.ranks import Ranks
 
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -22,14 +22,14 @@ class Update(NamedTuple):
     """One optimizer step: its mini-batch, and this rank's share of it in micro-batches that fit into the memory."""
 
     rows: Sequence[int]  # of the mini-batch, among those of the step, ascending
-    micro_batches: list[MicroBatch]  # this rank's rows; all ranks have equally many micro-batches
+    micro_batches: list[list[int]]  # this rank's rows; all ranks have equally many micro-batches
     num_tokens: float  # of the mini-batch that are learned from, on all ranks
     num_seqs: float  # sequences with such tokens, likewise
     rows_of_rank: list[list[int]]  # every data rank's rows, ascending
 
     def numbered(self, rows: Sequence[int]) -> "Update":
         """The same with rows[i] in the place of every number i; `rows` ascends within a mini-batch."""
-        micro_batches = [MicroBatch([rows[i] for i in x], x.share) for x in self.micro_batches]
+        micro_batches = [[rows[i] for i in x] for x in self.micro_batches]
         rows_of_rank = [[rows[i] for i in x] for x in self.rows_of_rank]
         return self._replace(rows=[rows[i] for i in self.rows], micro_batches=micro_batches, rows_of_rank=rows_of_rank)
 
@@ -43,6 +43,7 @@ def collate(
     the EOS a policy sampled is trained on, the padding after it is not.
 
     Args: rows, the place of each sample among those of the step, ascending; by default the samples are all of them.
+    `share` takes all samples for those of one update; `make_batch` corrects it.
     """
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
@@ -62,7 +63,7 @@ def collate(
     own_rows = None if rows is None else torch.as_tensor(rows, dtype=torch.long)
     routed = None if routed is None else torch.from_numpy(routed)
     numbers = torch.from_numpy(ids), lengths, torch.from_numpy(mask), torch.from_numpy(logp * mask)
-    return Batch(*numbers, routed_experts=routed, rows=own_rows)
+    return Batch(*numbers, routed_experts=routed, rows=own_rows, share=lengths / lengths.sum())
 
 
 def shared_prefix(batch: Batch) -> torch.Tensor:
@@ -151,9 +152,7 @@ def plan_updates(
         plan = [[[i for unit in micro for i in members[unit]] for micro in micros] for micros in plan]
         rows_of_rank = [sorted(i for micro in micros for i in micro) for micros in plan]
         num_tokens, num_seqs = sum(learned[i] for i in mini), sum(learned[i] > 0 for i in mini)
-        total = sum(lengths[i] for i in mini)
-        own = [MicroBatch(rows, sum(lengths[i] for i in rows) / total) for rows in plan[ranks.data_rank]]
-        updates.append(Update(mini, own, float(num_tokens), float(num_seqs), rows_of_rank))
+        updates.append(Update(mini, plan[ranks.data_rank], float(num_tokens), float(num_seqs), rows_of_rank))
     return updates
 
 
@@ -198,6 +197,10 @@ def make_batch(
     samples = _deliver(responses, rows_of_rank, ranks)
     batch = collate(samples, rows=rows_of_rank[ranks.data_rank], width=max(lengths, default=1))
     batch = replace(batch, response_mask=batch.response_mask * trainable[batch.rows].view(-1, 1))
+    totals = torch.zeros(len(responses))  # for each row the tokens of its update
+    for update in updates:
+        totals[update.rows] = float(sum(responses[i].num_tokens for i in update.rows))
+    batch = replace(batch, share=batch.lengths / totals[batch.rows])
     versions = {v for r in responses for v, _ in r.policy_versions}
     version = max(versions, default=0) if version is None else version
     if versions - {version}:

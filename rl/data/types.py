@@ -212,15 +212,7 @@ class Batch:
     returns: torch.Tensor | None = None  # (B, T)
     chosen: torch.Tensor | None = None  # (B, T) bool, of `token_selection.choose`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
-    share: torch.Tensor | None = None  # () float32, of a micro-batch: its tokens by those of the update on all ranks
-
-
-class MicroBatch(list):
-    """Rows, as `take_rows` takes them, and the `share` of the update's tokens that these have."""
-
-    def __init__(self, rows: Sequence[int], share: float):
-        super().__init__(rows)
-        self.share = share
+    share: torch.Tensor | None = None  # (B,) float32, the tokens of a row over those of its update on all ranks
 
 
 def join_versions(first: Versions, second: Versions) -> Versions:
@@ -236,7 +228,7 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | No
     Args: rows, as `batch.rows` names them, in any order. No rows give one empty row of two tokens with a zero mask: a
     rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
     """
-    tensors = {name: x for name, x in vars(batch).items() if x is not None and name != "share"}
+    tensors = {name: x for name, x in vars(batch).items() if x is not None}
     if len(rows):
         index = places(batch, rows)
         width = int(batch.lengths[index].max())
@@ -244,8 +236,6 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | No
     else:
         found = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in tensors.items()}
         found["lengths"] = torch.tensor([2])
-    if isinstance(rows, MicroBatch):
-        found["share"] = torch.tensor(rows.share)
     return Batch(**{name: x.to(device) for name, x in found.items()})
 
 

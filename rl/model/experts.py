@@ -152,13 +152,13 @@ def replay(routers: tuple[tuple[int, nn.Module], ...], experts: Tensor | None) -
 def balance(
     routers: tuple[tuple[int, nn.Module], ...], coef: float, share: Tensor | None, inputs: dict[str, Any]
 ) -> None:
-    """Let a forward pass with these `inputs`, and its backward pass, add `coef` times `share` times the auxiliary loss.
-    Without gradients or a share nothing is added.
+    """Let a forward pass with these `inputs`, and its backward pass, add `coef` times the sum of `share`, that of each
+    row, times the auxiliary loss. Without gradients or shares nothing is added.
     """
     weights = None
     if routers and coef and share is not None and torch.is_grad_enabled():
         is_real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten()
-        weights = is_real * (coef * share / is_real.sum() / len(routers))
+        weights = is_real * (coef * share.sum() / is_real.sum() / len(routers))
         torch._dynamo.maybe_mark_dynamic(weights, 0)
     for _, router in routers:
         router.balanced = weights

@@ -83,7 +83,7 @@ def with_image(batch: Batch) -> Batch:
             rows[-1] = blank
         return rows
 
-    tensors = {name: x for name, x in vars(batch).items() if x is not None and name != "share"}
+    tensors = {name: x for name, x in vars(batch).items() if x is not None}
     return replace(batch, **{name: longer(name, x) for name, x in tensors.items()})
 
 

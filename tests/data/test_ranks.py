@@ -139,6 +139,10 @@ def test_every_rank_has_exactly_its_rows_of_the_whole_batch(ranks, name):
         assert torch.equal(own["lengths"], whole.lengths[rows])
         assert torch.equal(own["response_mask"], mask[rows])
         assert torch.equal(own["rollout_logp"], whole.rollout_logp[rows])
+        for update in updates:  # the tokens of a row over those of its update on all ranks
+            for i in set(update.rows) & set(rows):
+                share = int(whole.lengths[i]) / sum(int(whole.lengths[k]) for k in update.rows)
+                assert own["share"][rows.index(i)].item() == pytest.approx(share, rel=1e-6)
         every += rows
     assert sorted(every) == list(range(len(whole.lengths)))
     assert not any(mask[i].any() for i, k in enumerate(rows_of(name)) if k in step.UNSCORED)
