@@ -43,7 +43,7 @@ from rl.data.encode import encode_prompts, stop_token_ids  # noqa: E402
 from rl.data.rows import read_rows  # noqa: E402
 from rl.model.attention import choose_attention  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
-from rl.sampling.engines import vllm, vllm_scheduler  # noqa: E402
+from rl.sampling.engines import vllm  # noqa: E402
 
 STEP = "--train-batch-size 64 --rollout-n 8 --max-response-length 1024"
 TINY_STEP = "--train-batch-size 8 --rollout-n 4 --max-response-length 32"
@@ -209,7 +209,8 @@ def bare_generation(args: train_grpo.Args, rounds: int, port: int) -> float:
     rows = encode_prompts(tokenizer, read_rows(args.data.train_files), max_prompt_length=args.max_prompt_length)
     longest = args.max_prompt_length + args.max_response_length
     engine = vllm.Engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed, load_weights=True)
-    vllm_scheduler.drop_shortcuts(engine.scheduler)
+    for name in ("schedule", "update_from_output"):  # vLLM's own methods, which our shortcuts replace
+        vars(engine.scheduler).pop(name, None)
     from vllm import SamplingParams  # only after the engine has set vLLM's environment
 
     sampling = SamplingParams(

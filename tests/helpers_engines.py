@@ -95,11 +95,17 @@ def logp_of(policy, prompt_ids, response_ids, temperature=TEMPERATURE):
     return token_logprobs(policy, batch, sampling=Sampling(temperature=temperature))[0][0, len(prompt_ids) :]
 
 
+def drop_shortcuts(scheduler) -> None:
+    """Give vLLM its own methods back, if `take_shortcuts` has replaced them."""
+    vars(scheduler).pop("schedule", None)
+    vars(scheduler).pop("update_from_output", None)
+
+
 @contextmanager
 def without_shortcuts(engine: vllm.Engine) -> Iterator[None]:
     """All tokens of the engine pass through vLLM's scheduler meanwhile."""
     had = "schedule" in vars(engine.scheduler)  # not on a version that is not in TESTED
-    vllm_scheduler.drop_shortcuts(engine.scheduler)
+    drop_shortcuts(engine.scheduler)
     try:
         yield
     finally:

@@ -300,10 +300,7 @@ def response_collisions(model: nn.Module, hidden: Tensor, targets: Tensor, sampl
     """The head of `fixed_collisions`: hidden (R, H), targets (R,), not used -> (R,)."""
 
     def collisions(h: Tensor) -> tuple[Tensor]:
-        logits = logits_of(model, h, sampling.temperature)
-        if sampling.is_truncated:
-            limit = truncation(logits, sampling.top_k, sampling.top_p, sampling.min_p)
-            logits = logits.masked_fill(logits < limit[:, None], -torch.inf)
+        logits = truncated(logits_of(model, h, sampling.temperature), sampling)
         return (logits.softmax(-1).square().sum(-1),)
 
     return in_chunks(collisions, hidden)
@@ -323,6 +320,14 @@ def _head_chunk(source, hidden, targets, temperature, kept, entropy_grad):
         logits, log_z = logits.detach(), log_z.detach()
     logps = logits - log_z[:, None]  # log_z - sum of p * logits would lose digits to logits far from 0
     return logp, -(logps.exp() * logps).sum(-1)
+
+
+def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits (C, V), divided by the temperature, with -inf for tokens that `sampling` leaves out: see `truncation`."""
+    if not sampling.is_truncated:
+        return logits
+    limit = truncation(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+    return logits.masked_fill(logits < limit[:, None], -torch.inf)
 
 
 def truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -11,9 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from helpers_engines import drop_shortcuts
 
 from rl.sampling.engines.base import OpenRequest
-from rl.sampling.engines.vllm_scheduler import drop_shortcuts, take_shortcuts
+from rl.sampling.engines.vllm_scheduler import take_shortcuts
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)

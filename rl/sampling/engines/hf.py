@@ -5,7 +5,6 @@ the end of the batch.
 """
 
 import itertools
-import math
 import random
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -15,6 +14,7 @@ import torch
 from rl.data.types import Completion, Sampling
 from rl.model import experts, vision
 from rl.model.load import buffers_in_files, check_whole, exported, name_weights
+from rl.model.logprobs import truncated
 from rl.ranks import Ranks
 from rl.sampling.engines.base import DEFAULT, OpenRequest, Rollout
 from rl.sampling.engines.base import Engine as Base
@@ -173,20 +173,8 @@ class Engine(Base):
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """log-probs (B, V) of the distribution sampled from: temperature, then min-p, top-k, top-p, renormalised.
+    """log-probs (B, V) of the distribution that is sampled from: temperature, then `logprobs.truncated`, renormalized.
 
     Temperature 0 counts as 1.
     """
-    logits = logits / (sampling.temperature or 1.0)
-    if sampling.min_p > 0:
-        likeliest = logits.max(-1, keepdim=True).values
-        logits = logits.masked_fill(logits < likeliest + math.log(sampling.min_p), -torch.inf)
-    if sampling.top_k > 0:
-        kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, index = logits.sort(-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens ahead of each one
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= sampling.top_p)
-        logits = logits.masked_fill(drop, -torch.inf)
-    return logits.log_softmax(-1)
+    return truncated(logits / (sampling.temperature or 1.0), sampling).log_softmax(-1)

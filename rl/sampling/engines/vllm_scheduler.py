@@ -97,12 +97,6 @@ def take_shortcuts(scheduler: Any, in_flight: dict[str, OpenRequest]) -> None:
     scheduler.schedule, scheduler.update_from_output = schedule_others, update_others
 
 
-def drop_shortcuts(scheduler: Any) -> None:
-    """Give vLLM its own methods back, if they were replaced."""
-    vars(scheduler).pop("schedule", None)
-    vars(scheduler).pop("update_from_output", None)
-
-
 class _Logprobs(NamedTuple):
     """In place of vLLM's LogprobsLists, which makes three arrays for every token; here `new_logprobs` is the number."""
 
