@@ -20,11 +20,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 7010,
+    "core": 6973,
     "wall": 1866,
-    "import train_grpo": 7335,
-    "import sft": 7097,
-    "import eval": 6055,
+    "import train_grpo": 7298,
+    "import sft": 7060,
+    "import eval": 6018,
     "eval.py": 111,
     "sft.py": 102,
     "train_async.py": 178,
