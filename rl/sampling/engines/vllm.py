@@ -1,4 +1,4 @@
-"""vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28, 0.32 and 0.33.
+"""vLLM inside the training process: no server, no RPC, weights pushed by one call. Tested with 0.26, 0.28, 0.32, 0.33.
 
 Every rank builds its own engine on torchrun's process group ("external_launcher"). With tensor_parallel_size N, N
 neighbouring ranks form one engine: all of them sample all responses together.
