@@ -16,18 +16,26 @@ def run_case(_case, _name):
     _result = unittest.TestResult()
     unittest.TestSuite([_case(_name)]).run(_result)
     _problems = [_text for _, _text in _result.failures + _result.errors + _result.skipped]
+    _problems += [f"{_test} was to fail" for _test in _result.unexpectedSuccesses]
     if _result.testsRun != 1 or _problems:
         raise AssertionError("".join(_problems)[-1000:])
+    if _result.expectedFailures:
+        assert True  # as in @unittest.expectedFailure, where no check holds
 
-def _unusual(_case, _method):  # unittest would not run it as a test that must hold
-    _marks = {*dir(_case), *dir(_method)} & {"__unittest_skip__", "__unittest_expecting_failure__"}
-    return _marks or inspect.iscoroutinefunction(_method) and not issubclass(_case, unittest.IsolatedAsyncioTestCase)
+def _unusual(_case, _method):  # unittest would not run it
+    _alone = inspect.iscoroutinefunction(_method) and not issubclass(_case, unittest.IsolatedAsyncioTestCase)
+    return _alone or "__unittest_skip__" in {*dir(_case), *dir(_method)}
 
 _cases = {_name: _x for _name, _x in globals().items() if isinstance(_x, type) and issubclass(_x, unittest.TestCase)}
 _names = unittest.defaultTestLoader.getTestCaseNames
 _found = sorted((_name, _test) for _name in _cases for _test in _names(_cases[_name]))
-if _found != _SHOWN or any(_unusual(_cases[_name], getattr(_cases[_name], _test)) for _name, _test in _found):
-    __refuse__(f"test must show what unittest is to run, none of it skipped: its text has {_SHOWN}, unittest {_found}")
+_run = [_x for _x in _found if _x not in _SKIPPED]
+_odd = [_x for _name, _x in _run if _unusual(_cases[_name], getattr(_cases[_name], _x))]
+if _found != sorted(_SHOWN + _SKIPPED) or _odd:
+    __refuse__(
+        "test must show what unittest is to run, and skip none of it by a condition: its text shows "
+        f"{_SHOWN}, skips {_SKIPPED}, and unittest has {_found}"
+    )
 """
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -44,7 +52,8 @@ def compute_score(
     helpers, comes before it; if the response defines no such function or class, it is taken for the rest of the prompt.
     In the tests the prompt's helpers are the prompt's own, whatever the response defines; only classes, and what uses
     them, are the response's, since objects cannot be handed to it. unittest runs each method on its own, with
-    setUpClass before it and tearDownClass after it.
+    setUpClass before it and tearDownClass after it. One that unittest.expectedFailure marks passes if it fails, and one
+    that unittest.skip marks does not count.
 
     Args:
         data_source: not used.
@@ -89,18 +98,26 @@ def _helpers(code: str) -> str:
     return "\n".join(ast.unparse(node) for node in names if node not in left_out)
 
 
-def _cases(nodes: list[ast.stmt]) -> list[tuple[str, str]]:
-    """(class, test method) of all unittest classes, inherited methods too, in unittest's order."""
-    methods: dict[str, set[str]] = {}
+def _cases(nodes: list[ast.stmt]) -> dict[tuple[str, str], bool]:
+    """{(class, test method): it is skipped} of all unittest classes, inherited methods too, in unittest's order."""
+    methods: dict[str, dict[str, bool]] = {}
     cases = set()
     for node in nodes:
         if isinstance(node, ast.ClassDef):
             bases = list(map(ast.unparse, node.bases))
-            own = {part.name for part in node.body if isinstance(part, _DEFINITIONS) and part.name.startswith("test")}
-            methods[node.name] = own.union(*(methods.get(base, ()) for base in bases))
+            tests = [part for part in node.body if isinstance(part, _DEFINITIONS) and part.name.startswith("test")]
+            methods[node.name] = {}
+            for base in reversed(bases):
+                methods[node.name] |= methods.get(base, {})
+            methods[node.name] |= {part.name: _skipped(part) or _skipped(node) for part in tests}
             if any("TestCase" in base or base in cases for base in bases):
                 cases.add(node.name)
-    return sorted((case, name) for case in cases for name in methods[case])
+    return dict(sorted(((case, name), skipped) for case in cases for name, skipped in methods[case].items()))
+
+
+def _skipped(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether it has unittest's decorator `skip`, which asks for no condition."""
+    return any(re.match(r"(unittest\.)?skip\b", ast.unparse(decorator)) for decorator in node.decorator_list)
 
 
 def _tests(ground_truth: str | dict[str, Any]) -> tuple[dict[str, Any], list[str], str]:
@@ -123,4 +140,8 @@ def _tests(ground_truth: str | dict[str, Any]) -> tuple[dict[str, Any], list[str
             f"ground truth {str(ground_truth)[:200]!r}: test defines neither check(candidate) nor a unittest.TestCase "
             "with test methods; mend the data"
         )
-    return truth, [f"run_case({case}, {name!r})" for case, name in cases], f"{setup}\n_SHOWN = {cases}\n{_RUN_CASE}"
+    shown, skipped = ([pair for pair in cases if cases[pair] is skips] for skips in (False, True))
+    if not shown:
+        raise ValueError(f"ground truth {str(ground_truth)[:200]!r}: test must show a method that is not skipped")
+    setup = f"{setup}\n_SHOWN, _SKIPPED = {shown}, {skipped}\n{_RUN_CASE}"
+    return truth, [f"run_case({case}, {name!r})" for case, name in shown], setup

@@ -10,18 +10,22 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import inspect
 import io
 import math
 import operator
 import os
+import queue
 import resource
 import struct
 import sys
+import threading
 import types
 from _collections_abc import Callable
 
 from rewards.sandbox import wire
 
+MAX_WORKERS = 16  # threads that answer those of the tests, beside the main one
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
 METHODS = "call iter next len contains getitem setitem delitem reversed bytes await enter exit".split()
@@ -56,6 +60,7 @@ def lock_up(plan: dict[str, object]) -> None:
         os.setgroups([])
         os.setresgid(*[first + os.getpid() % count] * 3)
         os.setresuid(*[first + os.getpid() % count] * 3)
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: each thread would get 64 MiB of address space
     header, nothing = struct.pack("Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3
     must("capset", libc.capset(header, nothing))
     prctl("PR_SET_DUMPABLE", 4, 0, 0, 0, 0)  # /proc/<pid> of this process now belongs to root
@@ -76,15 +81,15 @@ def _run(awaitable: object) -> object:
     async def main() -> object:
         return await awaitable
 
-    if not _runner:  # one for all of them: what they leave running goes on with the next
-        _runner.append(asyncio.Runner())
-    return _runner[0].run(main())
+    if not hasattr(_runners, "own"):  # one for all of a thread: what they leave running goes on with the next
+        _runners.own = asyncio.Runner()
+    return _runners.own.run(main())
 
 
-_runner: list = []
+_runners = threading.local()
 _BUILTINS = (getattr, setattr, delattr, iter, next, len, bool, str, repr, format, hash, round, divmod, int, float)
 _BUILTINS += (complex, bytes, isinstance, issubclass, reversed, math.floor, math.ceil, math.trunc)
-_BUILTINS += (copy.copy, copy.deepcopy)
+_BUILTINS += (copy.copy, copy.deepcopy, *[vars(inspect)[name] for name in wire.KINDS])
 UNARY = "neg pos abs invert index"
 BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"
 _OPERATIONS: dict[str, Callable[..., object]] = {
@@ -95,6 +100,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     ),
     "run": _run,
     "same": lambda objects: objects,  # their snapshots come with them
+    "threads": lambda: None,
     **{function.__name__: function for function in _BUILTINS},
     **{name: vars(operator)[name] for name in f"getitem setitem delitem contains eq lt le gt ge {UNARY}".split()},
     **{name: vars(operator)[f"__{name}__"] for word in BINARY.split() for name in (word, f"i{word}")},
@@ -125,25 +131,34 @@ class _Objects:
         return (self.assign(x),) if self.assign(x) in self.told else self.number(x)
 
     def kind(self, cls: type) -> tuple | type:
-        """A class: (number, name, bits, its base classes if it is an exception, fields of a dataclass), or a builtin.
+        """A class: its number, name, bits, base classes if it is an exception, fields of a dataclass, and `wire.like`.
 
-        A field is its name, whether arguments without a name reach it, and whether == looks at it.
+        A field is its name, whether arguments without a name reach it, whether == looks at it, and whether any argument
+        reaches it. A builtin exception is itself.
         """
         if issubclass(cls, BaseException) and wire.is_type(cls):
             return cls
         has = set().union(*(vars(base) for base in type.mro(cls)))
-        fields = [(field.name, field.init and not field.kw_only, field.compare) for field in _fields(cls)]
+        fields = [(x.name, x.init and not x.kw_only, x.compare, x.init) for x in _fields(cls)]
         bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
         bits |= IS_DATA * issubclass(cls, wire.DATA_BASES) | HAS_FIELDS * bool(fields)
         parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
-        return (self.assign(cls), str(cls.__name__), bits, tuple(map(self.kind, parents)), tuple(fields))
+        return (
+            self.assign(cls),
+            str(cls.__name__),
+            bits,
+            tuple(map(self.kind, parents)),
+            tuple(fields),
+            wire.like(cls),
+        )
 
     def snapshot(self, number: int, x: object, most: int) -> bytes:
         """(number, the data in an object), if it is of a class that has some and it can cross."""
         try:
             if isinstance(x, BaseException):
                 args = (*x.args, x.filename) if isinstance(x, OSError) and len(x.args) == 2 else x.args
-                tries = [(args, vars(x)), (args, {}), ((_text(x),), {})]
+                causes = (x.__cause__, x.__context__, x.__suppress_context__)
+                tries = [(args, vars(x), causes), (args, {}, causes), ((_text(x),), {}, (None, None, False))]
             elif isinstance(x, wire.DATA_BASES):
                 tries = [wire.base(x)]
             else:
@@ -203,23 +218,46 @@ def serve(fd: int, problem: str) -> None:
     if problem:
         return
     objects = _Objects()
-    find = objects.by_number.__getitem__
     most, values = wire.MAX_MESSAGE, wire.MAX_ANSWER_VALUES
 
-    def answer(message: bytes, watch: bool, function: Callable[..., object], *args: object) -> None:
+    output, in_place = io.StringIO(), False
+    answering = threading.RLock()  # one answer at a time is written
+
+    def load(code: str, names: list[str], capture: bool, changes: bool) -> dict[str, object]:
+        nonlocal in_place
+        in_place = changes
+        if capture:
+            sys.stdout = output
+        module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses and typing look it up here
         try:
-            value = function(*args)
-            changed = None
-            if watch and (value is None or in_place) and any(map(_mutable, (*args[1], *args[2].values()))):
-                if wire.encode(["call", *args], objects.number, most, values) != message:
-                    changed = args[1:]
-            objects.mentioned, text = {}, printed()
-            reply = b"=" + wire.encode(value, objects.number, most, values)
-            if changed is not None or objects.mentioned or text:
-                reply = objects.answer("value", value, changed, text)
-        except BaseException as error:  # SystemExit too: how the candidate's code fails is for the tests to know
-            reply = failure("memory" if isinstance(error, MemoryError) else "error", error)
-        wire.send(test_process, reply)
+            program = compile(code, "solution.py", "exec", dont_inherit=True, optimize=0)
+        except MemoryError:
+            raise SyntaxError("too deeply nested") from None
+        exec(program, vars(module))
+        return {name: vars(module)[name] for name in names if name in vars(module)}
+
+    def answer(message: bytes, thread: int) -> str:
+        operation, *args = wire.decode(message, objects.by_number.__getitem__, wire.MAX_MESSAGE)
+        try:
+            value, error = (load if operation == "load" else _OPERATIONS[operation])(*args), None
+        except BaseException as raised:  # SystemExit, too: how the candidate's code fails is for the tests to know
+            value, error = None, raised
+        with answering:
+            try:
+                if error is not None:
+                    raise error
+                watch = operation == "call" and (value is None or in_place)
+                watch = watch and any(map(_mutable, (*args[1], *args[2].values())))
+                changed = watch and wire.encode([operation, *args], objects.number, most, values) != message
+                objects.mentioned, text = {}, printed()
+                reply = b"=" + wire.encode(value, objects.number, most, values)
+                if changed or objects.mentioned or text:
+                    reply = objects.answer("value", value, tuple(args[1:]) if changed else None, text)
+            except BaseException as raised:
+                reply = failure("memory" if isinstance(raised, MemoryError) else "error", raised)
+            wire.send(test_process, reply, thread)
+        value = error = None  # an error holds this frame
+        return operation
 
     def failure(kind: str, error: BaseException) -> bytes:
         try:
@@ -228,34 +266,45 @@ def serve(fd: int, problem: str) -> None:
             text = "an exception that cannot be shown"
             return objects.answer(kind, (RuntimeError(text), text), None, "")
 
-    job = wire.receive(test_process)
-    code, names, capture, in_place = wire.decode(job, find, wire.MAX_MESSAGE)
-    output = io.StringIO()
-    if capture:
-        sys.stdout = output
-
     def printed() -> str:
         text = output.getvalue()
-        output.seek(0)
-        output.truncate()
+        output.truncate(output.seek(0))
         return text
 
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module  # dataclasses and typing look their module up here
+    while answer(*wire.receive(test_process)) != "threads":  # raises if that has ended, so this process ends, too
+        pass
+    _serve_threads(test_process, answer)
 
-    def load() -> dict[str, object]:
-        try:
-            program = compile(code, "solution.py", "exec", dont_inherit=True, optimize=0)
-        except MemoryError:
-            raise SyntaxError("too deeply nested") from None
-        exec(program, vars(module))
-        return {name: vars(module)[name] for name in names if name in vars(module)}
 
-    answer(b"", False, load)
-    while True:
-        message = wire.receive(test_process)  # raises if that has ended, so this process ends, too
-        operation, *arguments = wire.decode(message, find, wire.MAX_MESSAGE)
-        answer(message, operation == "call", _OPERATIONS[operation], *arguments)
+def _serve_threads(test_process: wire.BinaryIO, answer: Callable[[bytes, int], str]) -> None:
+    """From now on each thread of the tests has one here, so that a call may wait for what another does."""
+    queues = [queue.SimpleQueue()]
+
+    def start(step: Callable[..., object], *args: object) -> None:
+        threading.Thread(target=repeat, args=(step, *args), daemon=True).start()
+
+    def read() -> None:
+        message, thread = wire.receive(test_process)
+        number = thread and 1 + (thread - 1) % MAX_WORKERS
+        while number >= len(queues):
+            queues.append(queue.SimpleQueue())
+            start(work, queues[-1])
+        queues[number].put((message, thread))
+
+    def work(messages: queue.SimpleQueue) -> None:
+        answer(*messages.get())
+
+    start(read)
+    repeat(work, queues[0])
+
+
+def repeat(step: Callable[..., object], *args: object) -> None:
+    """Do it until it fails, which ends the process."""
+    try:
+        while True:
+            step(*args)
+    finally:
+        os._exit(1)
 
 
 def _mutable(x: object) -> bool:

@@ -9,15 +9,18 @@ stands for the object's class and passes on what is done to it. A stand-in never
 import asyncio
 import collections
 import contextlib
+import dataclasses
+import functools
 import importlib
+import inspect
 import marshal
 import os
+import queue
 import sys
+import threading
 import types
 import unittest
 from _collections_abc import Callable, Iterator
-from itertools import zip_longest
-from typing import BinaryIO
 
 from rewards.sandbox import candidate, wire
 
@@ -31,32 +34,53 @@ class Ended(Exception):
 
 
 class _State:
-    """What the test process knows of an object of the candidate's."""
+    """What the test process knows of an object of the candidate's.
+
+    An object has a new state when a test makes it by other arguments than before, as a class does that always gives
+    the same object, and when it is an answer although a test made it and never handed it over. Its last state is the
+    current one; the data of the others stays what it was.
+
+    Attributes:
+        stand, made: the stand-ins for the object as an answer, and as a test made it.
+        data: a snapshot: the fields of a dataclass, or the data in an object of a data type.
+        clock: when that was taken.
+        odd: [data] of an object that does not hold what it was given.
+        given: the arguments, if a test made the object with some.
+        handed: such an object to the candidate, which may have changed it since.
+        frozen: its data changed while a test made another object, and counts as it was before.
+        status, text, skips: of an exception; skips: an assert, in a with statement.
+    """
 
     def __init__(self, number: int):
-        self.number = number
-        self.data: object = None  # a snapshot: the fields of a dataclass, or the data in an object of a data type
-        self.clock = -1  # when that was taken
-        self.made: tuple | None = None  # the arguments, if a test made the object
-        self.odd = False  # it does not hold them
-        self.status, self.text, self.skips = "fail", "", False  # of an exception; skips: an assert, in a with statement
+        self.number, self.stand, self.made = number, None, None
+        self.data, self.clock, self.odd = None, -1, []
+        self.given, self.handed, self.frozen = None, False, False
+        self.status, self.text, self.skips = "fail", "", False
+
+    def live(self) -> bool:
+        """Whether calls of the candidate's may have changed the object's data."""
+        current = _candidate.states[self.number] is self
+        return current and not self.frozen and (self.given is None or self.handed)
+
+    def held(self) -> bool:
+        """Whether anybody has one of the stand-ins beside this object and the caller."""
+        return sys.getrefcount(self.stand) > 2 or sys.getrefcount(self.made) > 2 and self.made is not None
 
 
 class _Stand:
     """A stand-in for an object of the candidate's; subclasses have the methods that the object's class has.
 
-    It equals itself, and what it is by its data: a number of an IntEnum is that number, and objects of a dataclass are
-    equal if their fields are. Its own == decides only where the data set says so (`own_eq`).
+    It equals what has the same state, and what it is by its data: a number of an IntEnum is that number, and objects of
+    a dataclass are equal if their fields are. Its own == decides only where the data set says so (`own_eq`).
     """
 
-    __slots__ = ("_glassrl",)
+    __slots__ = ("_glassrl", "_glassrl_made")  # what is known of it; whether a test made it
 
 
 def _state(x: object) -> _State | None:
     """What is known of a stand-in; None if it is none. Exceptions of the candidate's are no stand-ins but have it."""
-    if isinstance(x, BaseException):
-        return vars(x).get("_glassrl")
-    return x._glassrl if isinstance(x, _Stand) else None
+    own = vars(x) if isinstance(x, BaseException) else {}
+    return x._glassrl if isinstance(x, _Stand) else own.get("_glassrl")
 
 
 def _passed_on(name: str) -> Callable[..., object]:
@@ -74,61 +98,48 @@ class _Kind(type):  # a class of the candidate's, as the tests see it
     def __getattr__(cls, name):
         return _candidate.attribute(cls, name)
 
-    def __instancecheck__(cls, x):
-        return type(x) is cls or isinstance(type(x), _Kind) and _candidate.ask("isinstance", x, cls)
-
-    def __subclasscheck__(cls, x):
-        return isinstance(x, _Kind) and _candidate.ask("issubclass", x, cls)
-
     def __iter__(cls):
         return _items(_candidate.ask("iter", cls))
 
     def __bool__(cls):
         return True
 
+    def __instancecheck__(cls, x):
+        return type(x) is cls or isinstance(type(x), _Kind) and _candidate.ask("isinstance", x, cls)
+
+    def __subclasscheck__(cls, x):
+        return isinstance(x, _Kind) and _candidate.ask("issubclass", x, cls)
+
 
 def _items(iterator: object) -> Iterator[object]:
     """The items of an iterator of the candidate's, one question each."""
-    while True:
-        try:
-            item = _candidate.ask("next", iterator)
-        except StopIteration:
-            return
-        yield item
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield _candidate.ask("next", iterator)
 
 
-_COMPARING = "lt le gt ge sub mod divmod floordiv".split()
+def _decides(self: object, *others: object) -> bool:
+    """Whether the candidate's class decides what an operator does: where only objects of its classes take part.
 
-
-def _operator(name: str, swapped: bool = False) -> Callable[[object, object], object]:
-    """A method for a binary operator.
-
-    The candidate's class decides if the tests name a class of its own; else the data in the objects does. Otherwise
-    `abs(f(x) - 3) < 1e-6` would hold for an object whose difference to anything is 0. So where other data is compared
-    with an object, or the distance to it taken, the candidate's class decides only if its == does, too.
+    Other data takes part only with an object that the test has made, as in `V(3, 4) * 2`. What the candidate returned
+    does not get it: it may be what the answer is to be, and `abs(area() / 12.56 - 1) < 1e-9` would hold for an object
+    whose quotient is always 1. The tests must name a class of the candidate's, or the data set give its == the word.
     """
+    stands = all(isinstance(other, _Stand | _Kind) for other in others)
+    return _candidate.own_eq or self._glassrl_made or stands and _candidate.objects
 
-    def method(self: object, other: object) -> object:
-        pair = (other, self) if swapped else (self, other)
-        compares = name in _COMPARING and not isinstance(type(other), _Kind)
-        if _candidate.own_eq or _candidate.objects and not compares:
-            return _candidate.ask(name, *pair)
+
+def _operator(name: str, swapped: bool = False) -> Callable[..., object]:
+    """A method for an operator: the candidate's class decides where it may, else the data in the objects does."""
+
+    def method(self: object, *others: object) -> object:
+        operands = (*others, self) if swapped else (self, *others)
+        if _decides(self, *others):
+            result = _candidate.ask(name, *operands)
+            return self if name in _IN_PLACE and _state(result) is self._glassrl else result
         if _bits(self) & candidate.IS_DATA:
-            return candidate._OPERATIONS[name](*map(_plain, pair))
-        return NotImplemented
-
-    return method
-
-
-def _function(name: str) -> Callable[..., object]:
-    """A method for what Python asks of an object that it takes for a number: the same rule."""
-
-    def method(self: object, *arguments: object) -> object:
-        if _candidate.objects and name != "hash":
-            return _candidate.ask(name, self, *arguments)
-        if _bits(self) & candidate.IS_DATA:
-            return candidate._OPERATIONS[name](_plain(self), *arguments)
-        raise TypeError(f"{type(self).__name__!r} object is not a number")
+            return candidate._OPERATIONS[_IN_PLACE.get(name, name)](*map(_plain, operands))
+        raise TypeError(f"{name}: an object that was returned, and other data, without own_eq")
 
     return method
 
@@ -139,9 +150,15 @@ def _bits(x: object) -> int:
 
 def _data(x: _Stand) -> object:
     """The data in an object: what came with it, unless the candidate's code has run since and may have changed it."""
-    if x._glassrl.clock < _candidate.clock:
+    state = x._glassrl
+    if state.clock < _candidate.clock and state.live():
         _candidate.ask("same", [x])
-    return x._glassrl.data
+    return state.data
+
+
+def _itself(x: object) -> object:
+    """What stands for the same object as this stand-in, whoever made it."""
+    return _candidate.states[_state(x).number].stand if _state(x) else x
 
 
 def _plain(x: object) -> object:
@@ -149,32 +166,34 @@ def _plain(x: object) -> object:
     return _data(x) if _bits(x) & candidate.IS_DATA else x
 
 
-def _compared(x: _Stand, names: set[str]) -> dict[str, object]:
-    """Fields of a dataclass's object: those that == looks at, and these."""
-    names = names | {name for name, _, compare in vars(type(x))["_glassrl_fields"] if compare}
+def _compared(x: _Stand, given: set[str]) -> dict[str, object]:
+    """Fields of a dataclass's object: those that == looks at; all these, which a test gave, if it looks at none."""
+    names = {name for name, _, compare, _ in vars(type(x))["_glassrl_fields"] if compare}
+    if given and not given & names:
+        names |= given
     return {name: value for name, value in (_data(x) or {name: x for name in names}).items() if name in names}
 
 
 def _equal(self: object, other: object) -> bool:
-    if _candidate.own_eq:
-        return self is other or bool(_candidate.ask("eq", self, other))
-    states = [x._glassrl for x in (self, other) if isinstance(x, _Stand)]
-    if any(state.odd for state in states):
-        return False
     if self is other:
         return True
+    if _candidate.own_eq:
+        return bool(_candidate.ask("eq", self, other))
+    stands = [x for x in (self, other) if isinstance(x, _Stand)]
+    if any(x._glassrl.odd and [_data(x)] == x._glassrl.odd for x in stands):
+        return False
     if (_bits(self) | _bits(other)) & candidate.IS_DATA:
         return _plain(self) == _plain(other)
     if type(self) is type(other) and _bits(self) & candidate.HAS_FIELDS:
-        given = set().union(*(_given(type(self), *state.made) for state in states if state.made))
+        given = set().union(*(_given(type(x), *x._glassrl.given) for x in stands if x._glassrl.given))
         return _compared(self, given) == _compared(other, given)
-    return False
+    return _state(self) is _state(other)
 
 
 def _given(cls: type, args: tuple, kwargs: dict) -> dict[str, object]:
     """The fields that these arguments give an object of a dataclass."""
-    names = [name for name, positional, _ in vars(cls)["_glassrl_fields"] if positional]
-    return dict(zip_longest(names[: len(args)], args)) | kwargs
+    names = [name for name, positional, _, _ in vars(cls)["_glassrl_fields"] if positional]
+    return dict(zip((names + [None] * len(args))[: len(args)], args, strict=True)) | kwargs
 
 
 def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
@@ -189,10 +208,9 @@ def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
     if type(value) is tuple:  # a named tuple, or one that is made of one iterable
         given = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
         return value[: len(given)] == tuple(given) and all(item in value for item in kwargs.values())
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return type(value)(*args, **kwargs) == value
-    except (TypeError, ValueError):
-        return False
+    return False
 
 
 def _hash(self: object) -> int:
@@ -202,7 +220,7 @@ def _hash(self: object) -> int:
         return hash(_plain(self))
     if _bits(self) & candidate.HAS_FIELDS:
         return hash(tuple(_compared(self, set()).values()))
-    return object.__hash__(self)
+    return hash(self._glassrl.number)
 
 
 def _length(self: object) -> int:
@@ -221,18 +239,17 @@ def _iterate(self: object) -> Iterator[object]:
 
 
 def _contains(self: object, item: object) -> bool:
-    """As for operators, the candidate's class decides only if the tests name one; else its items do."""
-    if _candidate.objects:
+    """As for operators, the candidate's class decides where it may; else its items do."""
+    if _decides(self, item):
         return bool(_candidate.ask("contains", self, item))
     return any(item is x or item == x for x in self)
 
 
 def _leave(self: object, kind: type | None, error: BaseException | None, trace: object) -> bool:
     """The end of a with statement: the candidate's class may end its own exceptions there, if they skip no assert."""
-    if _state(error):
-        return bool(_candidate.ask("exit", self, error)) and not _state(error).skips
-    _candidate.ask("exit", self, None)
-    return False
+    state = _state(error)
+    ends = _candidate.ask("exit", self, error if state else None)
+    return bool(state and ends and not state.skips)
 
 
 def _await(self: object) -> Iterator[object]:
@@ -241,6 +258,7 @@ def _await(self: object) -> Iterator[object]:
     yield
 
 
+_OTHERS = "lt le gt ge divmod int float complex round floor ceil trunc"
 # What a stand-in's class gets: always, or if the object's class has the method.
 _ALWAYS = {
     "__eq__": _equal,
@@ -250,13 +268,10 @@ _ALWAYS = {
     "__deepcopy__": lambda self, memo: _candidate.ask("deepcopy", self),
     "__doc__": property(lambda self: _candidate.attribute(self, "__doc__")),
     **{f"__{name}__": _passed_on(name) for name in "str repr format setattr delattr copy".split()},
-    **{f"__{name}__": _operator(name) for name in f"lt le gt ge divmod {candidate.BINARY}".split()},
+    **{f"__{name}__": _operator(name) for name in f"{candidate.BINARY} {candidate.UNARY} {_OTHERS}".split()},
     **{f"__r{name}__": _operator(name, swapped=True) for name in f"divmod {candidate.BINARY}".split()},
-    **{
-        f"__{name}__": _function(name) for name in f"{candidate.UNARY} int float complex round floor ceil trunc".split()
-    },
 }
-_IN_PLACE = {f"__i{name}__": _operator(f"i{name}") for name in candidate.BINARY.split()}
+_IN_PLACE = {f"i{name}": name for name in candidate.BINARY.split()}
 _BY_METHOD = {
     "__call__": lambda self, *args, **kwargs: _candidate.call(self, args, kwargs),
     "__iter__": _iterate,
@@ -267,7 +282,8 @@ _BY_METHOD = {
     "__exit__": _leave,
     **{f"__{name}__": _passed_on(name) for name in "next getitem setitem delitem bytes enter".split()},
 }
-_LOOKS = ("same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr")  # change nothing
+_LOOKS = ["same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr", "threads"]  # no changes
+_LOOKS += wire.KINDS
 
 
 class Candidate:
@@ -279,57 +295,88 @@ class Candidate:
         objects: the tests name a class of the candidate's, so its operators decide.
         own_eq: its == decides.
         in_place: every call gives its arguments back as it left them, not only one that returns None.
+
+    Attributes:
+        answered: in the current test, so it may depend on the candidate.
+        shared: between threads, for all of which one reads.
+        clock: goes on when the candidate's code may have changed objects.
+        classes: those of the candidate's that the tests name.
+        kinds, states: by the number of a class, and of an object its current one.
+        watched: {state: data} of objects that the making of others may not change.
+        asked: {number of a thread of the tests: the _Asked that it waits for}.
+        threads: {identity of a thread of the tests: its number}.
     """
 
-    def __init__(self, process: BinaryIO, end: Callable, objects: bool, own_eq: bool, in_place: bool):
+    def __init__(self, process: wire.BinaryIO, end: Callable, objects: bool, own_eq: bool, in_place: bool):
         self.process, self.end, self.objects, self.own_eq, self.in_place = process, end, objects, own_eq, in_place
-        self.operation, self.answered = "", False  # answered: in the current test, so it may depend on the candidate
+        self.answered, self.shared, self.clock = False, False, 0
+        self.classes: list[_Kind] = []
         self.kinds: dict[int, _Kind] = {}
-        self.stands: dict[int, object] = {}
-        self.clock = 0  # goes on when the candidate's code may have changed objects
-        self.making = False  # a test makes an object, and may compare an answer with it: no other's data may change
-        self.new: set[int] = set()  # objects of the current answer that were not known before
+        self.states: dict[int, _State] = {}
+        self.watched, self.asked = {}, {}
+        self.threads, self.start = {threading.get_ident(): 0}, threading.Thread.start
+        self.lock = threading.RLock()  # a test's own stdout may ask, too
 
-    def exchange(self, message: object) -> object:
+    def start_thread(self, thread: threading.Thread) -> None:
+        """`Thread.start`. From then on each thread has its own in the candidate's process, and may wait for another."""
+        if not self.shared:
+            self.ask("threads")
+            self.shared = True
+            self.start(threading.Thread(target=candidate.repeat, args=(self._read,), daemon=True))
+        self.start(thread)
+
+    def exchange(self, message: object, asked: "_Asked") -> object:
         """Send a message, return the value of the answer, or raise what the candidate's code raised."""
-        limit = wire.MAX_MESSAGE
-        try:
-            wire.send(self.process, wire.encode(message, self._number, limit, limit))
-            answer = wire.receive(self.process)
-        except (EOFError, OSError):
-            self.end("gone", "")
-        self.answered, self.new = True, set()
-        try:
-            plain = answer[:1] == b"="
-            answer = wire.decode(answer[plain:], self._stand, 2 * wire.MAX_ANSWER_VALUES)
-            if plain:
-                return answer
-            _, snapshots, kind, value, changed, printed = answer
-            for number, data in snapshots:
-                self._take(number, data)
-            sys.stdout.write(printed)
-            if kind != "value":
-                error, text = value
-                _state(error).status, _state(error).text = "memory" if kind == "memory" else "fail", str(text)
-        except (ValueError, TypeError, LookupError, AttributeError):
-            self.end("gone", "the answer is malformed")
+        with self.lock:  # if only one thread is known of, until the answer is there
+            thread = self.threads.setdefault(threading.get_ident(), len(self.threads))
+            limit = wire.MAX_MESSAGE
+            data = wire.encode(message, functools.partial(self._number, asked), limit, limit)
+            self.asked[thread] = asked
+            with contextlib.suppress(OSError):  # it ended; `_read` finds out
+                wire.send(self.process, data, thread)
+            if not self.shared:
+                self._read()
+        kind, value, changed = asked.answer.get()
         if kind != "value":
-            if isinstance(error, StopIteration) and self.operation != "next":
-                raise Ended(*error.args)
-            raise error
-        if changed is not None and self.operation == "call" and (value is None or self.in_place):
+            if isinstance(value, StopIteration) and asked.operation != "next":
+                raise Ended(*value.args)
+            raise value
+        if changed is not None and asked.operation == "call" and (value is None or self.in_place):
             _restored(tuple(message[2:]), changed)
         return value
 
-    def _take(self, number: int, data: object) -> None:
+    def _read(self) -> None:
+        """Read an answer, take what it tells of objects, and hand it to the thread that asked."""
+        try:
+            answer, thread = wire.receive(self.process)
+        except (EOFError, OSError):
+            self.end("gone", "")
+        self.answered = True
+        try:
+            asked = self.asked.pop(thread)
+            plain = answer[:1] == b"="
+            stand = functools.partial(self._stand, asked)
+            answer = wire.decode(answer[plain:], stand, 2 * wire.MAX_ANSWER_VALUES)
+            _, snapshots, kind, value, changed, printed = ((), (), "value", answer, None, "") if plain else answer
+            for number, data in snapshots:
+                self._take(asked, number, data)
+            sys.stdout.write(printed)
+            if kind != "value":
+                value, text = value
+                _state(value).status, _state(value).text = "memory" if kind == "memory" else "fail", str(text)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            self.end("gone", "the answer is malformed")
+        asked.answer.put((kind, value, changed))
+
+    def _take(self, asked: "_Asked", number: int, data: object) -> None:
         """Keep the data in an object, which came with an answer."""
-        x = self.stands[number]
-        state = _state(x)
-        if self.making and number not in self.new:
+        state = self.states[number]
+        if number not in asked.new and (asked.making or not state.live()):
             return
         state.data, state.clock = data, self.clock
+        x = state.stand
         if isinstance(x, BaseException):
-            args, names = data
+            args, names, (cause, context, suppress) = data
             vars(x).update(names, _glassrl=state)
             with contextlib.suppress(TypeError):  # sets what the builtin class has beside args
                 x.__init__(*args)
@@ -337,48 +384,59 @@ class Candidate:
                 x.errno, x.strerror, x.filename = args
                 args = args[:2]
             x.args = args
+            x.__cause__, x.__context__, x.__suppress_context__ = cause, context, bool(suppress)
 
-    def ask(self, operation: str, *arguments: object) -> object:
-        """One of candidate.py's operations on the candidate's objects."""
-        self.operation = operation
-        if operation not in _LOOKS and not self.making:
+    def ask(self, operation: str, *arguments: object, asked: "_Asked | None" = None) -> object:
+        """One of candidate.py's operations on the candidate's objects; `asked` if a test makes one."""
+        if operation not in _LOOKS and not asked:
+            if self.watched:
+                self._look_after()
             self.clock += 1
-        return self.exchange([operation, *arguments])
+        return self.exchange([operation, *arguments], asked or _Asked(operation))
+
+    def _look_after(self) -> None:
+        """Before calls may change objects again: data that the making of others has changed stays what it was."""
+        watched, self.watched = self.watched, {}
+        if states := [state for state in watched if state.live()]:
+            self.ask("same", [state.stand for state in states])
+        for state in states:
+            if state.data != watched[state]:
+                state.data, state.frozen = watched[state], True
 
     def attribute(self, x: object, name: str) -> object:
         if name.startswith("__") and name.endswith("__") and name not in _SAFE or name.startswith("_glassrl"):
             raise AttributeError(name)
-        return self.ask("getattr", x, name)
+        value = self.ask("getattr", x, name)
+        if isinstance(value, _Stand) and isinstance(x, _Stand):  # such as a method, which may change it
+            self._hand_over(x._glassrl)
+        return value
 
     def call(self, function: object, args: tuple, kwargs: dict) -> object:
         if not isinstance(function, _Kind) or issubclass(function, BaseException):
             return self.ask("call", function, list(args), kwargs)
         # What the candidate reads here may be what an answer is to be equal to. So first what changed is asked for, of
         # objects that somebody holds beside this loop.
-        old = [x for x in self.stands.values() if isinstance(x, _Stand) and sys.getrefcount(x) > 3]
-        old = [x for x in old if x._glassrl.data is not None and x._glassrl.clock < self.clock]
-        if old:
-            self.ask("same", old)
-        self.making = True
-        try:
-            result = self.ask("call", function, list(args), kwargs)
-        finally:
-            self.making = False
-        state, given = _state(result), (args, kwargs)
-        if not any(given):
-            return result
-        if state is None:
-            if not _keeps(result, args, kwargs):
+        held = [x for x in [*self.states.values()] if x.data is not None and x.live() and x.held()]
+        if changed := [x.stand for x in held if x.clock < self.clock]:
+            self.ask("same", changed)
+        asked = _Asked("call", making=True)
+        result = self.ask("call", function, list(args), kwargs, asked=asked)
+        self.watched = {x: x.data for x in held if x.number not in asked.named} | self.watched
+        given = (args, kwargs) if args or kwargs else None
+        if not isinstance(result, _Stand):
+            if given and not _state(result) and not _keeps(result, args, kwargs):
                 raise TypeError(f"{function!r} gives data that is not what it was given")
-        elif isinstance(result, _Stand):
-            if not _bits(result) & (candidate.IS_DATA | candidate.HAS_FIELDS):
-                state.odd = state.number not in self.new and state.made != given  # it equals nothing, but it is itself
-            elif not _keeps(result, args, kwargs):
-                if state.number not in self.new:  # the answer that it was before is not what this is
-                    result = self._new(type(result), state.number)
-                result._glassrl.odd = True
-            result._glassrl.made = given
-        return result
+            return result
+        state = result._glassrl
+        if given:
+            if state.number not in asked.new and state.given != given:  # one that it gave before
+                state = self._new_state(state.number, type(result))
+                self.ask("same", [state.stand])
+            state.given = given
+            if _bits(result) & (candidate.IS_DATA | candidate.HAS_FIELDS) and not _keeps(state.stand, args, kwargs):
+                state.odd = [state.data]
+        state.made = self._new(type(result), state, made=function in self.classes and type(result) is function)
+        return state.made
 
     def refuse(self, problem: str) -> None:
         """The tests cannot be used. What depends on an answer of the candidate's is not said to be their fault."""
@@ -386,52 +444,103 @@ class Candidate:
             self.end("bad", problem)
         raise TypeError(problem)
 
-    def _number(self, x: object) -> tuple[int]:
+    def _number(self, asked: "_Asked", x: object) -> tuple[int]:
         if isinstance(x, _Kind):
             return (vars(x)["_glassrl_class"],)
         state = _state(x)
         if state is None:
             self.refuse(f"a test hands the candidate an object of type {type(x).__name__}: only plain data can cross")
-        if self.operation not in ("same", "hash", "isinstance"):  # these only look
-            state.odd = False
+        asked.named.add(state.number)
+        if asked.operation not in _LOOKS:
+            self._hand_over(state)
         return (state.number,)
 
-    def _stand(self, number: int, kind: tuple | type = (), own: tuple | None = None) -> object:
-        """The stand-in for an object that an answer names; the same one each time. A new one comes with its class."""
+    def _hand_over(self, state: _State) -> None:
+        if state.given and not state.handed:
+            state.handed, self.states[state.number] = True, state
+
+    def _stand(self, asked: "_Asked", number: int, kind: tuple | type = (), own: tuple | None = None) -> object:
+        """The stand-in for an object that an answer names. A new object comes with its class.
+
+        It is the same one each time, except for an object that a test made and the candidate was never handed: that is
+        no answer, whatever the candidate says, but what the answer holds is.
+        """
         if own is not None:
             return self._kind(*own)
-        if kind and number not in self.stands:
-            self.new.add(number)
+        if number in self.kinds:
+            return self.kinds[number]
+        if kind and number not in self.states:
             cls = self._kind(*kind) if isinstance(kind, tuple) else _exception(kind)
-            self.stands[number] = self._new(cls, number)
-        return self.kinds[number] if number in self.kinds else self.stands[number]
+            asked.new.add(number)
+            return self._new_state(number, cls).stand
+        state = self.states[number]
+        if state.given and not (state.handed or asked.making or number in asked.named | asked.new):
+            asked.new.add(number)
+            state = self._new_state(number, type(state.stand))
+        return state.stand
+
+    def _new_state(self, number: int, cls: type) -> _State:
+        state = self.states[number] = _State(number)
+        state.stand = self._new(cls, state)
+        return state
 
     @staticmethod
-    def _new(cls: type, number: int) -> object:
+    def _new(cls: type, state: _State, made: bool = False) -> object:
         stand = cls.__new__(cls)
-        object.__setattr__(stand, "_glassrl", _State(number))
+        object.__setattr__(stand, "_glassrl", state)
+        if isinstance(stand, _Stand):
+            object.__setattr__(stand, "_glassrl_made", made)
         return stand
 
-    def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple) -> _Kind:
+    def _kind(self, number: int, name: str, bits: int, parents: tuple, fields: tuple, like: str) -> _Kind:
         """The class that stands for one of the candidate's."""
         if number in self.kinds:
             return self.kinds[number]
         if (type(number), type(name), type(bits)) != (int, str, int):
             raise ValueError("malformed message")
+        name = name if name.isidentifier() else "Object"
         bases = tuple(self._kind(*base) if isinstance(base, tuple) else _exception(base) for base in parents)
         space = {"_glassrl_bits": bits, "_glassrl_class": number, "_glassrl_fields": fields}
+        if fields:  # for the functions of dataclasses
+            space["__dataclass_fields__"] = {field: _field(field, init, compare) for field, _, compare, init in fields}
         if bases:
-            space |= {"__getattr__": _ALWAYS["__getattr__"], "__str__": _text}
+            space["__getattr__"] = _ALWAYS["__getattr__"]
+            space["__str__"] = lambda error: _state(error).text or _candidate.ask("str", error)
         else:
             bases = (_Stand,)
-            space |= {"__slots__": (), **_ALWAYS, **(_IN_PLACE if self.objects else {})}
+            if seen_as := wire.BUILTIN.get(like) or next((x for x in wire.DATA_BASES if x.__name__ == like), None):
+                if like not in wire.BUILTIN:
+                    seen_as = _Kind(name, (seen_as,), space)
+                space = space | {"__class__": property(lambda self: seen_as)}
+            space |= {"__slots__": (), **_ALWAYS}
+            space |= {f"__{name}__": _operator(name) for name in _IN_PLACE if self.objects}
             space |= {name: _BY_METHOD[name] for name, bit in candidate.METHOD_BITS.items() if bits & bit}
         try:
-            kind = _Kind(name if name.isidentifier() else "Object", bases, space)
+            kind = _Kind(name, bases, space)
         except TypeError:  # bases that do not go together
             kind = _Kind("Object", (Exception,), space)
         self.kinds[number] = kind
         return kind
+
+
+class _Asked:
+    """A question to the candidate's process.
+
+    Attributes:
+        making: a test makes an object, and may compare an answer with it. So no other's data may change.
+        named: the numbers of the objects in the question.
+        new: those of the objects in the answer that have a new state.
+    """
+
+    def __init__(self, operation: str, making: bool = False):
+        self.operation, self.making, self.answer = operation, making, queue.SimpleQueue()
+        self.named, self.new = set(), set()
+
+
+def _field(name: str, init: bool, compare: bool) -> dataclasses.Field:
+    field = dataclasses.field(init=bool(init), compare=bool(compare))
+    field.name, field._field_type = name, dataclasses._FIELD
+    return field
 
 
 def _exception(cls: type) -> type:
@@ -439,10 +548,6 @@ def _exception(cls: type) -> type:
     if not issubclass(cls, BaseException):
         raise ValueError("malformed message")
     return Exception if issubclass(cls, BaseExceptionGroup) else cls
-
-
-def _text(error: BaseException) -> str:
-    return _state(error).text or _candidate.ask("str", error)
 
 
 def _restored(old: object, new: object) -> object:
@@ -493,44 +598,64 @@ def serve(reports: int, fd: int, problem: str) -> None:
     job = marshal.loads(b"".join(iter(lambda: os.read(reports, wire.MAX_PACKET), b"")))
     process = open(fd, "rb")
     try:
-        problem = problem or wire.receive(process).decode()
+        problem = problem or wire.receive(process)[0].decode()
     except (EOFError, OSError):
         problem = "it ended"
     if problem:
         end("broken", f"could not lock a process up: {problem}")
-    _candidate = Candidate(process, end, job["objects"], job["own_eq"], job["in_place"])
+    _candidate = Candidate(process, end, bool(job["classes"]), job["own_eq"], job["in_place"])
+    for name in wire.KINDS:
+        setattr(inspect, name, _kind_of(vars(inspect)[name]))
+    asyncio.iscoroutine = _kind_of(asyncio.iscoroutine)
     run = asyncio.run
     asyncio.run = lambda main, **options: _candidate.ask("run", main) if _state(main) else run(main, **options)
 
     try:
-        found = _candidate.exchange([job["code"], job["names"], job["capture"], job["in_place"]])
+        found = _candidate.ask("load", job["code"], job["names"], job["capture"], job["in_place"])
         if type(found) is not dict or not found.keys() <= set(job["names"]):
             end("gone", "the answer is malformed")
     except BaseException as error:
         end("memory" if _status(error) == "memory" else "error", _why(error))
-    _candidate.answered = False
-    sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look their module up
-    space = vars(sys.modules["tests"])
-    space |= {name: importlib.import_module(name) for name in job["modules"]} | found
-    space |= {"__assert_held__": _holds, "__caught__": _caught, "__skips__": _skips, "__ended__": Ended}
-    space["__refuse__"] = _candidate.refuse
-    try:
+    _candidate.classes = [found[name] for name in job["classes"] if isinstance(found.get(name), _Kind)]
+    names = {name: importlib.import_module(name) for name in job["modules"]} | found
+    names |= {"__assert_held__": lambda: _held.append(True), "__caught__": _caught, "__skips__": _skips}
+    names |= {"__ended__": Ended, "__refuse__": _candidate.refuse, "id": lambda x: id(_itself(x))}
+    names["__same__"] = lambda a, b: _itself(a) is _itself(b)
+    threading.stack_size(1 << 20)
+    threading.Thread.start = lambda thread: _candidate.start_thread(thread)
+
+    def set_up() -> dict[str, object]:
+        """The globals of a test, with what the setup makes anew: a candidate may have changed what it made before."""
+        _candidate.answered = False
+        sys.modules["tests"] = types.ModuleType("tests")  # unittest and dataclasses look their module up
+        space = vars(sys.modules["tests"])
+        space |= names
         exec(job["setup"], space)
+        return space
+
+    try:
+        space = set_up()
     except BaseException as error:
         if job["setup_uses_candidate"]:
             end(_status(error), f"setup: {_why(error)}")
         end("bad", f"setup code raises {_why(error)}")
     report("loaded", "")
     for test in job["tests"]:
-        _held.clear()
-        _candidate.answered = False
         try:
-            exec(test, dict(space))
+            space = space or set_up()
+            _held.clear()
+            exec(test, space)
         except BaseException as error:
             report(_status(error), _why(error))
         else:
             report("pass" if _held else "fail", "" if _held else "no assert was reached")
+        space = None
     os._exit(0)
+
+
+def _kind_of(look: Callable[[object], bool]) -> Callable[[object], bool]:
+    """One of wire.KINDS, which looks at what the tests do not get, as at a function's code."""
+    return lambda x: bool(_candidate.ask(look.__name__, x)) if isinstance(x, _Stand) else look(x)
 
 
 def _status(error: BaseException) -> str:
@@ -559,20 +684,16 @@ def _skips() -> None:
 _held: list[bool] = []  # asserts of the current test that held
 
 
-def _holds() -> None:
-    _held.append(True)
-
-
 def count_checks() -> None:
     """From now on unittest's checks count as asserts."""
-
-    def counted(check: Callable[..., object]) -> Callable[..., object]:
-        def method(*args: object, **kwargs: object) -> object:
-            result = check(*args, **kwargs)
-            _holds()
-            return result
-
-        return method
-
     for name in [name for name in dir(unittest.TestCase) if name.startswith("assert")]:
-        setattr(unittest.TestCase, name, counted(getattr(unittest.TestCase, name)))
+        check = functools.partialmethod(_checked, getattr(unittest.TestCase, name))
+        setattr(unittest.TestCase, name, check)
+
+
+def _checked(case: unittest.TestCase, check: Callable[..., object], *args: object, **kwargs: object) -> object:
+    if check.__name__ in ("assertIs", "assertIsNot"):
+        args = map(_itself, args)
+    result = check(case, *args, **kwargs)
+    _held.append(True)
+    return result

@@ -10,10 +10,8 @@ import contextlib
 import ctypes
 import functools
 import marshal
-import math
 import os
 import platform
-import re
 import resource
 import signal
 import socket
@@ -41,7 +39,7 @@ WALL_FACTOR = 4  # what an evaluation may sleep, over the CPU time of one test
 LOOP_S = 0.003  # CPU seconds of the loop in `_slowness` on a fast machine
 MAX_SLOWNESS = 3.0
 WALL_S = 36.0  # wall time of an evaluation, below the 40 s that a response has by default
-EXAMINER_MB = 1024  # address space of the test process
+EXAMINER = 1024, 256  # MiB of address space, and threads, of the test process
 POLL_S = 0.1
 RETRY_S = (0.1, 0.5)  # pauses before an evaluation goes on whose processes ended by no fault of the candidate's
 
@@ -77,12 +75,8 @@ class Verdict:
         """
         if self.status == "sandbox_error":
             return None
-        return {
-            "score": self.passed / self.total,
-            "acc": float(self.status == "pass"),
-            "loaded": float(self.status != "error"),
-            "timeout": float(self.status == "timeout"),
-        }
+        flags = {"acc": self.status == "pass", "loaded": self.status != "error", "timeout": self.status == "timeout"}
+        return {"score": self.passed / self.total} | {name: float(flag) for name, flag in flags.items()}
 
 
 class SandboxUnavailable(RuntimeError):
@@ -193,8 +187,8 @@ def _users() -> tuple[int, int] | None:
     """
     if os.geteuid() != 0:
         return None
-    lines = [Path(f"/proc/self/{kind}_map").read_text().splitlines() for kind in ("uid", "gid")]
-    maps = [[tuple(map(int, line.split())) for line in each] for each in lines]
+    texts = [Path(f"/proc/self/{kind}_map").read_text() for kind in ("uid", "gid")]
+    maps = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in texts]
     for first, count in (USERS, NOBODY):
         if all(any(a <= first and first + count <= a + n for a, _, n in each) for each in maps):
             return first, count
@@ -215,27 +209,18 @@ class _Layers:
 def _layers() -> _Layers:
     """The layers that this machine has. Two file descriptors stay open for the life of the process."""
     abi = _landlock_abi()
-    return _Layers(
-        program=_seccomp_program() if _seccomp_available() else b"",
-        ruleset=_landlock_ruleset(abi) if abi else -1,
-        users=_users(),
-        home=os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
-    )
+    program = _seccomp_program() if _seccomp_available() else b""
+    home = os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _Layers(program, _landlock_ruleset(abi) if abi else -1, _users(), home)
 
 
-def _limits(cpu_s: float, memory_mb: int, users: tuple[int, int] | None) -> dict[int, int]:
+def _limits(cpu_s: float, memory_mb: int, threads: int, users: tuple[int, int] | None) -> dict[int, int]:
     """{resource: value}, none above the hard limit that this process has itself."""
-    wanted = {
-        resource.RLIMIT_CPU: math.ceil(cpu_s),  # the worker is stricter; this is for a process that has lost it
-        resource.RLIMIT_AS: memory_mb << 20,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NOFILE: 32,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_STACK: 8 << 20,
-    }
+    wanted = dict.fromkeys((resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK), 0)
+    wanted |= {resource.RLIMIT_AS: memory_mb << 20, resource.RLIMIT_STACK: 8 << 20, resource.RLIMIT_NOFILE: 32}
+    wanted[resource.RLIMIT_CPU] = int(cpu_s) + 1  # the worker is stricter; this is for a process that has lost it
     if users == USERS:
-        wanted[resource.RLIMIT_NPROC] = MAX_THREADS  # else the worker counts them, ten times a second
+        wanted[resource.RLIMIT_NPROC] = threads  # else the worker counts them, ten times a second
     ceilings = {name: resource.getrlimit(name)[1] for name in wanted}
     return {name: value if ceilings[name] < 0 else min(value, ceilings[name]) for name, value in wanted.items()}
 
@@ -248,12 +233,10 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/", "PYTHON
 _ENVIRONMENT |= {"PYTHONHOME": "/proc/self/fd/{home}"}
 # What a fresh interpreter does; it forgets what lies beside its files before anybody else's code runs.
 _BOOT = """
-import sys
-sys.path.append({root!r})
+import sys; sys.path.append({root!r})
 from rewards.sandbox import server
 sys.path.remove({root!r})
-for path in [path for path in sys.path_importer_cache if path.startswith({root!r})]:
-    del sys.path_importer_cache[path]
+for path in [*sys.path_importer_cache]: path.startswith({root!r}) and sys.path_importer_cache.pop(path)
 server.serve({fd})
 """
 
@@ -314,7 +297,6 @@ _STARTING = threading.RLock()  # of the server and the self-test, which threads 
 
 # === the tests ===
 
-_CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PARSING = threading.Lock()  # in Python 3.11, ast.parse in two threads at once can end in a SystemError
 
 
@@ -362,6 +344,7 @@ class _Marks(ast.NodeTransformer):
     """Adds calls by which the test process knows that an assert held, and that none was swallowed or skipped."""
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        self.generic_visit(node)
         return [node, self._call("__assert_held__")]
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
@@ -398,6 +381,16 @@ class _Marks(ast.NodeTransformer):
             node.body = [ast.Try(body, [handler], [], []), *rest]
         return node
 
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        """Whether two stand-ins are the same is whether they stand for the same object."""
+        self.generic_visit(node)
+        sides = [node.left, *node.comparators]
+        constant = any(isinstance(side, ast.Constant) for side in sides)
+        if constant or len(sides) > 2 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        same = ast.Call(ast.Name("__same__", ast.Load()), sides, [])
+        return same if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), same)
+
     @staticmethod
     def _call(name: str) -> ast.stmt:
         return ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
@@ -429,6 +422,8 @@ def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     modules = {name for name in free | setup_read if name in sys.stdlib_module_names and name not in bare}
+    used = {node.func for node in nodes if isinstance(node, ast.Call)} | {x for x in nodes if id(x) in bases}
+    used = {node.id for node in used if isinstance(node, ast.Name)}  # called, or asked for an attribute
     names = (free | setup_read) - modules - set(dir(builtins)) - {"__name__", "__file__", "__refuse__"}
     if not names:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
@@ -440,8 +435,9 @@ def _program(tests: tuple[str, ...], setup: str) -> dict[str, Any]:
         "names": sorted(names),  # what the candidate is asked for
         "modules": sorted(modules),
         "setup_uses_candidate": bool(setup_read & names),
-        # Whether a class of the candidate's is named, as Vector or LRUCache: its operators are part of the task.
-        "objects": any(map(_CLASS_NAME.fullmatch, names)),
+        # Classes of the candidate's, as Vector, LRUCache or V: their operators are part of the task. A name without a
+        # small letter may also be a constant's, which nobody calls.
+        "classes": [x for x in names if x[0].isupper() and x.isalnum() and (x in used or not x.isupper())],
         "capture": any("stdout" in text for text in (setup, *tests)),  # the tests look at what is printed
     }
 
@@ -474,6 +470,8 @@ class _Spent:
     cpu: float = 0.0
     delay: float = 0.0
     waited: float = 0.0  # wall time; what the worker itself lost, stopped or waiting for a core, is not in it
+    idle: float = 0.0  # of it neither used nor spent in a queue for a core
+    asleep: float = 0.0  # of that, what passed while both processes were seen to sleep
 
 
 class _Stop(Exception):
@@ -490,7 +488,7 @@ class _Pair:
     def __init__(self, memory_mb: int, spent: _Spent):
         """Start both and lock them up. Raises _Unavailable."""
         layers = _layers()
-        limits = [_limits(spent.total_s + 1, size, layers.users) for size in (memory_mb, EXAMINER_MB)]
+        limits = [_limits(spent.total_s + 1, *size, layers.users) for size in ((memory_mb, MAX_THREADS), EXAMINER)]
         plans = [vars(layers) | {"limits": each} for each in limits]
         with _STARTING:
             self.server = _server(os.getpid())
@@ -556,13 +554,17 @@ class _Pair:
         state = _proc(self.pids[0], "stat")
         if state and int(state[17]) > MAX_THREADS:
             raise _Stop("crash", f"more than {MAX_THREADS} threads", last=True)
+        # A process can be idle and not sleep: the machine under this one took the core away, or it waits for a disk.
+        idle, spent.idle = spent.idle, spent.waited - spent.cpu - spent.delay
+        if all(map(_sleeps, self.pids)):
+            spent.asleep += max(0.0, spent.idle - idle)
         if candidate - self.started[0] >= spent.timeout_s:
             raise _Stop("timeout", f"used {spent.timeout_s:g} s of CPU time")
         if examiner - self.started[1] >= spent.timeout_s:
             raise _Stop("overload", f"the test used {spent.timeout_s:g} s of CPU time on an answer", last=True)
         if spent.cpu >= spent.total_s:
             raise _Stop("timeout", f"used {spent.total_s:g} s of CPU time in all", last=True)
-        if spent.waited - spent.cpu - spent.delay >= spent.sleep_s:
+        if spent.asleep >= spent.sleep_s:
             raise _Stop("timeout", f"slept {spent.sleep_s:g} s in all", last=True)
         if spent.waited >= WALL_S:
             if spent.delay > spent.waited / 2:
@@ -606,6 +608,14 @@ def _proc(pid: int, name: str) -> list[str]:
         return Path(f"/proc/{pid}/{name}").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether all threads of a process sleep or have ended: none runs, is ready to run, or waits for a disk."""
+    with contextlib.suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+        return all(_proc(pid, f"task/{thread}/stat")[:1] in ([], ["S"], ["Z"]) for thread in threads)
+    return True
 
 
 def _attend(job: dict[str, Any], memory_mb: int, spent: _Spent, outcomes: list[tuple[Status, str]]) -> None:
@@ -720,32 +730,18 @@ def run_tests(
 
 _PROBE = """
 import os, _socket, resource
-
 def blocked(action, *args):
-    try:
-        action(*args)
-    except OSError as error:
-        return error.errno
+    try: action(*args)
+    except OSError as error: return error.errno
     return 0
-
 def fork():
-    if os.fork() == 0:
-        os._exit(0)
+    if os.fork() == 0: os._exit(0)
     os.wait()
-
-def probe():
-    return {
-        "socket": blocked(_socket.socket),
-        "fork": blocked(fork),
-        "kill": blocked(os.kill, os.getppid(), 0),
-        "list": blocked(os.listdir, "/"),
-        "write": blocked(os.open, "/dev/null", os.O_WRONLY),
-        "proc": blocked(os.open, "/proc/self/status", os.O_RDONLY),
-        "limits": {n: resource.getrlimit(n) for n in LIMITS},
-        "process": os.getpid(),
-        "users": sorted(set(os.getresuid() + os.getresgid())),
-        "variables": sorted(os.environ),
-    }
+def probe(): return {
+    "socket": blocked(_socket.socket), "fork": blocked(fork), "kill": blocked(os.kill, os.getppid(), 0),
+    "list": blocked(os.listdir, "/"), "write": blocked(os.open, "/dev/null", os.O_WRONLY),
+    "proc": blocked(os.open, "/proc/self/status", os.O_RDONLY), "limits": {n: resource.getrlimit(n) for n in LIMITS},
+    "process": os.getpid(), "users": sorted(set(os.getresuid() + os.getresgid())), "variables": sorted(os.environ)}
 """
 
 
@@ -784,7 +780,7 @@ def _probe() -> dict[str, bool]:
     eperm, eacces = 1, 13
     layers = _layers()
     first, count = layers.users or (0, 1)
-    limits = [_limits(11, size, layers.users) for size in (512, EXAMINER_MB)]
+    limits = [_limits(11, *size, layers.users) for size in ((512, MAX_THREADS), EXAMINER)]
     probe = _PROBE.replace("LIMITS", str(list(limits[0])))
     job = _program(("assert False, repr((candidate(), probe()))",), probe)
     job = job | {"code": probe + "candidate = probe", "own_eq": False, "in_place": False}

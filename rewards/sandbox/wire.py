@@ -59,6 +59,10 @@ def _clock(x: datetime.time | datetime.datetime, *day: int) -> tuple | None:
     return (*day, x.hour, x.minute, x.second, x.microsecond, x.tzinfo, x.fold) if _zone(x.tzinfo) else None
 
 
+def _datetime(*parts: object) -> datetime.datetime:
+    return datetime.datetime(*parts[:-1], fold=parts[-1])
+
+
 # Standard-library values: {name: (type, value -> its parts, parts -> value)}. No parts: it crosses as an object.
 _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "bytearray": (bytearray, lambda x: (bytes(x),), lambda data: bytearray(memoryview(data))),
@@ -79,21 +83,16 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "Decimal": (decimal.Decimal, lambda x: (str(x),), decimal.Decimal),
     "date": (datetime.date, lambda x: (x.year, x.month, x.day), datetime.date),
     "time": (datetime.time, _clock, lambda *parts: datetime.time(*parts[:-1], fold=parts[-1])),
-    "datetime": (
-        datetime.datetime,
-        lambda x: _clock(x, x.year, x.month, x.day),
-        lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]),
-    ),
+    "datetime": (datetime.datetime, lambda x: _clock(x, x.year, x.month, x.day), _datetime),
     "timedelta": (datetime.timedelta, lambda x: (x.days, x.seconds, x.microseconds), datetime.timedelta),
     "timezone": (datetime.timezone, lambda x: x.__getinitargs__(), datetime.timezone),
     "ZoneInfo": (zoneinfo.ZoneInfo, lambda x: (x.key,) if _zone(x) else None, zoneinfo.ZoneInfo),
     "UUID": (uuid.UUID, lambda x: (x.int,), lambda number: uuid.UUID(int=number)),
     "array": (array.array, lambda x: (x.typecode, x.tolist()), array.array),
     "SimpleNamespace": (types.SimpleNamespace, lambda x: (vars(x),), lambda names: types.SimpleNamespace(**names)),
-    **{
-        kind.__name__: (kind, lambda x: (str(x),), kind)
-        for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath)
-    },
+    "PurePosixPath": (pathlib.PurePosixPath, lambda x: (str(x),), pathlib.PurePosixPath),
+    "PureWindowsPath": (pathlib.PureWindowsPath, lambda x: (str(x),), pathlib.PureWindowsPath),
+    "PosixPath": (pathlib.PosixPath, lambda x: (str(x),), pathlib.PosixPath),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _STANDARD.items()}
 _ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]
@@ -102,6 +101,7 @@ _TYPES = {kind.__name__: kind for kind in (*_SCALARS, *_TAGS, dict, *_NAMES, *_E
 MUTABLE = (list, dict, set, bytearray, collections.deque, collections.Counter, collections.OrderedDict)
 MUTABLE += (collections.defaultdict, array.array, types.SimpleNamespace)
 
+_COPIED = "bytearray deque Counter OrderedDict Fraction Decimal datetime date timedelta".split()
 # The data inside an object of a subclass of a data type, whatever the subclass overrides; the first type that fits.
 _BASES: list[tuple[type, Callable]] = [
     (int, int.__int__),
@@ -109,14 +109,8 @@ _BASES: list[tuple[type, Callable]] = [
     (str, str.__str__),
     (bytes, lambda x: bytes(memoryview(x))),
     (complex, lambda x: complex.__add__(x, 0j)),
-    (list, lambda x: list.__getitem__(x, slice(None))),
-    (tuple, lambda x: tuple.__getitem__(x, slice(None))),
-    (set, lambda x: set(set.__iter__(x))),
-    (frozenset, lambda x: frozenset(frozenset.__iter__(x))),
-    *[
-        (_STANDARD[name][0], lambda x, standard=_STANDARD[name]: standard[2](*standard[1](x)))
-        for name in "bytearray deque Counter OrderedDict Fraction Decimal datetime date timedelta".split()
-    ],
+    *[(kind, lambda x, kind=kind: kind(kind.__iter__(x))) for kind in _TAGS],
+    *[(_STANDARD[name][0], lambda x, name=name: _STANDARD[name][2](*_STANDARD[name][1](x))) for name in _COPIED],
     (collections.defaultdict, lambda x: collections.defaultdict(None, dict.items(x))),
     (dict, lambda x: dict(dict.items(x))),
 ]
@@ -126,6 +120,25 @@ DATA_BASES = tuple(kind for kind, _ in _BASES)
 def base(x: object) -> object:
     """The plain value inside an object of a subclass of a data type, such as the number of an IntEnum's member."""
     return next(value for kind, value in _BASES if isinstance(x, kind))(x)
+
+
+# Builtin classes that are no data: objects of them are what they are to `isinstance` in the tests, too.
+# No coroutines: asyncio would send to them. As what can only be awaited they run to their end over there.
+_BUILTIN = (enumerate, filter, map, reversed, zip, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+BUILTIN = {x.__name__: x for x in (*_BUILTIN, types.GeneratorType, types.AsyncGeneratorType, types.ModuleType)}
+KINDS = "isgeneratorfunction iscoroutinefunction isasyncgenfunction iscoroutine".split()  # functions of inspect
+_COMPARISONS = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__".split()
+
+
+def like(cls: type) -> str:
+    """The name of the class that `isinstance` takes objects of this one for: a builtin one, or a data type.
+
+    A class that compares in its own way is no data type: a test that asks for `int` goes on to compare.
+    """
+    if cls.__name__ in BUILTIN:
+        return cls.__name__ * (BUILTIN[cls.__name__] is cls)
+    bases = (x for x in DATA_BASES if issubclass(cls, x))
+    return next((x.__name__ for x in bases if all(getattr(cls, n) is getattr(x, n) for n in _COMPARISONS)), "")
 
 
 def is_type(x: object) -> bool:
@@ -240,18 +253,21 @@ def decode(message: bytes, other: Callable[..., object], max_values: int) -> obj
     return value
 
 
-def send(peer: BinaryIO, message: bytes) -> None:
-    """Write one message; raises OSError when the other end is closed."""
-    data = memoryview(struct.pack(">I", len(message)) + message)
+def send(peer: BinaryIO, message: bytes, thread: int = 0) -> None:
+    """Write one message, of the thread of the tests with that number; raises OSError when the other end is closed."""
+    data = memoryview(struct.pack(">II", len(message), thread) + message)
     while data:
         data = data[os.write(peer.fileno(), data) :]
 
 
-def receive(peer: BinaryIO) -> bytes:
-    """One message; raises OSError or EOFError if the other end is closed, or announces a longer one than is allowed."""
-    header = peer.read(4)
-    size = int.from_bytes(header, "big")
+def receive(peer: BinaryIO) -> tuple[bytes, int]:
+    """One message, and its thread's number.
+
+    Raises OSError or EOFError if the other end is closed, or announces a longer message than is allowed.
+    """
+    header = peer.read(8)
+    size, thread = int.from_bytes(header[:4], "big"), int.from_bytes(header[4:], "big")
     message = peer.read(size) if size <= MAX_MESSAGE else b""
-    if len(header) < 4 or len(message) < size:
+    if len(header) < 8 or len(message) < size:
         raise EOFError
-    return message
+    return message, thread

@@ -130,7 +130,20 @@ CASE = "import asyncio, unittest\nclass A(unittest.TestCase):\n    "
         (CASE + "def test(s):\n        try: f('')\n        except TypeError: pass\n        else: s.fail()", 1, 0),
         (CASE + "async def test(s): s.assertEqual(f(1), 2)", "test must show", None),  # nobody would await it
         (CASE + "@unittest.skip('')\n    def test(s): s.assertEqual(f(1), 2)", "test must show", None),
-        (CASE + "@unittest.expectedFailure\n    def test(s): s.assertEqual(f(1), 2)", "test must show", None),
+        (CASE + "@unittest.skip('')\n    def test(s): s.assertEqual(f(1), 5)\n    def test_b(s): s.assertEqual(f(1), 2)", 1, 0),
+        ("import unittest\n@unittest.skip('')\nclass B(unittest.TestCase):\n    def test(s): s.fail()\nclass A(unittest.TestCase):\n    def test_b(s): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "@unittest.skipIf(True, '')\n    def test(s): s.assertEqual(f(1), 2)", "test must show", None),
+        (CASE + "@unittest.skipIf(False, '')\n    def test(s): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "@unittest.skipUnless(True, '')\n    def test(s): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "@unittest.expectedFailure\n    def test(s): s.assertEqual(f(1), 1)", 1, 0),
+        (CASE + "@unittest.expectedFailure\n    def test(s): s.assertEqual(f(1), 1)\n    def test_b(s): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "@unittest.expectedFailure\n    def test(s): f('')\n    def test_b(s): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE + "def setUp(s):\n        s.k = 2\n        s.addCleanup(lambda: s.assertEqual(f(1), s.k))\n    def test(s): s.assertEqual(f(0), f(0))", 1, 0),
+        (CASE + "def test(s):\n        with s.assertRaisesRegex(TypeError, 'str'): f('')", 1, 0),
+        (CASE + "def test(s):\n        s.skipTest('')\n    def test_b(s): s.assertEqual(f(1), 2)", 0.5, 0),
+        (CASE + "def test(s):\n        for i in range(3):\n            with s.subTest(i=i): s.assertEqual(f(i), i + 1)", 1, 0),
+        (CASE.replace("unittest\n", "unittest\nfrom unittest.mock import patch\n", 1) + "@patch('builtins.print')\n    def test(s, m): s.assertEqual(f(1), 2)", 1, 0),
+        (CASE.replace("unittest\n", "unittest, io\nfrom unittest.mock import patch\n", 1) + "@patch('sys.stdout', new_callable=io.StringIO)\n    def test(s, m):\n        f(1)\n        s.assertEqual(m.getvalue(), '2\\n')", 1, 0),
         (CASE + "def test(s): s.assertEqual(f(1), 2)\n    test_b = test", "test must show", None),
     ],
 )  # fmt: skip
@@ -144,7 +157,8 @@ def test_unittest_runs_its_own_cases(test, right, wrong):
         with pytest.raises(ValueError, match=right):
             score("def f(x): return x + 1")
     else:
-        assert (score("def f(x): return x + 1"), score("def f(x): return 1")) == (right, wrong)
+        codes = ("def f(x):\n    print(x + 1)\n    return x + 1", "def f(x): return 1")
+        assert tuple(map(score, codes)) == (right, wrong)
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,40 @@ def test_waiting_for_a_core_is_no_time_of_the_programs(hogs):
     assert time.monotonic() - start > 1.4
 
 
+def test_idle_time_that_no_counter_explains_is_no_sleep(hogs, monkeypatch):
+    """The machine under this one may take the core away, which no queue counts: simulated by queues that say nothing.
+
+    The program is ready to run all the time, so that it does not sleep, and waits much longer than it might sleep.
+    """
+    proc = sandbox._proc
+    monkeypatch.setattr(sandbox, "_proc", lambda pid, name: [] if name == "schedstat" else proc(pid, name))
+    code = "import time\ndef f():\n    end = time.process_time() + 0.2\n    while time.process_time() < end: pass"
+    wake(hogs[:6])
+    start = time.monotonic()
+    verdict = run_tests(code, ["assert f() is None"], timeout_s=0.25)
+    assert verdict.status == "pass", verdict
+    assert time.monotonic() - start > 1.2  # what it might sleep is 1.0 s
+
+
+def test_a_process_sleeps_only_if_all_its_threads_do():
+    def sleeps(program: str) -> list[bool]:
+        process = subprocess.Popen([sys.executable, "-S", "-c", program])
+        try:
+            time.sleep(1)
+            return [sandbox._sleeps(process.pid) for _ in range(5) if not time.sleep(0.01)]
+        finally:
+            process.kill()
+            process.wait()
+
+    assert sleeps("import time; time.sleep(60)") == [True] * 5
+    assert sleeps("while True: pass") == [False] * 5
+    thread = (
+        "import _thread, time\ndef spin():\n    while True: pass\n_thread.start_new_thread(spin, ())\ntime.sleep(60)"
+    )
+    assert sleeps(thread) == [False] * 5
+    assert sandbox._sleeps(1 << 22) is True  # there is no such process
+
+
 @pytest.mark.thorough
 def test_a_busy_core_does_not_change_the_verdict(hogs):
     """A third of a second of CPU time takes twice that here; the limit is 0.5 s of CPU time."""

@@ -1,9 +1,10 @@
-"""Right programs of unusual kinds pass in the sandbox: classes, exceptions, iterators, threads, the library. About 4 s."""
+"""Right programs of unusual kinds pass in the sandbox: classes, exceptions, iterators, threads, the library. About 15 s."""
 # ruff: noqa: E501
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sandbox_tables import FRESH, TABLES
 
 from rewards.sandbox import judge as sandbox
 from rewards.sandbox import run_tests
@@ -428,7 +429,9 @@ LIMITS = {
     "a subclass of the candidate's class": ("class A: f = lambda s: 1", "class B(A): pass\nassert B().f() == 1"),
     "a change of a list that an attribute holds": ("class A:\n    def __init__(s): s.x = []", "a = A()\na.x.append(1)\nassert a.x == [1]"),
     "a dataclass that does not keep what it is given": ("from dataclasses import *\n@dataclass\nclass A:\n    x: InitVar[int]\n    y: int = 0\n    def __post_init__(s, x): s.y = x + 1", "assert A(1) == A(1)"),
-    "a number compared with an object": ("class A: __lt__ = lambda s, o: True", "assert A() < 3"),
+    "a number compared with a returned object": ("class A: __lt__ = lambda s, o: True\ndef f(): return A()", "assert f() < 3"),
+    "a returned object times a number": ("class V:\n    def __init__(s, x): s.x = x\n    __add__ = lambda s, o: V(s.x + o.x)\n    __mul__ = lambda s, k: V(s.x * k)", "assert ((V(1) + V(2)) * 2).x == 6"),
+    "a patch of what the candidate calls": ("import time\ndef f(): return time.time()", "from unittest.mock import patch\nwith patch('time.time', return_value=5): assert f() == 5"),
     "an async generator in a test's coroutine": ("async def g(): yield 1", "import asyncio\nasync def main(): return [x async for x in g()]\nassert asyncio.run(main()) == [1]"),
     "nesting above 200": ("def f():\n    x = []\n    for _ in range(300): x = [x]\n    return x", "assert f()"),
     "the signature of a function": ("def f(a): return a", "import inspect\nassert len(inspect.signature(f).parameters) == 1"),
@@ -448,6 +451,38 @@ def test_together_they_pass_too():
     for code, options, tests in GROUPS.values():
         verdict = run_tests(code, tests, **options)
         assert (verdict.status, verdict.passed) == ("pass", len(tests)), verdict
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_right_answers_pass_and_wrong_ones_do_not(kind):
+    """Each test on its own; in a wrong answer's row none may hold, whatever the object claims."""
+    rows = [(row, test, holds) for row in TABLES[kind] for holds in (True, False) for test in row[3 if holds else 4]]
+    assert min(sum(holds for _, _, holds in rows), sum(not holds for _, _, holds in rows)) >= 5
+
+    def judge(row):
+        (code, options, setup, _, _), test, _ = row
+        return run_tests(code, [test], setup=setup, timeout_s=1.0, **options)
+
+    with ThreadPoolExecutor(2) as pool:
+        verdicts = list(pool.map(judge, rows))
+    pairs = zip(rows, verdicts, strict=True)
+    wrong = {f"{row[0][-80:]}: {test}": v for (row, test, holds), v in pairs if (v.status == "pass") is not holds}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("row", FRESH, ids=range(len(FRESH)))
+def test_setup_data_is_fresh_for_each_test(row):
+    code, options, setup, holds, fails = row
+    verdicts = [run_tests(code, tests, setup=setup, **options) for tests in (holds + fails, (holds + fails)[::-1])]
+    assert [verdict.passed for verdict in verdicts] == [len(holds)] * 2, verdicts
+
+
+def test_threads_of_tests_wait_for_no_one_for_ever():
+    """Two calls that wait for each other end the evaluation as any that sleeps; the other tests are not lost."""
+    code = "import threading\ne = threading.Event()\ndef wait(): return e.wait()\ndef f(): return 1"
+    hangs = "import threading\nts = [threading.Thread(target=wait) for _ in range(2)]\nfor t in ts: t.start()\nfor t in ts: t.join()\nassert f() == 1"
+    verdict = run_tests(code, ["assert f() == 1", hangs], timeout_s=0.2)
+    assert (verdict.status, verdict.passed) == ("timeout", 1), verdict
 
 
 @pytest.mark.parametrize("name", LIMITS)
