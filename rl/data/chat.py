@@ -2,11 +2,25 @@
 
 A conversation is never rendered again. What the policy sampled stays as it is, and the ids of what it is told are
 appended: those of the text that the template writes behind a turn, found by the difference of two renderings.
+
+How a turn's calls are read:
+
+1. Thoughts are left out first. A thought begins with an opening marker and ends with its closing marker, or with the
+   turn if that marker never comes. If the generation prompt has opened a thought, the turn begins inside it. A closing
+   marker that nothing has opened ends a thought too: what stands before it is left out. `THOUGHTS` lists the markers.
+2. A call's marker, such as <tool_call>, counts if what follows begins like a call (a bracket, or <function=), or if it
+   begins a line and its closing tag ends one. Such a call that cannot be read is reported as unreadable. Any other
+   mention of a marker, and each one directly behind a backtick, is prose.
+3. JSON keeps the types that the policy wrote. A value in XML has none, so the tool's schema decides: see `_typed`.
+
+Which reader fits a template is tried out: `Chat` renders calls of the tools, and takes the readers that return them.
 """
 
+import contextlib
 import json
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,117 +30,259 @@ from rl.data.encode import encode_behind, without_control_tokens
 
 TURN, THOUGHT, TOLD = "\u2042turn", "\u2042thought", "\u2042told"  # found again in what a template makes of them
 
+# Opening and closing markers of thoughts. The first line is <think>, <thinking>, <seed:think>, <|thought|>, <reasoning>
+# and all others of this shape.
+_NAME = r"(?i:(?:\w+[:|])?(?:think|thinking|thoughts?|reason|reasoning|reflection|analysis|scratchpad)(?:[:_]\w+)?)"
+THOUGHTS = {
+    rf"<(?P<left>\|?)(?P<name>{_NAME})(?P<right>\|?)>": r"<(?P=left)/(?P=name)(?P=right)>",
+    r"<\|channel\|>analysis<\|message\|>": r"<\|end\|>",  # gpt-oss
+    r"<\|channel>thought": r"<channel\|>",  # Gemma 4
+    r"\[THINK\]": r"\[/THINK\]",  # Magistral
+    r"◁think▷": r"◁/think▷",  # Kimi
+    r"<\|START_THINKING\|>": r"<\|END_THINKING\|>",  # Command A
+    r"<\|begin_of_thought\|>": r"<\|end_of_thought\|>",  # OpenThinker
+    r"<\|plamo:begin_think:plamo\|>": r"<\|plamo:end_think:plamo\|>",
+    r"<\|inner_prefix\|>": r"<\|inner_suffix\|>",  # Apertus
+}
+_CLOSING = "|".join([rf"<\|?/{_NAME}\|?>", *list(THOUGHTS.values())[2:]])  # <|end|> ends other things too
+# Markers inside a call belong to its arguments, so a call is passed over as a whole.
+_CALL = (
+    r"(?<!`)<tool_call>\s*[\[{<].*?(?:</tool_call>|\Z)|(?<!`)<function=.*?(?:</function>|\Z)|"
+    r"\[TOOL_CALLS\].*?(?=\[TOOL_CALLS\]|\Z)|\A\s*(?:<\|python_tag\|>\s*)?\{.*"
+)
+_MARKS = re.compile(
+    f"(?P<call>{_CALL})|(?<!`)(?:"
+    + "|".join(rf"{opening}(?:.*?(?<!`){closing}|.*)" for opening, closing in THOUGHTS.items())
+    + f"|(?P<closing>{_CLOSING}))",
+    re.DOTALL,
+)
+
+
+USER = {"role": "user", "content": "x"}
+FAULTS = (TemplateError, TypeError, ValueError, LookupError)  # what a template may raise
 
 Calls = list[tuple[str, Any]]  # name and arguments, a dict, or None if they could not be read
+Tools = Mapping[str, dict]  # the JSON schemas of parameters, by the names of the tools
+Reader = Callable[[str, Tools], Calls]
+
+
+def without_thoughts(text: str) -> str:
+    """What a turn says behind and between its thoughts."""
+    said, at = "", 0
+    for mark in _MARKS.finditer(text):
+        said, at = said + text[at : mark.start()] + (mark["call"] or ""), mark.end()
+        said = "" if mark["closing"] else said
+    return said + text[at:]
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
 
 
 def _loaded(text: str, otherwise: Any = None) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return otherwise
 
 
-def _json_calls(texts: Sequence[str]) -> Calls:
-    """{"name": ..., "arguments" or "parameters": {...}}, or a list of such, each text by itself."""
-    found: Calls = []
-    for values in map(_loaded, texts):
-        for x in values if isinstance(values, list) else [values]:
-            x = x if isinstance(x, dict) else {}
-            arguments = x.get("arguments", x.get("parameters", {} if "name" in x else None))
-            if isinstance(arguments, str):  # some models write JSON in JSON
-                arguments = _loaded(arguments)
-            found.append((str(x.get("name", "")), arguments if isinstance(arguments, dict) else None))
-    return found
+def _json_calls(values: Any) -> Calls:
+    """{"name": ..., "arguments" or "parameters": {...}}, or a list of such; with or without a "function" around it."""
+    calls: Calls = []
+    for x in values if isinstance(values, list) else [values]:
+        x = x if isinstance(x, dict) else {}
+        x = x["function"] if isinstance(x.get("function"), dict) else x
+        arguments = x.get("arguments", x.get("parameters", {} if "name" in x else None))
+        if isinstance(arguments, str):  # some models write JSON in JSON
+            arguments = _loaded(arguments)
+        calls.append((str(x.get("name", "")), arguments if isinstance(arguments, dict) else None))
+    return calls
 
 
-def _hermes(text: str) -> Calls:
-    return _json_calls(re.findall(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", text, re.DOTALL))
+def _first_value(text: str, at: int = 0) -> tuple[str, int]:
+    """The JSON value that begins there as text, and where it ends; "" and the beginning if none does."""
+    try:
+        end = json.JSONDecoder().raw_decode(text, at)[1]
+    except (ValueError, RecursionError):
+        end = at
+    return text[at:end], end
 
 
-def _qwen_xml(text: str) -> Calls:
-    found = []
-    for name, body, end in re.findall(r"<function=([^>\n]+)>(.*?)(</function>|$)", text, re.DOTALL):
-        values = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-        is_whole = end and len(values) == body.count("<parameter=")
-        found.append((name.strip(), {key.strip(): _loaded(x, x) for key, x in values} if is_whole else None))
-    return found or [("", None)] * text.count("<tool_call>")
+_TAG = r"(?<!`)<tool_call>\s*(?=[\[{]|<function=)|^[ \t]*<tool_call>\s*(?=[^<]*</tool_call>[ \t]*$)"
 
 
-def _mistral(text: str) -> Calls:
-    found: Calls = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        name, bracket, arguments = part.partition("{")
-        newer = re.fullmatch(r"\s*([\w.-]+)\s*(\[CALL_ID\]\w+)?(\[ARGS\])?\s*", name)  # name{...} or name[ARGS]{...}
-        if bracket and newer:
-            read = _loaded(bracket + arguments.strip())
-            found.append((newer[1], read if isinstance(read, dict) else None))
+def _hermes(text: str, tools: Tools | None = None) -> Calls:
+    calls, at = [], 0
+    while tag := re.compile(_TAG, re.MULTILINE).search(text, at):
+        value, end = _first_value(text, tag.end())
+        is_whole = re.compile(r"\s*(?:</?tool_call>|\Z)").match(text, end)
+        calls += _json_calls(_loaded(value) if is_whole else None)
+        at = end if is_whole else (text + "</tool_call>").index("</tool_call>", end)
+    return calls
+
+
+# A value may contain its closing tag, unless another parameter or the end of the function follows.
+_PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+_FUNCTION = re.compile(
+    rf"(?<!`)(?:<tool_call>\s*)?(?<!`)<function=([^>\n]+)>\s*((?:(?>{_PARAMETER})\s*)*</function>)(?:\s*</tool_call>)?"
+    r"|(?:(?<!`)<tool_call>\s*|^[ \t]*)<function=([^>\n]*).*?(?:</function>(?:\s*</tool_call>)?|\Z)"
+    rf"|(?:{_TAG}).*?(?:</tool_call>|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def _qwen_xml(text: str, tools: Tools | None = None) -> Calls:
+    calls: Calls = []
+    for name, body, _, _, broken_name in _FUNCTION.findall(text):
+        values = {key.strip(): x for key, x in re.findall(_PARAMETER, body, re.DOTALL)}
+        schema = (tools or {}).get(name.strip(), {})
+        arguments = {key: _typed(x, schema.get("properties", {}).get(key, {}), schema) for key, x in values.items()}
+        calls.append((name.strip(), arguments) if body else (broken_name.strip(), None))
+    return calls
+
+
+_NAMED = r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"  # name{...} or name[ARGS]{...}
+_TOOL_CALLS = re.compile(
+    r"(?<!`)\[TOOL_CALLS\](?=\s*[\[{]|\s*[\w.-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))|^[ \t]*\[TOOL_CALLS\]", re.MULTILINE
+)
+
+
+def _mistral(text: str, tools: Tools | None = None) -> Calls:
+    calls: Calls = []
+    for part in _TOOL_CALLS.split(text)[1:]:
+        if named := re.match(_NAMED, part):
+            arguments = _loaded(part[named.end() :])
+            calls.append((named[1], arguments if isinstance(arguments, dict) else None))
         else:
-            found += _json_calls([part.strip()])
-    return found
+            calls += _json_calls(_loaded(part))
+    return calls
 
 
-def _llama(text: str) -> Calls:
-    body, parts = text.strip().removeprefix("<|python_tag|>").strip(), []
+def _llama(text: str, tools: Tools | None = None) -> Calls:
+    body, calls = text.strip().removeprefix("<|python_tag|>").strip(), []
     while re.match(r'\{\s*"(name|type)"', body):  # several stand behind each other, with ; between them
-        try:
-            end = json.JSONDecoder().raw_decode(body)[1]
-        except (ValueError, RecursionError):
-            end = len(body)
-        parts.append(body[:end])
-        body = body[end:].lstrip("; \n")
-    return _json_calls(parts)
+        value, end = _first_value(body)
+        calls += _json_calls(_loaded(value))
+        body = body[end or len(body) :].lstrip("; \n")
+    return calls
 
 
-# What a template that renders tools has in it -> how its models write calls. The first that is found counts.
-FORMATS: dict[str, Callable[[str], Calls]] = {
-    "<function=": _qwen_xml,
-    "<tool_call>": _hermes,
-    "[TOOL_CALLS]": _mistral,
-    "<|python_tag|>": _llama,
-    '"parameters"': _llama,
-}
+READERS: dict[str, Reader] = {"Hermes": _hermes, "Qwen's XML": _qwen_xml, "Mistral": _mistral, "Llama": _llama}
+
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+_ALL = {*JSON_TYPES.values(), "string"}
+
+
+def _types(schema: Any, whole: dict, depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows, all if it does not say. References are looked up in `whole`."""
+    if not isinstance(schema, dict) or depth > 32:  # a reference may lead back to itself
+        return _ALL
+
+    def any_of(schemas: Sequence) -> set[str]:
+        return set().union(*(_types(x, whole, depth + 1) for x in schemas))
+
+    limits = [any_of(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
+    limits += [any_of([x]) for x in schema.get("allOf", ())]
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = whole
+        for key in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(key) if isinstance(target, dict) else None
+        limits.append(any_of([target]))
+    values = [schema["const"]] if "const" in schema else schema.get("enum", ())
+    limits.append({JSON_TYPES.get(type(x), "string") for x in values})
+    named = schema.get("type") or ()
+    kinds = {named} if isinstance(named, str) else {x for x in named if isinstance(x, str)}
+    limits.append(_ALL & (kinds | {"integer"} if "number" in kinds else kinds))
+    return _ALL.intersection(*filter(None, limits)) | ({"null"} if schema.get("nullable") else set())
+
+
+def _typed(text: str, schema: Any, whole: dict) -> Any:
+    """A parameter's value by its schema: what the text is as JSON if the schema allows that type, or else the text.
+
+    So a string stays as it is, a text that does not fit is left to the tool, and where a string and another type are
+    allowed, the other one is tried first. True, False and None are read too, since templates write Python's values.
+    """
+    value = _loaded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text), text)
+    types = _types(schema, whole)
+    if isinstance(value, float) and value.is_integer() and "number" not in types:
+        value = int(value)
+    return value if JSON_TYPES.get(type(value)) in types else text
+
+
+# What is called to try a template: values that a reader may take for another type or cut, by the types of the schema.
+_STRINGS = ("42", 'two "words"\nand <b>a line</b>', "true")
+_OTHERS = {"number": 0.5, "integer": 42, "boolean": True, "array": ["x", 1], "object": {"x": "1"}, "null": None}
+
+
+def _example(name: str, schema: dict, start: int) -> tuple[str, dict[str, Any]]:
+    """A call of a tool with a value for every parameter."""
+    values = {}
+    for i, (key, x) in enumerate((schema.get("properties") or {}).items(), start):
+        types = _types(x, schema)
+        other = next((value for kind, value in _OTHERS.items() if kind in types), None)
+        values[key] = _STRINGS[i % len(_STRINGS)] if "string" in types and types != _ALL else other
+    return name, values
+
+
+def _same(calls: Calls | None, expected: Calls) -> bool:
+    return calls is not None and json.dumps(calls, sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The most characters of text that a token covers; 0 if that is not known, since the vocabulary may drop some."""
+    rare = "\U000f1234 \U0010fabc \ue3a7"
+    has_all = all(x in tokenizer.decode(tokenizer(rare, add_special_tokens=False)["input_ids"]) for x in rare.split())
+    return max(map(len, tokenizer.get_vocab())) if has_all else 0
 
 
 class Chat:
     """How a model's chat template goes on with a conversation.
 
     Args: tools, JSON schemas of functions, as transformers makes them; stop_ids, that end a turn. Raises ValueError if
-    the template does not only append, does not render tools, or ends a turn by anything but a token of `stop_ids`.
+    the template does not only append, does not render tools, writes calls that cannot be read back, or ends a turn by
+    anything but a token of `stop_ids`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict], stop_ids: Sequence[int]):
         self.tokenizer, self.tools, self.stop_ids = tokenizer, list(tools), set(stop_ids)
-        where = f"the chat template of {tokenizer.name_or_path!r}"
+        self.where = f"the chat template of {tokenizer.name_or_path!r}"
         if tokenizer.chat_template is None:
             raise ValueError(f"--environment and --tools need a chat template, and {tokenizer.name_or_path!r} has none")
-        user, template = {"role": "user", "content": "x"}, str(tokenizer.chat_template)
         thought = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
         told = {"role": "user", "content": TOLD}
         if self.tools:
             told |= {"role": "tool", "name": self.tools[0]["function"]["name"], "tool_call_id": "call00000"}
         try:
-            before, after = self._render([user, thought], False), self._render([user, thought, told], True)
+            before, after = self._render([USER, thought], False), self._render([USER, thought, told], True)
         except TemplateError as error:
-            raise ValueError(f"{where} refuses a conversation with {told['role']!r} messages: {error}") from error
-        if self.tools and any(x["function"]["name"] not in self._render([user], False) for x in self.tools):
-            raise ValueError(f"--tools: {where} does not render tools; use a model that was trained with tools")
-        known = [read for mark, read in FORMATS.items() if mark in template]
-        if self.tools and not known:
-            raise ValueError(f"--tools: {where} writes calls in no form that is read here: {', '.join(FORMATS)}")
-        self.read_calls = known[0] if self.tools else lambda text: []
+            raise ValueError(f"{self.where} refuses a conversation with {told['role']!r} messages: {error}") from error
+        if self.tools and any(x["function"]["name"] not in self._render([USER], False) for x in self.tools):
+            raise ValueError(f"--tools: {self.where} does not render tools; use a model that was trained with tools")
         self.end = before.rpartition(TURN)[2]  # what the template writes behind a turn
         if not after.startswith(before.removesuffix(self.end)) or THOUGHT not in before or TOLD not in after:
             raise ValueError(
-                f"{where} rewrites what the policy has said, such as its thoughts, when the conversation goes on; what "
-                "is sampled would not be what is trained on: use a template that only appends"
+                f"{self.where} rewrites what the policy has said, such as its thoughts, when the conversation goes on; "
+                "what is sampled would not be what is trained on: use a template that only appends"
             )
         if not any(self.end.startswith(token) for token in map(self._text, self.stop_ids)):
             raise ValueError(
-                f"{where} ends a turn with {self.end[:20]!r}, which begins with none of the model's end-of-sequence "
-                "tokens; add that token to eos_token_id of its generation config"
+                f"{self.where} ends a turn with {self.end[:20]!r}, which begins with none of the model's "
+                "end-of-sequence tokens; add that token to eos_token_id of its generation config"
             )
-        self.opening = self._behind([user], [])  # what makes the policy speak first
+        self.longest = _longest_token(tokenizer)
+        # What stands before the environment's messages: a prompt, or a prompt and a turn.
+        said = self._render([USER, {"role": "assistant", "content": TURN}], False).partition(TURN)[0] + TURN
+        self.starts = {False: self._render([USER], False), True: said}
+        self.opening = self.told([], has_turn=False)  # what makes the policy speak first
+        rest = without_thoughts(self.opening + TURN)
+        self.thought = "" if rest.endswith(TURN) else self.opening.removeprefix(rest)  # which the policy goes on with
+        self.parameters = {x["function"]["name"]: x["function"].get("parameters") or {} for x in self.tools}
+        by_template = [None] if getattr(tokenizer, "response_template", None) is not None else []
+        self.readers: list[Reader | None] = [*by_template, *READERS.values()]  # None: by tokenizer.parse_response
+        self.readers = self._tried_readers() if self.tools else []
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         kept = dict(tokenize=False, add_generation_prompt=add_generation_prompt, tools=self.tools or None)
@@ -135,32 +291,116 @@ class Chat:
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token])
 
-    def _behind(self, start: list[dict], messages: list[dict]) -> str:
-        before, after = self._render(start, False), self._render(start + messages, True)
-        assert after.startswith(before), (before, after)
-        return after.removeprefix(before)
+    def _tried_readers(self) -> list[Reader | None]:
+        """The readers that return calls of all tools as they were before the template wrote them."""
+        functions = [x["function"] for x in self.tools]
+        calls = [_example(x["name"], x.get("parameters") or {}, start) for x in functions for start in (0, 1)]
+        problem = "refuses messages with tool_calls"
+        for as_json in (False, True):  # most templates want arguments as a dict, some as JSON
+            try:
+                turns = [([x], *self._turn_with([x], as_json)) for x in calls]
+            except FAULTS as error:
+                problem += f", {error!r}"
+                continue
+            with contextlib.suppress(*FAULTS):  # raised by a template that writes one call in a turn
+                turns.append((calls, *self._turn_with(calls, as_json)))
+            readers = self.readers
+            for expected, text, stop in turns:
+                readers = [x for x in readers if _same(self._calls(x, text, stop), expected)]
+                if not readers or not stop:
+                    what = (
+                        "which cannot be read back" if stop else "and ends it with none of the end-of-sequence tokens"
+                    )
+                    problem = f"writes the call {expected[0]} as {text!r:.500}, {what}"
+                    break
+            else:
+                return readers
+        raise ValueError(
+            f"--tools: {self.where} {problem}; use the template of a model that was trained with tools, whose calls have "
+            f"one of the forms {', '.join(READERS)}, or give the tokenizer a response_template that reads them"
+        )
 
-    def ids_of(self, messages: Sequence[dict], ids: Sequence[int]) -> list[int]:
+    def _turn_with(self, calls: Calls, as_json: bool) -> tuple[str, str]:
+        """What the template makes of a turn with these calls, as `read` has it, and the token that ends the turn."""
+        written = [{"name": name, "arguments": json.dumps(x) if as_json else x} for name, x in calls]
+        listed = [{"id": f"call{i:05d}", "type": "function", "function": x} for i, x in enumerate(written)]
+        text = self._render([USER, {"role": "assistant", "content": "", "tool_calls": listed}], False).rstrip()
+        text = text.removeprefix(self.starts[False])
+        text = self.thought + text.removeprefix(self.opening) if text.startswith(self.opening) else text
+        stop = max((x for x in map(self._text, self.stop_ids) if text.endswith(x)), key=len, default="")
+        return text.removesuffix(stop), stop
+
+    def _calls(self, reader: Reader | None, text: str, stop: str) -> Calls | None:
+        """A turn's calls, see `read`; None if transformers cannot read it by the tokenizer's response template."""
+        text = without_thoughts(text)
+        if reader is not None:
+            return reader(text, self.parameters)
+        try:
+            header = self.opening.removesuffix(self.thought)
+            message = self.tokenizer.parse_response(text + stop, prefix=header, tools=self.tools)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return _json_calls(message.get("tool_calls") or [])
+
+    def told(self, messages: Sequence[dict], *, has_turn: bool) -> str:
+        """The text that messages add behind the prompt or behind a turn, and what makes the policy speak.
+
+        Raises ValueError if the template does not only append them: it may move a system message to the top, merge two
+        messages of one role, or leave one out. Raises what the template raises, such as jinja2.TemplateError.
+        """
+        text = self._render([USER, {"role": "assistant", "content": TURN}][: 1 + has_turn] + [*messages], True)
+        if not text.startswith(self.starts[has_turn]):
+            roles = ", ".join(x["role"] for x in messages)
+            raise ValueError(
+                f"the chat template does not append messages of the roles {roles}, but moves or merges them"
+            )
+        text = text.removeprefix(self.starts[has_turn])
+        at = 0
+        for x in messages:
+            content = x["content"].strip()
+            forms = [content, *(json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))]
+            ends = [place + len(form) for form in forms if (place := text.find(form, at)) >= 0]
+            if not ends and "".join(content.split()) not in "".join(text[at:].split()):
+                raise ValueError(f"the chat template leaves out what a message says: {x!r:.300}")
+            at = min(ends, default=at)
+        return text
+
+    def _is_too_long(self, text: str, room: float) -> bool:
+        """Whether the text surely has more than `room` tokens: each covers at most `longest` characters of what the
+        tokenizer's normalizer leaves. White space does not count, since some tokens swallow what stands beside them.
+        """
+        most = room * self.longest
+        if not self.longest or len(text) <= most:
+            return False
+        start, normalizer = text[: 4 * int(most) + 64], self.tokenizer.backend_tokenizer.normalizer
+        start = normalizer.normalize_str(start) if normalizer else start
+        return len("".join(start.split())) > most + 64  # its last characters might be joined with those behind it
+
+    def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: float = math.inf) -> list[int] | None:
         """What a conversation goes on with: ids of messages and of what makes the policy speak again.
 
         Args: messages, each with role and content; ids of the conversation behind the prompt so far, which end with a
-        turn of the policy; [] if it has not said anything. Text that spells a control token stays text. Raises
-        jinja2.TemplateError if the template refuses the messages.
+        turn of the policy; [] if it has not said anything; room, in tokens: None is returned if the ids do not leave
+        some of it, and then a text that is far too long is not tokenized. Text that spells a control token stays text.
+        Raises as `told`.
         """
 
         def clean_text(x: Any) -> Any:
             return without_control_tokens(self.tokenizer, x) if isinstance(x, str) else x
 
         clean = [{name: clean_text(x) for name, x in message.items()} for message in messages]
-        if not ids:
-            text = self._behind([{"role": "user", "content": "x"}], clean) if clean else self.opening
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN}]
-        text = self._render([*turn, *clean], True).partition(TURN)[2]
-        last = self._text(ids[-1])
-        return encode_behind(self.tokenizer, last, text.removeprefix(last))
+        last = self._text(ids[-1]) if ids else ""
+        text = self.told(clean, has_turn=bool(ids)).removeprefix(last)
+        if self._is_too_long(text, room):
+            return None
+        found = encode_behind(self.tokenizer, last, text)
+        return found if len(found) < room else None
 
     def read(self, ids: Sequence[int]) -> tuple[str, Calls]:
-        """A turn of the policy: its text without special tokens, and what it calls."""
+        """A turn of the policy: its text without special tokens, and what it calls. Calls that cannot be read at all,
+        by a tokenizer with a response template, are one with the name "" and the arguments None.
+        """
         text, raw = (self.tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))
-        return text, self.read_calls(raw.removesuffix(self._text(ids[-1])) if ids and ids[-1] in self.stop_ids else raw)
+        stop = self._text(ids[-1]) if ids and ids[-1] in self.stop_ids else ""
+        found = (self._calls(x, self.thought + raw.removesuffix(stop), stop) for x in self.readers)
+        return text, next((x for x in found if x is not None), [("", None)] if self.readers else [])

@@ -257,9 +257,9 @@ def of_conversations(responses: Sequence[Response]) -> dict[str, float]:
         return {}
     n = len(responses)
     found = describe("num_turns", torch.tensor([float(r.turns) for r in responses]))
+    found |= {f"environment/{name}": x for name, x in mean_by_name([r.numbers or {} for r in responses]).items()}
     found["environment/observation_tokens"] = sum(r.response_length - r.num_sampled for r in responses) / n
     found["environment/error_frac"] = sum(r.finish_reason == "error" for r in responses) / n
-    found |= {f"environment/{name}": x for name, x in mean_by_name([r.numbers or {} for r in responses]).items()}
     if any(r.turn_rewards for r in responses):
         found["environment/turn_rewards"] = sum(sum(r.turn_rewards) for r in responses) / n
     return found

@@ -8,8 +8,11 @@ own conversation. See environments.py for the contract.
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
+import enum
 import inspect
 import json
+import numbers
 import os
 import pickle
 import signal
@@ -17,14 +20,18 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, fork_worker, import_file
+from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, as_number, fork_worker, import_file
 
+MAX_ANSWER = 64 << 20  # bytes of one answer
+MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept
+RESERVED = ("error_frac", "observation_tokens", "seconds", "turn_rewards")  # metrics that the run itself computes
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
 
@@ -72,8 +79,8 @@ class Tools:
                 raise ValueError("this call could not be read; write it as JSON with a name and arguments")
             if call.name not in self.functions:
                 raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
-            result = _awaited(self.functions[call.name](**call.arguments))
-            return _cut(result if isinstance(result, str) else json.dumps(result, default=str), self.most), False
+            result = _completed(self.functions[call.name](**call.arguments))
+            return _cut(result if isinstance(result, str) else json.dumps(_plain(result)), self.most), False
         except (Exception, SystemExit) as error:  # argparse exits
             while isinstance(error, BaseExceptionGroup):  # of the client of a tool server, which says nothing itself
                 error = error.exceptions[0]
@@ -89,11 +96,13 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ... (cut: {len(text)} characters)"
 
 
-def _awaited(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
-    async def wait() -> Any:
-        return await result
+async def awaited(result: Any) -> Any:
+    """The result of a method that may be async."""
+    return await result if inspect.isawaitable(result) else result
 
-    return run(wait()) if inspect.isawaitable(result) else result
+
+def _completed(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
+    return run(awaited(result)) if inspect.isawaitable(result) else result
 
 
 def load_file(spec: str) -> tuple[Any, str]:
@@ -121,24 +130,40 @@ def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Call
         listed = list(getattr(cls, "tools", ()))
         if not hasattr(cls, "step") and not (listed and all(map(callable, listed))):
             raise ValueError(f"{cls.__name__} has no `step`, and no `tools` that are functions to be called without")
+        _check_names([(environment, x) for x in listed])
         functions = {x.__name__: x for x in listed if callable(x)}
         make = cls if hasattr(cls, "step") else partial(_with_tools, cls, functions, most)
         return make, listed, hasattr(cls, "reset")
     functions, described = {}, []
     for spec in tools:
         if spec.startswith(("http://", "https://")):
-            for tool in _mcp_tools(spec):
-                functions[tool["function"]["name"]] = partial(_mcp_call, spec, tool["function"]["name"])
-                described.append(tool)
-            continue
-        module, name = load_file(spec)
-        own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        picked = [getattr(module, name)] if name else [x for x in own if not x.__name__.startswith("_")]
-        functions |= {x.__name__: x for x in picked}
-        described += picked
+            picked = _mcp_tools(spec)
+            functions |= {_name_of(x): partial(_mcp_call, spec, _name_of(x)) for x in picked}
+        else:
+            module, name = load_file(spec)
+            own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
+            picked = [getattr(module, name)] if name else [x for x in own if not x.__name__.startswith("_")]
+            picked = list(dict.fromkeys(picked))  # a function may have two names in its file
+            functions |= {x.__name__: x for x in picked}
+        described += [(spec, x) for x in picked]
     if not described:
         raise ValueError(f"{' '.join(tools)}: there is no function in it whose name does not begin with _")
-    return partial(Tools, functions, most), described, False
+    _check_names(described)
+    return partial(Tools, functions, most), [x for _, x in described], False
+
+
+def _name_of(tool: Any) -> Any:
+    return tool.get("function", tool).get("name") if isinstance(tool, dict) else getattr(tool, "__name__", None)
+
+
+def _check_names(tools: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError if two tools, each behind the place that it is from, have one name: only one would be called."""
+    places: dict[Any, str] = {}
+    for place, tool in tools:
+        name = _name_of(tool)
+        if name is not None and name in places:
+            raise ValueError(f"two tools are called {name!r}, from {places[name]} and {place}; rename or leave out one")
+        places[name] = place
 
 
 def _with_tools(cls: type, functions: dict[str, Callable], most: int) -> Any:
@@ -172,7 +197,7 @@ def _mcp_tools(url: str) -> list[dict]:
 
 
 def _mcp_call(url: str, name: str, /, **arguments: Any) -> str:
-    """The text that a tool of a server returns. Raises RuntimeError with it if that is an error."""
+    """What a tool of a server returns, as text. Raises RuntimeError with it if that is an error."""
     from mcp import Client
 
     async def ask() -> Any:
@@ -180,10 +205,18 @@ def _mcp_call(url: str, name: str, /, **arguments: Any) -> str:
             return await client.call_tool(name, arguments)
 
     result = asyncio.run(ask())
-    text = "\n".join(x.text for x in result.content if x.type == "text")
+    text = "\n".join(map(_mcp_text, result.content))
     if result.is_error:
         raise RuntimeError(text)
-    return text
+    return text if result.content or result.structured_content is None else json.dumps(result.structured_content)
+
+
+def _mcp_text(part: Any) -> str:
+    """A part of a result as text; a part that is none is named, so that the policy knows of it."""
+    source = getattr(part, "resource", part)
+    about = [str(x) for x in (getattr(source, "mime_type", None), getattr(source, "uri", None)) if x]
+    named = " ".join([part.type.replace("_", " "), *about])
+    return getattr(source, "text", f"[the result has a part that is not text and cannot be shown: {named}]")
 
 
 def schemas_of(tools: list[Any]) -> list[dict]:
@@ -226,31 +259,65 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
             try:
                 environment = environment or make()
                 found = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
-                found, reward = _awaited(found, runner.run), None
+                found, reward = _completed(found, runner.run), None
                 is_pair = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Mapping)
                 if is_pair and method == "step":
-                    found, reward = found[0], float(found[1])
+                    found, reward = found[0], as_number(found[1])
                 # A `reset` that returns nothing adds nothing.
                 messages = None if found is None and method == "step" else [dict(x) for x in found or ()]
                 texts = [x.get(name) for x in messages or () for name in ("role", "content")]
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
                 report = environment.report() if hasattr(environment, "report") else {}
-                answer = {"messages": messages, "reward": reward, "report": dict(_awaited(report, runner.run))}
-                line = json.dumps(answer, default=_plain, ensure_ascii=False)  # a lone surrogate becomes a "?"
+                report = _plain(dict(_completed(report, runner.run)))
+                if reserved := [name for name in RESERVED if name in report]:
+                    raise ValueError(f"the report has {reserved[0]!r}, a name that the run uses itself; rename it")
+                about = [{name: x for name, x in message.items() if name != "content"} for message in messages or ()]
+                if (size := len(json.dumps([report, _plain(about)]))) > MAX_REPORT:
+                    raise ValueError(f"the report, or messages without their content, has {size} characters of JSON")
+                answer = {"messages": _plain(messages), "reward": reward, "report": report}
+                line = json.dumps(answer, ensure_ascii=False)  # a lone surrogate becomes a "?"
+                if len(line) > MAX_ANSWER:
+                    raise ValueError(f"{method} answered {len(line)} characters, over the limit of {MAX_ANSWER}")
             except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends
                 line = json.dumps({"problem": traceback.format_exc(limit=-4)[-4000:]})
             print(line, file=answers, flush=True)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(CLOSE_SECONDS)  # which ends this process
     with contextlib.suppress(BaseException):
-        _awaited(environment.close(), runner.run)
+        _completed(environment.close(), runner.run)
     os._exit(0)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has of a value: the number, if it is one of numpy or torch, or else its text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """What JSON has of a value: numbers and lists of those of numpy and torch, of Decimal and Fraction, of sets, of
+    dataclasses, of pydantic's models and of enums, also inside others; the text of anything else.
+    """
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, Mapping):
+        return {_key(name): _plain(x) for name, x in value.items()}
+    if isinstance(value, (set, frozenset)):
+        plain = [_plain(x) for x in value]
+        return sorted(plain, key=lambda x: (str(type(x)), x if isinstance(x, (int, float, str)) else str(x)))
+    if isinstance(value, (list, tuple, deque, range)):
+        return [_plain(x) for x in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    for method in ("tolist", "model_dump"):  # of numpy and torch, and of pydantic
+        if callable(getattr(value, method, None)) and not isinstance(value, type):
+            return _plain(getattr(value, method)())
+    if isinstance(value, numbers.Number) and not isinstance(value, complex):
+        number = float(value)
+        return int(number) if number.is_integer() and abs(number) < 2**53 else number
+    return str(value)
+
+
+def _key(name: Any) -> str | int | float | bool | None:
+    plain = _plain(name)
+    return plain if plain is None or isinstance(plain, (str, bool, int, float)) else str(name)
 
 
 def main() -> None:
@@ -264,7 +331,9 @@ def main() -> None:
         hello = {"tools": schemas_of(tools), "has_reset": has_reset}
     except BaseException:
         hello = {"problem": traceback.format_exc(limit=-4)[-20_000:]}
-    control.send(json.dumps(hello).encode())
+    line = json.dumps(hello).encode() + b"\n"
+    for start in range(0, len(line), 1 << 16):  # the socket takes no long messages
+        control.send(line[start : start + (1 << 16)])
     if "problem" in hello:
         os._exit(1)
     kept, processes = _children(), {}  # started by the user's file; of conversations, by their number

@@ -34,18 +34,17 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl import children
 from rl.console import say
-from rl.data.chat import Calls, Chat
+from rl.data.chat import FAULTS, Calls, Chat
 from rl.data.encode import named
 from rl.data.rows import Row
 from rl.flags import AtLeast1, Free, Seconds
-from rl.sampling.environment_worker import Call, Reply
+from rl.sampling.environment_worker import MAX_ANSWER, Call, Reply
+from rl.scoring.worker import as_number
 
-MAX_ANSWER = 64 << 20  # bytes of one answer
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
 END_SECONDS = 15  # for the `close` of environments, when all end
 
@@ -105,6 +104,11 @@ class Environments:
             raise ValueError(f"{given} cannot be loaded: {hello['problem']}")
         self.has_reset = hello["has_reset"]
         self.chat = Chat(tokenizer, hello["tools"], stop_ids)
+        for role in ("user", "system") if flags.environment else ():
+            try:
+                self.chat.told([{"role": role, "content": "x"}], has_turn=True)
+            except FAULTS as error:
+                say(f"environment: a message of the role {role!r} ends its conversation as an error: {error}")
 
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""
@@ -114,7 +118,10 @@ class Environments:
         self.control.send(pickle.dumps((flags.environment, flags.tools, flags.max_tool_response_length)))
         self.control.settimeout(START_SECONDS)
         try:
-            return json.loads(self.control.recv(1 << 20) or '{"problem": "its process ended"}')
+            received = b""
+            while not received.endswith(b"\n"):  # the schemas of tools may be longer than one message of a socket
+                received += self.control.recv(1 << 16) or b'{"problem": "its process ended"}\n'
+            return json.loads(received)
         except (OSError, ValueError) as error:
             return {"problem": f"its process gave no answer: {error!r}"}
 
@@ -149,13 +156,16 @@ class Environments:
                 found.append(self._fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
         return found
 
-    def ids_of(self, answer: Answer, ids: Sequence[int]) -> list[int] | None:
-        """See `Chat.ids_of`. None if the chat template refuses the messages: then the conversation has failed."""
+    def ids_of(self, answer: Answer, ids: Sequence[int], room: float = math.inf) -> list[int] | str:
+        """See `Chat.ids_of`. If the conversation cannot go on, its finish reason: "length" if the messages leave no
+        room for another token of the policy, "error" if the chat template refuses, moves or leaves out one of them.
+        """
         try:
-            return self.chat.ids_of(answer.messages, ids)
-        except (TemplateError, TypeError, ValueError) as error:
+            told = self.chat.ids_of(answer.messages, ids, room)
+        except FAULTS as error:
             self._fail(answer.key, f"the chat template refuses {answer.messages!r:.300}: {error!r}")
-            return None
+            return "error"
+        return "length" if told is None else told
 
     def end(self, key: Hashable) -> dict[str, Any]:
         """Forget a conversation; returns its report, with the seconds it has waited for answers."""
@@ -228,8 +238,7 @@ class Environments:
             if "problem" in answer:
                 return [self._fail(key, answer["problem"])]
             x.report, messages, reward = dict(answer["report"]), answer["messages"], answer["reward"]
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(f"the reward {reward} of a turn")
+            reward = None if reward is None else as_number(reward)
             if messages is not None:
                 messages = [x | {"role": str(x["role"]), "content": str(x["content"])} for x in messages]
             self.selector.unregister(x.socket)

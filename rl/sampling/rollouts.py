@@ -66,14 +66,10 @@ class Trajectory:
             # What an earlier turn was sampled with stays, also if the engine has read it again.
             self.routed = routed if self.routed is None else np.concatenate([self.routed, routed[len(self.routed) :]])
 
-    def tell(self, ids: list[int]) -> bool:
-        """Append what the policy did not sample. False if that leaves no room for another token: then nothing is."""
-        if has_room := len(self.ids) + len(ids) < self.sampling.max_tokens:
-            self._append(ids, 0, [0.0] * len(ids))
-            self.turn_at = len(self.ids)
-        else:
-            self.finish_reason = "length"
-        return has_room
+    def tell(self, ids: list[int]) -> None:
+        """Append what the policy did not sample."""
+        self._append(ids, 0, [0.0] * len(ids))
+        self.turn_at = len(self.ids)
 
     def _append(self, ids: list[int], mask: int, logprobs: list[float]) -> None:
         self.ids += ids
@@ -164,14 +160,14 @@ class Rollouts:
             if answer.messages is None or x.turns == self.environments.max_turns:
                 done += self._finish(answer.key)
                 continue
-            if (told := self.environments.ids_of(answer, x.ids)) is None:
-                x.finish_reason = "error"
+            told = self.environments.ids_of(answer, x.ids, x.sampling.max_tokens - len(x.ids))
+            if isinstance(told, str):
+                x.finish_reason = told
                 done += self._finish(answer.key)
-            elif x.tell(told):
+            else:
+                x.tell(told)
                 x.messages += answer.messages
                 self.pending.append(answer.key)
-            else:
-                done += self._finish(answer.key)
         return done
 
     def run(self, enough: Callable[[], bool] | None = None) -> Iterator[tuple[Hashable, list[Sample]]]:

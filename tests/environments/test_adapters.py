@@ -27,6 +27,7 @@ TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for x in tools %}{{ x['function']['name'] }} {% endfor %}"
     "<tool_call></tool_call><|im_end|>\n{% endif %}"
 )
+CALLS = "{% for x in message['tool_calls'] or [] %}<tool_call>{{ x['function'] | tojson }}</tool_call>{% endfor %}"
 SEEN = {"prompt": [{"role": "user", "content": "1+1=?"}], "row_index": 3, "row_place": "a", "secret": 7}
 
 
@@ -36,7 +37,7 @@ def task(tmp_path) -> h.Task:
     task = h.make_task_with_stops(tmp_path)
     AutoConfig.from_pretrained(task.model, max_position_embeddings=512).save_pretrained(task.model)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    tokenizer.chat_template = TOOLS + tokenizer.chat_template
+    tokenizer.chat_template = TOOLS + tokenizer.chat_template.replace("+ '<|im_end|>", "}}" + CALLS + "{{ '<|im_end|>")
     tokenizer.save_pretrained(task.model)
     return task
 

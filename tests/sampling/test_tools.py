@@ -15,7 +15,9 @@ END = 2  # <|im_end|>
 
 TEMPLATE = """{%- if tools -%}{{- '<|im_start|>system\n' -}}{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}
 {{- 'in <tool_call></tool_call>.<|im_end|>\n' -}}{%- endif -%}
-{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content -}}
+{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' -}}{%- endfor -%}
+{{- '<|im_end|>\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
 
 TOOLS = r'''
