@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import encode_behind, without_control_tokens
 
-TURN, THOUGHT, TOLD = "\u2042turn", "\u2042thought", "\u2042told"  # found again in what a template makes of them
+TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 
 # Opening and closing markers of thoughts. The first line is <think>, <thinking>, <seed:think>, <|thought|>, <reasoning>
 # and all others of this shape.
@@ -252,7 +252,7 @@ class Chat:
         if tokenizer.chat_template is None:
             raise ValueError(f"--environment and --tools need a chat template, and {tokenizer.name_or_path!r} has none")
         thought = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
-        told = {"role": "user", "content": TOLD}
+        told = {"role": "user", "content": "x"}
         if self.tools:
             told |= {"role": "tool", "name": self.tools[0]["function"]["name"], "tool_call_id": "call00000"}
         try:
@@ -262,7 +262,7 @@ class Chat:
         if self.tools and any(x["function"]["name"] not in self._render([USER], False) for x in self.tools):
             raise ValueError(f"--tools: {self.where} does not render tools; use a model that was trained with tools")
         self.end = before.rpartition(TURN)[2]  # what the template writes behind a turn
-        if not after.startswith(before.removesuffix(self.end)) or THOUGHT not in before or TOLD not in after:
+        if not after.startswith(before.removesuffix(self.end)) or THOUGHT not in before:
             raise ValueError(
                 f"{self.where} rewrites what the policy has said, such as its thoughts, when the conversation goes on; "
                 "what is sampled would not be what is trained on: use a template that only appends"
@@ -276,6 +276,7 @@ class Chat:
         # What stands before the environment's messages: a prompt, or a prompt and a turn.
         said = self._render([USER, {"role": "assistant", "content": TURN}], False).partition(TURN)[0] + TURN
         self.starts = {False: self._render([USER], False), True: said}
+        self.told([told], has_turn=True)
         self.opening = self.told([], has_turn=False)  # what makes the policy speak first
         rest = without_thoughts(self.opening + TURN)
         self.thought = "" if rest.endswith(TURN) else self.opening.removeprefix(rest)  # which the policy goes on with
@@ -295,29 +296,27 @@ class Chat:
         """The readers that return calls of all tools as they were before the template wrote them."""
         functions = [x["function"] for x in self.tools]
         calls = [_example(x["name"], x.get("parameters") or {}, start) for x in functions for start in (0, 1)]
-        problem = "refuses messages with tool_calls"
+        problems = []
         for as_json in (False, True):  # most templates want arguments as a dict, some as JSON
             try:
                 turns = [([x], *self._turn_with([x], as_json)) for x in calls]
             except FAULTS as error:
-                problem += f", {error!r}"
+                problems.append(f"refuses tool_calls ({error!r})")
                 continue
             with contextlib.suppress(*FAULTS):  # raised by a template that writes one call in a turn
                 turns.append((calls, *self._turn_with(calls, as_json)))
             readers = self.readers
             for expected, text, stop in turns:
-                readers = [x for x in readers if _same(self._calls(x, text, stop), expected)]
-                if not readers or not stop:
-                    what = (
-                        "which cannot be read back" if stop else "and ends it with none of the end-of-sequence tokens"
-                    )
-                    problem = f"writes the call {expected[0]} as {text!r:.500}, {what}"
+                readers = [x for x in readers if stop and _same(self._calls(x, text, stop), expected)]
+                if not readers:
+                    what = "cannot be read back" if stop else "ends with none of the end-of-sequence tokens"
+                    problems.insert(0, f"writes the call {expected[0]} as {text!r:.500}, which {what}")
                     break
             else:
                 return readers
         raise ValueError(
-            f"--tools: {self.where} {problem}; use the template of a model that was trained with tools, whose calls have "
-            f"one of the forms {', '.join(READERS)}, or give the tokenizer a response_template that reads them"
+            f"--tools: {self.where} {problems[0]}; use the template of a model that was trained with tools and has "
+            f"calls of the forms {', '.join(READERS)}, or give the tokenizer a response_template that reads its calls"
         )
 
     def _turn_with(self, calls: Calls, as_json: bool) -> tuple[str, str]:
@@ -351,9 +350,7 @@ class Chat:
         text = self._render([USER, {"role": "assistant", "content": TURN}][: 1 + has_turn] + [*messages], True)
         if not text.startswith(self.starts[has_turn]):
             roles = ", ".join(x["role"] for x in messages)
-            raise ValueError(
-                f"the chat template does not append messages of the roles {roles}, but moves or merges them"
-            )
+            raise ValueError(f"{self.where} does not append messages of the roles {roles}, but moves or merges them")
         text = text.removeprefix(self.starts[has_turn])
         at = 0
         for x in messages:
@@ -361,7 +358,7 @@ class Chat:
             forms = [content, *(json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))]
             ends = [place + len(form) for form in forms if (place := text.find(form, at)) >= 0]
             if not ends and "".join(content.split()) not in "".join(text[at:].split()):
-                raise ValueError(f"the chat template leaves out what a message says: {x!r:.300}")
+                raise ValueError(f"{self.where} leaves out what a message says: {x!r:.300}")
             at = min(ends, default=at)
         return text
 

@@ -163,7 +163,7 @@ class Environments:
         try:
             told = self.chat.ids_of(answer.messages, ids, room)
         except FAULTS as error:
-            self._fail(answer.key, f"the chat template refuses {answer.messages!r:.300}: {error!r}")
+            self._fail(answer.key, f"{answer.messages!r:.300} cannot be said: {error}")
             return "error"
         return "length" if told is None else told
 

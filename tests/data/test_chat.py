@@ -17,11 +17,33 @@ END, END_OF_TEXT = 151645, 151643  # <|im_end|> and <|endoftext|>
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "x"}
 
+
+def tool(name, /, **properties):
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+
+
+TEXT, NUMBERS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+TYPED_TOOLS = [
+    tool("find", text=TEXT, more=TEXT, count={"type": "integer"}, share={"type": "number"}, deep={"type": "boolean"}),
+    tool("put", values=NUMBERS, about={"type": "object"}, name={"type": ["string", "null"]}),
+    tool("stop"),
+]
+
 # The templates below are short forms of the models' own, with the same structure. All use Qwen2's vocabulary.
 
 # No tools, each message as it is.
 CHATML = """{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+
+# How templates write calls, in JSON and in XML.
+JSON_CALLS = """{%- for c in message.tool_calls or [] -%}
+{{- '\n<tool_call>\n{"name": "' + c.function.name + '", "arguments": ' -}}
+{{- c.function.arguments | tojson -}}{{- '}\n</tool_call>' -}}{%- endfor -%}"""
+XML_CALLS = """{%- for c in message.tool_calls or [] -%}{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' -}}
+{%- for key, value in c.function.arguments | items -%}{{- '<parameter=' + key + '>\n' -}}
+{{- (value | tojson if value is mapping or value is sequence and value is not string else value | string) -}}
+{{- '\n</parameter>\n' -}}{%- endfor -%}{{- '</function>\n</tool_call>' -}}{%- endfor -%}"""
 
 # Tools in the system message; results of one turn are side by side in one user message.
 QWEN25 = """{%- if tools -%}
@@ -34,10 +56,20 @@ QWEN25 = """{%- if tools -%}
 {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
 {%- else -%}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{{- '<|im_start|>' + message.role + '\n' + message.content -}}CALLS{{- '<|im_end|>\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+
+# Calls as <function=...>; else as Qwen2.5.
+QWEN3_CODER = QWEN25.replace("a json object within <tool_call>", "<function=name><parameter=p> within <tool_call>")
+QWEN3_CODER, QWEN25 = QWEN3_CODER.replace("CALLS", XML_CALLS), QWEN25.replace("CALLS", JSON_CALLS)
+# A thought begins with the generation prompt, as in Qwen3.5.
+QWEN35 = QWEN3_CODER.replace(
+    "+ message.content -}}",
+    "+ '<think>\n\n</think>\n\n' * (message.role == 'assistant' and "
+    "'</think>' not in message.content) + message.content -}}",
+).replace("assistant\n' -}}", "assistant\n<think>\n' -}}")
 
 # As Qwen2.5, but thoughts are dropped from all turns before the last message of a user.
 QWEN3 = """{%- set ns = namespace(last=-1) -%}
@@ -50,16 +82,15 @@ QWEN3 = """{%- set ns = namespace(last=-1) -%}
 {%- elif m.role == 'assistant' and '</think>' in m.content and loop.index0 < ns.last -%}
 {{- '<|im_start|>assistant\n' + m.content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' -}}
 {%- else -%}
-{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
+{{- '<|im_start|>' + m.role + '\n' + m.content -}}CALLS{{- '<|im_end|>\n' -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}""".replace(
+    "CALLS", JSON_CALLS.replace("message", "m")
+)
 
 # DeepSeek-R1: thoughts are dropped from every turn, the last one too.
 R1 = QWEN3.replace(" and loop.index0 < ns.last", "")
-
-# Calls as <function=...>; else as Qwen2.5.
-QWEN3_CODER = QWEN25.replace("a json object within <tool_call>", "<function=name><parameter=p> within <tool_call>")
 
 # Tools before the last message of a user; results as JSON with an id of nine characters, or it raises. Nothing makes
 # the policy speak. (Its end of a turn, </s>, is Qwen's <|im_end|> here.)
@@ -71,7 +102,8 @@ MISTRAL = """{%- set users = messages | selectattr('role', 'equalto', 'user') | 
 {%- if tools and m == users[-1] -%}{{- '[AVAILABLE_TOOLS] ' -}}{{- tools | tojson -}}
 {{- '[/AVAILABLE_TOOLS]' -}}{%- endif -%}
 {{- '[INST] ' + m.content + '[/INST]' -}}
-{%- elif m.tool_calls is defined -%}{{- '[TOOL_CALLS] ' -}}
+{%- elif m.tool_calls is defined -%}{{- '[TOOL_CALLS] [' -}}{%- for c in m.tool_calls -%}
+{{- c.function | tojson -}}{{- ', ' if not loop.last else '' -}}{%- endfor -%}{{- ']<|im_end|>' -}}
 {%- elif m.role == 'assistant' -%}{{- ' ' + m.content + '<|im_end|>' -}}
 {%- elif m.role == 'tool' -%}
 {%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 -%}
@@ -91,6 +123,11 @@ LLAMA = """{%- for m in messages -%}
 {%- if m.content is mapping or m.content is iterable -%}{{- m.content | tojson -}}
 {%- else -%}{{- m.content -}}{%- endif -%}
 {{- '<|im_end|>' -}}
+{%- elif m.tool_calls -%}
+{%- if m.tool_calls | length > 1 -%}{{- raise_exception('This model only supports single tool-calls at once!') -}}
+{%- endif -%}{%- set f = m.tool_calls[0].function -%}
+{{- '<|im_start|>assistant\n{"name": "' + f.name + '", "parameters": ' -}}{{- f.arguments | tojson -}}
+{{- '}<|im_end|>' -}}
 {%- else -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' -}}
 {%- endif -%}{%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
@@ -120,7 +157,8 @@ def make(tokenizer):
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, MISTRAL, LLAMA], ids=["ChatML", "Qwen2.5", "Mistral", "Llama"])
 def test_templates_that_only_append_are_taken_without_tools(make, template):
-    assert make(template).read_calls("<tool_call>{}</tool_call>") == []
+    chat = make(template)
+    assert chat.read(chat.tokenizer("<tool_call>{}</tool_call><|im_end|>")["input_ids"])[1] == []
 
 
 @pytest.mark.parametrize(
@@ -129,13 +167,14 @@ def test_templates_that_only_append_are_taken_without_tools(make, template):
         (QWEN25, chat._hermes),
         (QWEN3, chat._hermes),  # no user speaks between its turns, so that thoughts stay
         (QWEN3_CODER, chat._qwen_xml),
+        (QWEN35, chat._qwen_xml),
         (MISTRAL, chat._mistral),
         (LLAMA, chat._llama),
     ],
-    ids=["Qwen2.5", "Qwen3", "Qwen3-Coder", "Mistral", "Llama"],
+    ids=["Qwen2.5", "Qwen3", "Qwen3-Coder", "Qwen3.5", "Mistral", "Llama"],
 )
-def test_templates_with_tools_are_taken_and_say_how_calls_are_read(make, template, read):
-    assert make(template, [TOOL]).read_calls is read
+def test_the_reader_of_calls_is_the_one_that_reads_what_the_template_writes(make, template, read):
+    assert make(template, [TOOL]).readers == make(template, TYPED_TOOLS).readers == [read]
 
 
 @pytest.mark.parametrize(
@@ -145,15 +184,107 @@ def test_templates_with_tools_are_taken_and_say_how_calls_are_read(make, templat
         (CHATML, [TOOL], "does not render tools"),
         (QWEN3, (), "rewrites what the policy has said, such as its thoughts"),
         (R1, [TOOL], "rewrites what the policy has said, such as its thoughts"),
-        (QWEN25.replace("tool_call>", "call>"), [TOOL], "writes calls in no form that is read here: <function="),
+        (
+            QWEN25.replace("tool_call>", "call>"),
+            [TOOL],
+            "--tools: .* writes the call .* which cannot be read back; use",
+        ),
+        (QWEN25.replace(JSON_CALLS, ""), [TOOL], "writes the call .*'add', {}.* as ''"),  # it leaves calls out
+        (
+            QWEN25.replace("arguments | tojson", "arguments | upper"),
+            TYPED_TOOLS,
+            "{'text': '42'.* cannot be read back",
+        ),
+        (QWEN25.replace('{"name": "', '{"title": "'), TYPED_TOOLS, "cannot be read back"),
+        (QWEN3_CODER.replace("value | string)", "value | upper)"), TYPED_TOOLS, "cannot be read back"),
+        (QWEN3_CODER.replace("value | tojson if", "value | list | string if"), TYPED_TOOLS, "cannot be read back"),
+        (
+            LLAMA.replace("'}<|im_end|>' -}}", "'}<|im_start|>' -}}"),
+            [TOOL],
+            "which ends with none of the end-of-sequence",
+        ),
         (NO_END, (), "ends a turn with '</turn>\\\\n', which begins with none of the model's end-of-sequence tokens"),
         (MISTRAL.replace("length != 9", "length != 7"), [TOOL], "refuses a conversation with 'tool' .*length 9"),
     ],
-    ids=["none", "ChatML with tools", "Qwen3 and users", "R1", "no known form", "no end", "refuses"],
+    ids=range(13),
 )
 def test_other_templates_are_refused_with_the_reason(make, template, tools, message):
     with pytest.raises(ValueError, match=message):
         make(template, tools)
+
+
+# What transformers reads by itself. `GUESSED` takes the text "42" for a number, as templates in use do.
+CONTENT = {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}
+IN_TAGS = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "content": "json", "repeats": True}
+IN_TAGS["transform"] = {"type": "function", "function": "{content}"}
+IN_PIPES = {"open_pattern": r"<\|call\|>(?P<name>\w+)", "close": "<|/call|>", "content": "xml-inline", "repeats": True}
+IN_PIPES["content_args"] = {"tag_pattern": r"<\|(?P<key>\w+)\|>(?P<value>.*?)<\|/\w+\|>"}
+IN_PIPES["transform"] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+GUESSED = IN_PIPES | {"content_args": dict(IN_PIPES["content_args"])}
+GUESSED["content_args"]["value_parser"] = {"name": "json", "args": {"allow_non_json": True}}
+PIPE_CALLS = """{%- for c in message.tool_calls or [] -%}{{- '<|call|>' + c.function.name -}}
+{%- for key, value in c.function.arguments | items -%}{{- '<|' + key + '|>' -}}
+{{- (value | tojson if value is mapping or value is sequence and value is not string else value | string) -}}
+{{- '<|/' + key + '|>' -}}{%- endfor -%}{{- '<|/call|>' -}}{%- endfor -%}"""
+PIPES = QWEN25.replace(JSON_CALLS, PIPE_CALLS)
+
+
+@pytest.fixture
+def with_response_template(make, tokenizer, monkeypatch):
+    """with_response_template(template, tools, field that tool_calls are read by) -> Chat"""
+
+    def make_chat(template, tools, field):
+        spec = {"start_anchor": "<|im_start|>assistant\n", "fields": {"tool_calls": field, "content": CONTENT}}
+        monkeypatch.setattr(tokenizer, "response_template", spec)
+        return make(template, tools)
+
+    return make_chat
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "readers", "broken", "read"),
+    [
+        (QWEN25, IN_TAGS, [None, chat._hermes], "<tool_call>{</tool_call>", [("", None)]),
+        (QWEN25, IN_TAGS, [None, chat._hermes], "about `<tool_call>`", []),
+        (
+            PIPES,
+            IN_PIPES,
+            [None],
+            "<|call|>find<|text|>1",
+            [("find", {})],
+        ),  # transformers leaves out what is not closed
+    ],
+    ids=["Hermes", "prose", "another form"],
+)
+def test_a_tokenizers_response_template_is_tried_first(
+    with_response_template, tokenizer, template, field, readers, broken, read
+):
+    c = with_response_template(template, TYPED_TOOLS, field)
+    assert c.readers == readers
+    arguments = {"text": "007", "more": "a\nb", "count": 7, "share": 0.5, "deep": False}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": arguments}}]}
+    turn = tokenizer.apply_chat_template([USER, said], tokenize=False, tools=TYPED_TOOLS)
+    turn = turn.rpartition("assistant\n")[2].removesuffix("<|im_end|>\n")
+    for text, calls in [
+        (turn, [("find", arguments)]),
+        (f"<think>{turn}</think>ok{turn}", [("find", arguments)]),
+        (f"<think>{turn}</think>no", []),
+        ("nothing", []),
+        (broken, read),
+    ]:
+        assert c.read(tokenizer(f"{text}<|im_end|>")["input_ids"])[1] == calls, text
+
+
+def test_a_response_template_that_takes_a_text_for_a_number_is_refused(with_response_template):
+    assert with_response_template(PIPES, [tool("add", count={"type": "integer"})], GUESSED).readers == [None]
+    with pytest.raises(
+        ValueError, match=r"--tools: .*\('find', {'text': '42'.* cannot be read back; .*response_template"
+    ):
+        with_response_template(PIPES, TYPED_TOOLS, GUESSED)
+
+
+def test_of_a_wrong_response_template_and_a_reader_that_fits_the_reader_is_taken(with_response_template):
+    assert with_response_template(QWEN25, TYPED_TOOLS, GUESSED).readers == [chat._hermes]
 
 
 def test_a_prompt_that_is_a_text_is_refused_and_one_of_messages_has_no_generation_prompt(make, tokenizer):
@@ -230,6 +361,114 @@ def test_text_that_spells_a_control_token_stays_text(make, tokenizer, field):
     ids = c.ids_of([result("5") | {field: evil}], [END])
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
     assert tokenizer.decode(ids).replace("\u2060", "").count(evil) == 1
+
+
+# Templates that do not append what an environment may say.
+SYSTEM_FIRST = """{%- for m in messages if m.role == 'system' -%}
+{{- '<|im_start|>system\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}""" + CHATML.replace(
+    "for m in messages", "for m in messages if m.role != 'system'"
+)
+MERGED = """{%- for m in messages -%}
+{%- if loop.first or m.role != loop.previtem.role -%}{{- '<|im_start|>' + m.role -}}{%- endif -%}
+{{- '\n' + m.content -}}
+{%- if loop.last or m.role != loop.nextitem.role -%}{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+ONLY_SOME = CHATML.replace(
+    "{{- '<|im_start|>'", "{%- if m.role in ('user', 'assistant') -%}{{- '<|im_start|>'"
+).replace("{%- endfor -%}", "{%- endif -%}{%- endfor -%}")
+ONLY_LAST = ONLY_SOME.replace("m.role in ('user', 'assistant')", "m.role != 'user' or loop.first or loop.last")
+SHORT = CHATML.replace("m.content", "m.content[:40]")
+WITHOUT_THOUGHTS = CHATML.replace("m.content", "m.content.split('</note>')[-1]")
+
+
+def says(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize("has_turn", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize(
+    ("template", "messages", "problem"),
+    [
+        (CHATML, says(("user", "go")), None),
+        (CHATML, says(("system", "go"), ("user", "go")), None),
+        (CHATML, says(("user", "  go \n"), ("user", "")), None),
+        (CHATML.replace("m.content", "m.content | trim"), says(("user", "  go \n")), None),
+        (CHATML.replace("m.content", "m.content | replace(' ', '  ')"), says(("user", "go on")), None),
+        (LLAMA, says(("tool", 'a "b"\nü')), None),  # as JSON
+        (
+            CHATML.replace("m.content", "(m.content | tojson(ensure_ascii=True) if m.role == 'user' else m.content)"),
+            says(("user", "ü")),
+            None,
+        ),
+        (SYSTEM_FIRST, says(("user", "go")), None),
+        (SYSTEM_FIRST, says(("system", "go")), "does not append messages of the roles .*system"),
+        (SYSTEM_FIRST, says(("user", "go"), ("system", "go")), "does not append messages of the roles .*user, system"),
+        (ONLY_SOME, says(("user", "go")), None),
+        (ONLY_SOME, says(("system", "go")), "leaves out what a message says: .*system"),
+        (ONLY_SOME, says(("user", "go"), ("critic", "no")), "leaves out what a message says: .*critic"),
+        (ONLY_LAST, says(("user", "one"), ("user", "two")), "leaves out what a message says: .*one"),
+        (ONLY_LAST, says(("user", "same"), ("user", "same")), "leaves out what a message says: .*same"),
+        (SHORT, says(("user", "x" * 50)), "leaves out what a message says: .*xxx"),
+        (WITHOUT_THOUGHTS, says(("user", "<note>a</note>b")), "leaves out what a message says"),
+    ],
+    ids=range(17),
+)
+def test_a_message_that_the_template_does_not_append_is_an_error(make, template, messages, problem, has_turn):
+    c = make(template)
+    if problem is None:
+        assert c.ids_of(messages, [END] * has_turn)
+    else:
+        with pytest.raises(ValueError, match=problem):
+            c.ids_of(messages, [END] * has_turn)
+
+
+def test_two_messages_of_one_role_are_an_error_only_where_they_would_be_merged(make):
+    c = make(MERGED)
+    with pytest.raises(ValueError, match="does not append messages of the roles .*user"):
+        c.ids_of(says(("user", "go")), [])
+    assert c.ids_of(says(("user", "go"), ("user", "on")), [END])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "go on. " * 60,
+        "\n" * 300,
+        " " * 2000,
+        "漢字" * 100,
+        "-" * 4000,
+        "a\u0301" * 200,
+        "\U000f1234" * 30,
+        "1" * 250,
+        "",
+    ],
+    ids=["prose", "lines", "spaces", "Chinese", "long tokens", "accents", "unknown", "digits", "nothing"],
+)
+def test_an_observation_fits_as_its_tokens_do(make, text):
+    c = make(CHATML)
+    messages = says(("user", text))
+    ids = c.ids_of(messages, [END])
+    for room in [0, 1, 5, *range(max(len(ids) - 3, 0), len(ids) + 4), 1000]:
+        assert c.ids_of(messages, [END], room) == (ids if len(ids) < room else None)
+
+
+def test_an_observation_that_is_far_too_long_is_not_tokenized(make, monkeypatch):
+    """The longest of Qwen2's tokens has 128 characters."""
+    c = make(CHATML)
+    assert c.longest == 128
+    monkeypatch.setattr(chat, "encode_behind", None)  # which would raise TypeError
+    for text in ["x" * 200_000, "a b\n" * 100_000, "漢字 " * 200_000]:
+        assert c.ids_of(says(("user", text)), [END], 1000) is None
+    with pytest.raises(TypeError):
+        c.ids_of(says(("user", "x" * 100_000)), [END], 1000)
+
+
+def test_a_vocabulary_that_drops_characters_gives_no_limit():
+    """It has no token for "%", so a long text may have few tokens."""
+    tokenizer = arithmetic.make_tokenizer()
+    c = Chat(tokenizer, [], [2])
+    assert c.longest == 0
+    assert len(c.ids_of(says(("user", "1" + "%" * 100_000)), [2], 60)) < 60
 
 
 def test_reading_a_turn_leaves_its_end_out(make, tokenizer):
@@ -336,6 +575,154 @@ def test_calls_of_mistral(text, calls):
 )
 def test_calls_of_llama(text, calls):
     assert chat._llama(text) == calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thoughts, and prose about calls
+
+CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
+DRAFT = CALL.replace("1", "9")
+BROKEN = ("", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>\n{DRAFT}\n</think>\n\n{CALL}", [ADD]),
+        (f"<think>{DRAFT}", []),  # the thought never ends
+        (f"{DRAFT}</think>{CALL}", [ADD]),  # nobody has seen it begin
+        (f"<think>a</think>{CALL}<think>{DRAFT}</think>{CALL}", [ADD, ADD]),
+        (f"<think>a <think>b</think> {DRAFT}</think> {CALL}", [ADD]),
+        (f"<think>I end it by `</think>`. {DRAFT}</think>{CALL}", [ADD]),
+        (f"[THINK]{DRAFT}[/THINK]{CALL}", [ADD]),
+        (f"<seed:think>{DRAFT}</seed:think>{CALL}", [ADD]),
+        (f"<Thinking>{DRAFT}</Thinking>{CALL}", [ADD]),
+        (f"<reasoning>{DRAFT}</reasoning>{CALL}", [ADD]),
+        (f"<|thought|>{DRAFT}<|/thought|>{CALL}", [ADD]),
+        (f"<|channel|>analysis<|message|>{DRAFT}<|end|><|start|>assistant{CALL}", [ADD]),
+        (f"<|START_THINKING|>{DRAFT}<|END_THINKING|>{CALL}", [ADD]),
+        (f"◁think▷{DRAFT}◁/think▷{CALL}", [ADD]),
+        (f"{CALL}<think>{DRAFT}", [ADD]),
+        (f"I think in `<think>` and `</think>`. {CALL}", [ADD]),
+        (f"{CALL} <thinker>", [ADD]),
+        (CALL.replace("x; y", "<think>"), [("add", {"a": 1, "b": "<think>"})]),
+        (CALL.replace("x; y", "a</think>b"), [("add", {"a": 1, "b": "a</think>b"})]),
+        (CALL.replace("x; y", "</tool_call>"), [("add", {"a": 1, "b": "</tool_call>"})]),
+        ("I would write `<tool_call>` here.", []),
+        ("The tags <tool_call></tool_call> hold a call.", []),
+        ("<tool_call> and </tool_call> hold a call.", []),
+        ("A <tool_call> is JSON.", []),
+        ("<tool_call>", []),
+        (f"Write `{CALL}`.", []),
+        (f"The `<tool_call>` tag:\n{CALL}", [ADD]),
+        (f"```\n{CALL}\n```", [ADD]),
+        (CALL.replace("}}", "}"), [BROKEN]),
+        (CALL.replace("}}", "}}}"), [BROKEN]),
+        (CALL.replace("1", "NaN"), [BROKEN]),
+        (CALL.replace("1", "1e999"), [BROKEN]),
+        ("so:\n<tool_call>\nadd(1)\n</tool_call>\n", [BROKEN]),
+        ("so <tool_call>{name: add}</tool_call>", [BROKEN]),
+        ("<tool_call><function=add></function></tool_call>", [BROKEN]),
+        (f'<tool_call>{{"name": "add</tool_call>{CALL}', [BROKEN, ADD]),
+        (f"<tool_call>{OBJECT}<tool_call>{OBJECT}", [ADD, ADD]),
+    ],
+    ids=range(37),
+)
+def test_calls_behind_thoughts_and_in_prose(text, calls):
+    assert chat._hermes(chat.without_thoughts(text)) == calls
+
+
+def test_a_thought_that_the_generation_prompt_has_opened_is_not_read(make, tokenizer):
+    c = make(QWEN35, [TOOL])
+    assert c.opening.endswith("<think>\n") and c.thought == "<think>\n"
+    call = "<tool_call>\n<function=add>\n</function>\n</tool_call>"
+    for text, calls in [(f"{call}\n</think>\n\n{call}", 1), (call, 0), (f"a</think>{call}{call}", 2), ("</think>", 0)]:
+        assert c.read(tokenizer(f"{text}<|im_end|>")["input_ids"]) == (text, [("add", {})] * calls)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "calls"),
+    [
+        (chat._mistral, "Mistral writes [TOOL_CALLS] first.", []),
+        (chat._mistral, "`[TOOL_CALLS]add{}`", []),
+        (chat._mistral, "so [TOOL_CALLS]add{1}", [("add", None)]),
+        (chat._mistral, "so [TOOL_CALLS] add{}", [("add", {})]),
+        (chat._qwen_xml, "Qwen writes <tool_call><function, or <function=name>.", []),
+        (chat._qwen_xml, "`<function=f></function>`", []),
+        (chat._qwen_xml, "so <function=f></function>", [("f", {})]),
+        (chat._qwen_xml, "so <tool_call><function=f><parameter=a>1</function></tool_call>", [("f", None)]),
+        (chat._qwen_xml, "so\n<function=f>\n<parameter=a>1</function>", [("f", None)]),
+        (
+            chat._qwen_xml,
+            "<function=f><parameter=a>x</parameter>y</function>z</parameter></function>",
+            [("f", {"a": "x</parameter>y</function>z"})],
+        ),
+    ],
+    ids=range(10),
+)
+def test_prose_about_calls_of_other_forms(read, text, calls):
+    assert read(text) == calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types of values in XML
+
+DEFS = {"Count": {"type": "integer"}, "Again": {"anyOf": [{"$ref": "#/$defs/Again"}, {"type": "string"}]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "42", "42"),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+        ({"type": "string"}, " 1\n", " 1\n"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "42", 42),
+        ({"type": "integer"}, "-7", -7),
+        ({"type": "integer"}, "42.0", 42),
+        ({"type": "integer"}, "42.5", "42.5"),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "integer"}, "9" * 5000, "9" * 5000),  # Python reads no longer ones
+        ({"type": "number"}, "0.5", 0.5),
+        ({"type": "number"}, "2", 2),
+        ({"type": "number"}, "2.0", 2.0),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "true", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "null"}, "None", None),
+        ({"type": "array"}, '["1", 2]', ["1", 2]),
+        ({"type": "array"}, "[1, 2", "[1, 2"),
+        ({"type": "array"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "object"}, '{"a": "1"}', {"a": "1"}),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "42", "42"),
+        ({"type": ["string", "integer"]}, "42", 42),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "1", "1"),
+        ({"allOf": [{"type": "string"}], "description": "A text."}, "1", "1"),
+        ({"type": "string", "nullable": True}, "1", "1"),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2], "type": "number"}, "1", 1),
+        ({"const": "5"}, "5", "5"),
+        ({"$ref": "#/$defs/Count"}, "5", 5),
+        ({"$ref": "#/$defs/Again"}, "text", "text"),
+        ({"$ref": "#/$defs/Missing"}, "5", 5),
+        ({}, "5", 5),  # a schema that does not say allows everything
+        ({}, "five", "five"),
+        (True, "5", 5),
+    ],
+    ids=range(43),
+)
+def test_a_value_in_xml_has_the_type_that_the_tools_schema_says(schema, text, value):
+    tools = {"f": {"type": "object", "properties": {"x": schema}, "$defs": DEFS}}
+    [(name, arguments)] = chat._qwen_xml(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>", tools)
+    assert name == "f" and repr(arguments) == repr({"x": value})
 
 
 def test_the_arithmetic_tasks_own_template_is_taken():
