@@ -51,6 +51,9 @@ class Environment:
                     "None": lambda: [{"role": "user", "content": None}], "no role": lambda: [{"content": "1"}],
                     "text": lambda: "text", "number": lambda: 5, "garbage": self.garbage, "forged": self.forged,
                     "NaN reward": lambda: ([], float("nan")), "text as reward": lambda: ([], "much"),
+                    "huge reward": lambda: ([], -1e19), "number in a text": lambda: ([], "2"),
+                    "left out": lambda: [{"role": "silent", "content": "1"}],
+                    "huge field": lambda: [{"role": "user", "content": "1", "image": "1" * 10**7}],
                     "two messages": lambda: ({"role": "user", "content": "1"}, {"role": "user", "content": "2"}),
                     "paid end": lambda: (None, 2), "dies later": self.later,
                     "kill first": lambda: os.kill(os.getppid(), 9),
@@ -88,7 +91,9 @@ class Environment:
         return [{"role": "user", "content": "1"}]
 
     async def report(self):
-        return {"count": self.count, "huge": 10**400, "nan": float("nan"), "text": "x"}
+        more = {"reserved report": {"error_frac": 5}, "huge report": {"text": "x" * 10**7}}
+        about = {"count": self.count, "huge": 10**400, "nan": float("nan"), "text": "x"}
+        return about | more.get(self.about.get("does"), {})
 
     async def close(self):
         with open(HERE / "closed", "a") as file:
@@ -120,8 +125,11 @@ def tokenizer(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.refuse %}{{ raise_exception('no ' + m.refuse) }}{% endif %}{% endfor %}"
-        + tokenizer.chat_template
+        + tokenizer.chat_template.replace(
+            "{% for message in messages %}", "{% for message in messages if message['role'] != 'silent' %}"
+        )
     )
+    assert "silent" in tokenizer.chat_template
     return tokenizer
 
 
@@ -328,7 +336,8 @@ def test_groups_that_outlive_steps_are_taken_once_on_every_rank(name, sampled):
 # Faults
 
 FAULTS = ["hang", "exit", "kill", "raise", "SystemExit", "None", "no role", "text", "number", "garbage", "forged"]
-FAULTS += ["dies later", "refused", "no reset", "NaN reward", "text as reward"]
+FAULTS += ["dies later", "refused", "no reset", "NaN reward", "text as reward", "huge reward", "number in a text"]
+FAULTS += ["left out", "huge field", "reserved report", "huge report"]
 
 
 def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, capfd):
@@ -343,6 +352,7 @@ def test_a_fault_costs_its_own_conversation(hf_engine, policy, made, tokenizer, 
         assert failed == (name in FAULTS) or s.finish_reason == "length", (name, s.finish_reason, s.turns)
     assert {name for name, s in found.items() if s.finish_reason == "error"} >= {*FAULTS} - {"dies later"}
     assert reached and found["megabyte"].finish_reason == "length" and len(found["no reset"].response_ids) == 0
+    assert all(len(s.response_ids) == 0 for name, s in found.items() if "report" in name)
     assert [x.turn_rewards for x in samples if x.turn_rewards] == [(2.0,)] == [found["paid end"].turn_rewards]
     assert [x["content"] for x in found["two messages"].messages[2:4]] == ["1", "2"]
     assert found["surrogate"].messages[2]["content"] == "1?2" or found["surrogate"].turns == 1
@@ -403,3 +413,37 @@ def test_files_that_cannot_be_loaded_are_refused_with_flag_file_and_reason(made,
     refused(tokenizer, "has no 'Nobody'", environment=f"{made.file}:Nobody")
     refused(tokenizer, "Empty has no `step`", environment=f"{made.file}:Empty")
     refused(tokenizer, "there is no function in it", tools=(str(tmp_path / "hidden.py"),))
+
+
+MOVES = """{%- for m in messages if m.role == 'system' -%}{{- '<|im_start|>system\n' + m.content + '<|im_end|>\n' -}}
+{%- endfor -%}{%- for m in messages if m.role != 'system' -%}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+SYSTEM = """
+class Environment:
+    def reset(self, row, seed):
+        return [{"role": "system", "content": "1"}] if row["extra_info"]["first"] else []
+    def step(self, reply):
+        return [{"role": "system", "content": "2"}]
+"""
+
+
+def test_a_message_that_the_template_moves_ends_its_conversation_and_not_the_run(
+    tmp_path, tiny_model, hf_engine, policy, capfd
+):
+    push(hf_engine, policy)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = MOVES
+    (tmp_path / "system.py").write_text(SYSTEM)
+    environments = make_environments(EnvironmentFlags(environment=str(tmp_path / "system.py")), tokenizer, STOPS)
+    try:
+        assert "a message of the role 'system' ends its conversation as an error" in capfd.readouterr().err
+        rows = rows_of(tokenizer, {"first": True}, {"first": False})
+        way = Sampling(n=1, temperature=TEMPERATURE, max_tokens=100, stop_token_ids=STOPS)
+        first, later = sample_groups(hf_engine, rows, way, environments=environments, seed=0)[0]
+    finally:
+        environments.close()
+    assert (first.finish_reason, first.turns, len(first.response_ids), first.messages) == ("error", 1, 0, ())
+    assert (later.finish_reason, later.turns) == ("error", 1) and later.response_ids[-1] in STOPS
+    assert [x["role"] for x in later.messages] == ["assistant"]
+    assert capfd.readouterr().err.count("does not append messages of the roles system, but moves or merges them") == 1

@@ -1,14 +1,25 @@
 """--tools for real: functions that hang, die, fork, print and lie, and a tool server that goes away and comes back."""
 
+import collections
 import contextlib
+import dataclasses
+import datetime
+import enum
 import signal
 import socket
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import launch
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from rl.sampling import environment_worker
 from rl.sampling.environments import EnvironmentFlags, make_environments
 
 END = 2  # <|im_end|>
@@ -124,7 +135,7 @@ SERVER = """
 import sys, time
 from pathlib import Path
 from mcp.server import MCPServer
-from mcp_types import ListToolsResult
+from mcp_types import ImageContent, ListToolsResult, TextContent
 
 class Paged(MCPServer):
     async def _handle_list_tools(self, ctx, params):
@@ -143,6 +154,12 @@ def double(x: int) -> int:
 def break_() -> str:
     "Raise."
     raise ValueError("it broke")
+
+@server.tool()
+def picture(only: bool) -> list:
+    "A text and an image."
+    image = ImageContent(type="image", data="AAAA", mime_type="image/png")
+    return [image] if only else [TextContent(type="text", text="a dot"), image]
 
 @server.tool()
 def wait(seconds: float) -> str:
@@ -269,6 +286,109 @@ def test_control_tokens_in_the_result_of_a_tool_stay_text(talk, tokenizer):
     talk.environments.end("a")
 
 
+@dataclasses.dataclass
+class Point:
+    x: float
+    y: Any
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(5), "5"),
+        (np.float32(0.5), "0.5"),
+        (np.float64(0.1), "0.1"),
+        (np.bool_(True), "true"),
+        (np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
+        (np.array(7), "7"),
+        (np.array(["a", None], object), '["a", null]'),
+        ({"a": [np.int8(1), {"b": np.float16(0.25)}]}, '{"a": [1, {"b": 0.25}]}'),
+        ({np.int64(3): np.int64(4)}, '{"3": 4}'),
+        ({(1, 2): 3}, '{"(1, 2)": 3}'),
+        (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
+        (torch.tensor(3), "3"),
+        (Decimal("0.1"), "0.1"),
+        (Decimal("12"), "12"),
+        (Decimal("1e400"), "Infinity"),
+        (Fraction(1, 4), "0.25"),
+        ({3, 1, 10}, "[1, 3, 10]"),
+        (frozenset("ba"), '["a", "b"]'),
+        ((1, np.int64(2)), "[1, 2]"),
+        (Pair(1, np.int64(2)), "[1, 2]"),
+        (collections.deque([1]), "[1]"),
+        (Point(1.0, {np.int64(2)}), '{"x": 1.0, "y": [2]}'),
+        (Color.RED, '"red"'),
+        (float("nan"), "NaN"),
+        (np.float64("nan"), "NaN"),
+        (None, "null"),
+        (True, "true"),
+        (b"\xff", "\"b'\\\\xff'\""),
+        (Path("a/b"), '"a/b"'),
+        (datetime.date(2026, 1, 2), '"2026-01-02"'),
+        (1 + 2j, '"(1+2j)"'),
+        (Point, "\"<class 'test_tools.Point'>\""),
+        ("as it is", "as it is"),
+    ],
+    ids=repr,
+)
+def test_what_a_tool_returns_reaches_the_policy_as_json(value, text):
+    tools = environment_worker.Tools({"f": lambda: value}, 1000)
+    [message] = tools.step(environment_worker.Reply("", (environment_worker.Call("1", "f", {}),), 1))
+    assert message["content"] == text and tools.errors == 0
+
+
+ONE = 'def f() -> int:\n    """One."""\n    return 1\n'
+CLASS = "class Environment:\n    tools = (TOOLS)\n    def step(self, reply):\n        pass\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "problem"),
+    [
+        (None, {"a": ONE, "b": ONE}, "'f', from .*/a.py and .*/b.py; rename or leave out one"),
+        (None, {"a": ONE, "a:f": ONE}, "'f', from .*/a.py and .*/a.py:f"),
+        (None, {"a": ONE.replace("def f", "g = 1\ndef f") + "g = f\n"}, None),  # the same function
+        (None, {"a": ONE + "def wrap(f):\n    def f(): pass\n    return f\ng = wrap(f)\n"}, "'f', from .*a.py"),
+        (None, {"a": ONE, "b": ONE.replace("def f", "def g")}, None),
+        (CLASS.replace("TOOLS", "{'name': 'f'}, {'name': 'g'}"), {}, None),
+        (
+            CLASS.replace("TOOLS", "{'name': 'f'}, {'type': 'function', 'function': {'name': 'f'}}"),
+            {},
+            "'f', from .*e.py",
+        ),
+        (ONE + CLASS.replace("TOOLS", "{'name': 'f'}, f"), {}, "'f', from .*e.py and .*e.py"),
+        (ONE + CLASS.replace("TOOLS", "f, f"), {}, "'f', from .*e.py and .*e.py"),
+        (ONE + CLASS.replace("TOOLS", "f, {'name': 'g'}"), {}, None),
+    ],
+    ids=range(10),
+)
+def test_two_tools_of_one_name_are_refused(environment, files, problem, tmp_path):
+    for name, text in files.items():
+        (tmp_path / f"{name.partition(':')[0]}.py").write_text(text)
+    (tmp_path / "e.py").write_text(environment or "")
+    specs = [str(tmp_path / name.partition(":")[0]) + ".py" + "".join(name.partition(":")[1:]) for name in files]
+    arguments = (str(tmp_path / "e.py") if environment else None, specs, 100)
+    if problem is None:
+        assert len(environment_worker.load(*arguments)[1]) == len(files or "fg")
+    else:
+        with pytest.raises(ValueError, match=f"two tools are called {problem}"):
+            environment_worker.load(*arguments)
+
+
+@pytest.mark.parametrize("size", [1_000, 300_000, 3_000_000])
+def test_schemas_may_be_long(size, tokenizer, tmp_path):
+    (tmp_path / "long.py").write_text(CLASS.replace("TOOLS", f"{{'name': 'f', 'description': 'x' * {size}}},"))
+    environments = make_environments(EnvironmentFlags(environment=str(tmp_path / "long.py")), tokenizer, [END])
+    environments.close()
+    assert len(environments.chat.tools[0]["function"]["description"]) == size
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A tool server
 
@@ -304,12 +424,18 @@ def test_a_tool_server_that_goes_away_costs_calls_and_comes_back(server, tokeniz
     process, double = start(), ("double", {"x": 21})
     talk = Talk(tokenizer, url)
     try:
-        assert [x["function"]["name"] for x in talk.environments.chat.tools] == ["double", "break_", "wait"]
+        assert [x["function"]["name"] for x in talk.environments.chat.tools] == ["double", "break_", "picture", "wait"]
         for key in "abc":
             talk.begin(key)
         assert talk.calls("a", double, ("break_", {}), ("double", {"x": "y"}), ("double", {}))[0] == "42"
         answers = talk.calls("a", ("break_", {}), ("double", {"x": "y"}), double, turn=2)
         assert "Error executing tool break_" in answers[0] and answers[1].startswith("Error: ") and answers[2] == "42"
+
+        image = "[the result has a part that is not text and cannot be shown: image image/png]"
+        pictures = talk.calls("b", ("picture", {"only": False}), ("picture", {"only": True}))
+        assert pictures == [f"a dot\n{image}", image]
+        with pytest.raises(ValueError, match=f"two tools are called 'double', from {url} and {url}; rename"):
+            Talk(tokenizer, url, url)
 
         talk.environments.ask("b", "", [("wait", {"seconds": 600})], 1)  # killed meanwhile
         launch.until((tmp_path / "waits").exists)
