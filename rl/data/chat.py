@@ -26,7 +26,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.encode import encode_behind, without_control_tokens
+from rl.data.encode import encode_behind, start_of, without_control_tokens
 
 TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 
@@ -231,13 +231,6 @@ def _same(calls: Calls | None, expected: Calls) -> bool:
     return calls is not None and json.dumps(calls, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The most characters of text that a token covers; 0 if that is not known, since the vocabulary may drop some."""
-    rare = "\U000f1234 \U0010fabc \ue3a7"
-    has_all = all(x in tokenizer.decode(tokenizer(rare, add_special_tokens=False)["input_ids"]) for x in rare.split())
-    return max(map(len, tokenizer.get_vocab())) if has_all else 0
-
-
 class Chat:
     """How a model's chat template goes on with a conversation.
 
@@ -272,7 +265,6 @@ class Chat:
                 f"{self.where} ends a turn with {self.end[:20]!r}, which begins with none of the model's "
                 "end-of-sequence tokens; add that token to eos_token_id of its generation config"
             )
-        self.longest = _longest_token(tokenizer)
         # What stands before the environment's messages: a prompt, or a prompt and a turn.
         said = self._render([USER, {"role": "assistant", "content": TURN}], False).partition(TURN)[0] + TURN
         self.starts = {False: self._render([USER], False), True: said}
@@ -362,24 +354,13 @@ class Chat:
             at = min(ends, default=at)
         return text
 
-    def _is_too_long(self, text: str, room: float) -> bool:
-        """Whether the text surely has more than `room` tokens: each covers at most `longest` characters of what the
-        tokenizer's normalizer leaves. White space does not count, since some tokens swallow what stands beside them.
-        """
-        most = room * self.longest
-        if not self.longest or len(text) <= most:
-            return False
-        start, normalizer = text[: 4 * int(most) + 64], self.tokenizer.backend_tokenizer.normalizer
-        start = normalizer.normalize_str(start) if normalizer else start
-        return len("".join(start.split())) > most + 64  # its last characters might be joined with those behind it
-
-    def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: float = math.inf) -> list[int] | None:
+    def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: int | None = None) -> list[int] | None:
         """What a conversation goes on with: ids of messages and of what makes the policy speak again.
 
         Args: messages, each with role and content; ids of the conversation behind the prompt so far, which end with a
         turn of the policy; [] if it has not said anything; room, in tokens: None is returned if the ids do not leave
-        some of it, and then a text that is far too long is not tokenized. Text that spells a control token stays text.
-        Raises as `told`.
+        some of it, and only the beginning of a text that is far too long is tokenized. Text that spells a control token
+        stays text. Raises as `told`.
         """
 
         def clean_text(x: Any) -> Any:
@@ -388,10 +369,8 @@ class Chat:
         clean = [{name: clean_text(x) for name, x in message.items()} for message in messages]
         last = self._text(ids[-1]) if ids else ""
         text = self.told(clean, has_turn=bool(ids)).removeprefix(last)
-        if self._is_too_long(text, room):
-            return None
-        found = encode_behind(self.tokenizer, last, text)
-        return found if len(found) < room else None
+        told = encode_behind(self.tokenizer, last, start_of(self.tokenizer, text, room))
+        return told if room is None or len(told) < room else None
 
     def read(self, ids: Sequence[int]) -> tuple[str, Calls]:
         """A turn of the policy: its text without special tokens, and what it calls. Calls that cannot be read at all,

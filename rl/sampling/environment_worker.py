@@ -23,6 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, as_numbe
 MAX_ANSWER = 64 << 20  # bytes of one answer
 MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept
 RESERVED = ("error_frac", "observation_tokens", "seconds", "turn_rewards")  # metrics that the run itself computes
+SCALARS = (str, bool, int, float)
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
 
@@ -293,31 +295,27 @@ def _plain(value: Any) -> Any:
     """What JSON has of a value: numbers and lists of those of numpy and torch, of Decimal and Fraction, of sets, of
     dataclasses, of pydantic's models and of enums, also inside others; the text of anything else.
     """
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value.value if isinstance(value, enum.Enum) else value
+    value = value.value if isinstance(value, enum.Enum) else value
+    if value is None or isinstance(value, SCALARS):
+        return value
+    if isinstance(value, type):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    for method in ("tolist", "model_dump"):  # of numpy and torch, and of pydantic
+        if hasattr(value, method):
+            return _plain(getattr(value, method)())
     if isinstance(value, Mapping):
-        return {_key(name): _plain(x) for name, x in value.items()}
+        names = {name: _plain(name) for name in value}
+        return {names[name] if isinstance(names[name], SCALARS) else str(name): _plain(value[name]) for name in value}
     if isinstance(value, (set, frozenset)):
-        plain = [_plain(x) for x in value]
-        return sorted(plain, key=lambda x: (str(type(x)), x if isinstance(x, (int, float, str)) else str(x)))
+        return sorted(map(_plain, value), key=lambda x: (str(type(x)), x if isinstance(x, SCALARS) else str(x)))
     if isinstance(value, (list, tuple, deque, range)):
         return [_plain(x) for x in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    for method in ("tolist", "model_dump"):  # of numpy and torch, and of pydantic
-        if callable(getattr(value, method, None)) and not isinstance(value, type):
-            return _plain(getattr(value, method)())
-    if isinstance(value, numbers.Number) and not isinstance(value, complex):
+    if isinstance(value, numbers.Real | Decimal):
         number = float(value)
         return int(number) if number.is_integer() and abs(number) < 2**53 else number
     return str(value)
-
-
-def _key(name: Any) -> str | int | float | bool | None:
-    plain = _plain(name)
-    return plain if plain is None or isinstance(plain, (str, bool, int, float)) else str(name)
 
 
 def main() -> None:

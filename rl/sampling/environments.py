@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import dataclasses
 import json
-import math
 import pickle
 import resource
 import selectors
@@ -108,7 +107,10 @@ class Environments:
             try:
                 self.chat.told([{"role": role, "content": "x"}], has_turn=True)
             except FAULTS as error:
-                say(f"environment: a message of the role {role!r} ends its conversation as an error: {error}", sys.stderr)
+                say(
+                    f"environment: a message of the role {role!r} ends its conversation as an error: {error}",
+                    sys.stderr,
+                )
 
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""
@@ -156,7 +158,7 @@ class Environments:
                 found.append(self._fail(key, f"no answer within {self.flags.environment_timeout:g} s"))
         return found
 
-    def ids_of(self, answer: Answer, ids: Sequence[int], room: float = math.inf) -> list[int] | str:
+    def ids_of(self, answer: Answer, ids: Sequence[int], room: int | None = None) -> list[int] | str:
         """See `Chat.ids_of`. If the conversation cannot go on, its finish reason: "length" if the messages leave no
         room for another token of the policy, "error" if the chat template refuses, moves or leaves out one of them.
         """
