@@ -25,7 +25,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from rl.sampling.environment_worker import Reply, Tools, awaited
+from rl.sampling.environment_worker import Reply, Tools
 
 
 class FromTRL:
@@ -46,7 +46,7 @@ class FromTRL:
         """What the object's `reset` says, if anything."""
         random.seed(seed)
         columns = {name: x for name, x in row.items() if name not in ("row_index", "row_place")}
-        said = await awaited(self.environment.reset(**columns))
+        said = await _awaited(self.environment.reset(**columns))
         return [] if said is None else [{"role": "user", "content": said}]
 
     def step(self, reply: Reply) -> list[dict] | None:
@@ -56,7 +56,11 @@ class FromTRL:
     async def report(self) -> dict[str, float]:
         """Calls, errors, and the reward so far, if the object gives one."""
         score = getattr(self.environment, "get_reward", None)
-        return self.calls.report() | ({"reward": await awaited(score())} if score else {})
+        return self.calls.report() | ({"reward": await _awaited(score())} if score else {})
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
 
 
 def _methods(environment: Any) -> dict[str, Callable]:

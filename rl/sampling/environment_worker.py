@@ -81,7 +81,7 @@ class Tools:
                 raise ValueError("this call could not be read; write it as JSON with a name and arguments")
             if call.name not in self.functions:
                 raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
-            result = _completed(self.functions[call.name](**call.arguments))
+            result = _awaited(self.functions[call.name](**call.arguments))
             return _cut(result if isinstance(result, str) else json.dumps(_plain(result)), self.most), False
         except (Exception, SystemExit) as error:  # argparse exits
             while isinstance(error, BaseExceptionGroup):  # of the client of a tool server, which says nothing itself
@@ -98,13 +98,11 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} ... (cut: {len(text)} characters)"
 
 
-async def awaited(result: Any) -> Any:
-    """The result of a method that may be async."""
-    return await result if inspect.isawaitable(result) else result
+def _awaited(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
+    async def wait() -> Any:
+        return await result
 
-
-def _completed(result: Any, run: Callable[[Any], Any] = asyncio.run) -> Any:
-    return run(awaited(result)) if inspect.isawaitable(result) else result
+    return run(wait()) if inspect.isawaitable(result) else result
 
 
 def load_file(spec: str) -> tuple[Any, str]:
@@ -261,7 +259,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
             try:
                 environment = environment or make()
                 found = getattr(environment, method)(*arguments) if hasattr(environment, method) else ()
-                found, reward = _completed(found, runner.run), None
+                found, reward = _awaited(found, runner.run), None
                 is_pair = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Mapping)
                 if is_pair and method == "step":
                     found, reward = found[0], as_number(found[1])
@@ -271,7 +269,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
                 report = environment.report() if hasattr(environment, "report") else {}
-                report = _plain(dict(_completed(report, runner.run)))
+                report = _plain(dict(_awaited(report, runner.run)))
                 if reserved := [name for name in RESERVED if name in report]:
                     raise ValueError(f"the report has {reserved[0]!r}, a name that the run uses itself; rename it")
                 about = [{name: x for name, x in message.items() if name != "content"} for message in messages or ()]
@@ -287,7 +285,7 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(CLOSE_SECONDS)  # which ends this process
     with contextlib.suppress(BaseException):
-        _completed(environment.close(), runner.run)
+        _awaited(environment.close(), runner.run)
     os._exit(0)
 
 

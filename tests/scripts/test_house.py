@@ -44,7 +44,10 @@ LIMITS = {
 ALLOWANCES: list[tuple[str, int, str]] = [
     # Texts that become tokens: prompts, demonstrations, templates.
     # Tool calls and their schemas.
+    ("core", 128, "Calls are read behind thoughts, typed by their tools' schemas, and tried before a model is loaded."),
     # Environments and their processes.
+    ("core", 19, "A message that a chat template moves, merges or leaves out ends its conversation as an error."),
+    ("core", 60, "One tool per name, reserved names of reports, bounded answers, and results of tools as JSON."),
     # Images.
     ("core", 39, "Images are upright, on white and of 8 bits in trainer and engine; one that cannot be so is named."),
     # Data files and their size.
