@@ -336,7 +336,7 @@ Pair = collections.namedtuple("Pair", "a b")
         (Point, "\"<class 'test_tools.Point'>\""),
         ("as it is", "as it is"),
     ],
-    ids=repr,
+    ids=range(33),
 )
 def test_what_a_tool_returns_reaches_the_policy_as_json(value, text):
     tools = environment_worker.Tools({"f": lambda: value}, 1000)
