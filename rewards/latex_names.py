@@ -155,6 +155,7 @@ NAMES = r"""
 \arccos \acos
 \arctan \atan \arctg
 \arccot \arcctg \arccotg
+\log_{10} \lg
 \sinh \sh
 \cosh \ch
 \tanh \th
@@ -262,8 +263,11 @@ _AFTER_RENAMING = _compiled(
     (r"\^\s*(?:\{\s*('[\s']*)\}|('[\s']*))", r"\1\2"),
     (r"\^\s*(?:\{\s*)?(?:\\top|\\intercal|\\text\s*\{\s*T\s*\})(?![A-Za-z])(?:\s*\})?", "^T"),
     (r"(?<=,)\s*\.\.\.|\.\.\.(?=\s*[\w,\\+])", r"\\ldots "),
+    (r"\\\{\s*\\\}", r"\\emptyset "),
+    (r"(\\\{[^{}|:]{1,20}):", r"\1|"),  # {x : x > 0}
     (r"<=|=<", r"\\le "),
     (r">=", r"\\ge "),
+    (r"(?<=\s)!=", r"\\ne "),  # n!=5 is n! = 5
     (r"(?<!<)-+>", r"\\to "),
 )
 _SIGN = re.compile(r"\\[A-Za-z]+|\\.|[^\w\s]", re.DOTALL)

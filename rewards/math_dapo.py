@@ -8,6 +8,7 @@ from rewards.math_reward import equal, last_boxed
 TAIL = 300  # characters from the end of the answer that count
 BOX_TAIL = 100  # the same for a box, where there is no answer line
 _ANSWER = re.compile(r"(?i)answer\**\s*:\s*([^\n]+)")
+_NAME = re.compile(r"\$?\s*(\\?[A-Za-z](?:_\w+|\(\w\))?)\s*")
 _MATH = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$")
 
 
@@ -44,6 +45,9 @@ def compute_score(
     right = equal(answer, truth)
     if not right and "=" in answer:
         left, _, value = str(truth).rpartition("=")
+        names = [_NAME.fullmatch(x) for x in (answer.rpartition("=")[0], left)]
+        if all(names) and names[0][1] != names[1][1]:  # z = 2x is not y = 2x
+            return {"score": -1.0, "acc": 0.0}
         right = equal(answer.split("=")[-1], value if value.strip() and not re.search("[A-Za-z]", left) else truth)
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
 

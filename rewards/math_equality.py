@@ -44,6 +44,8 @@ def same(answer: Any, truth: Any) -> bool:
     """
     if _relations(answer) is not None or _relations(truth) is not None:
         return _same_relations(answer, truth)
+    if isinstance(answer, sympy.MatrixExpr) or isinstance(truth, sympy.MatrixExpr):  # sums and products
+        answer, truth = answer.doit(), truth.doit()
     if isinstance(answer, sympy.MatrixBase) and isinstance(truth, sympy.MatrixBase):
         return answer.shape == truth.shape and all(same(x, y) for x, y in zip(answer, truth, strict=True))
     pair, true_pair = _tuple(answer), _tuple(truth)
@@ -67,7 +69,9 @@ def same_values(a: sympy.Expr, b: sympy.Expr, has_decimal: bool = False) -> bool
     """Whether two expressions are equal for all values of their variables; with a decimal, nearly equal."""
     has_decimal = has_decimal or a.has(sympy.Float) or b.has(sympy.Float)
     a, b = _exact(a), _exact(b)
-    if a == b or any(x.is_infinite for x in (a, b)):
+    if a.has(sympy.nan, sympy.zoo) or b.has(sympy.nan, sympy.zoo):  # 12:00 and 1:00 divide by zero
+        return False
+    if a == b or a.is_infinite or b.is_infinite:
         return a == b
     difference = a - b
     if difference.is_Rational and not has_decimal:
@@ -250,6 +254,7 @@ def _same_relation(a: Relational, b: Relational) -> bool:
     if not all(isinstance(x, sympy.Expr) for x in sides):  # x in a set, or a matrix
         turned = is_equation and same(a.lhs, b.rhs) and same(a.rhs, b.lhs)
         return turned or same(a.lhs, b.lhs) and same(a.rhs, b.rhs)
+    a, b = _squared(a), _squared(b)
     has_decimal = any(x.has(sympy.Float) for x in sides)
     left, right = (_exact(x.lhs) - _exact(x.rhs) for x in (a, b))
     if left.free_symbols != right.free_symbols:
@@ -258,6 +263,16 @@ def _same_relation(a: Relational, b: Relational) -> bool:
     if factor is not None:
         return is_equation or bool(factor.evalf(15) > 0)
     return is_equation and _same_roots(left, right)
+
+
+def _squared(relation: Relational) -> Relational:
+    r"""`\sqrt{x} = 2` as `x = 4`: where a root is a number that is not negative, squares have the same solutions."""
+    sides = [_exact(x) for x in relation.args]
+    for root, value in (sides, sides[::-1]) if isinstance(relation, sympy.Eq) else ():
+        if root.is_Pow and root.exp == sympy.Rational(1, 2) and root.free_symbols and value.is_nonnegative:
+            if not value.free_symbols:
+                return sympy.Eq(root.base, value**2, evaluate=False)
+    return relation
 
 
 def _factor(a: sympy.Expr, b: sympy.Expr, has_decimal: bool) -> sympy.Expr | None:

@@ -116,6 +116,8 @@ def equal(answer: str, truth: str | int) -> bool:
         return False
     if _brackets(text) != _brackets(gold) and not _INEQUALITY.search(text + gold):  # (5, \infty) may stand for x > 5
         return False
+    if gold_number and not gold_number[1]:  # 1 000 000 has spaces, which are products elsewhere
+        gold = rf"\frac{{{gold_number[0].numerator}}}{{{gold_number[0].denominator}}}"
     return _affordable(text, gold, is_number=gold_number is not None) and _same_formulas(text, gold)
 
 
@@ -145,7 +147,7 @@ _REWRITES = [
         (r"\{\s*,\s*\}", ","),
         (r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
         (r",\s*,", ","),
-        (r"\\text\s*\{\s*(?:percent|\\?%)\s*\}|\s+percent\b", "%"),
+        (r"\\text\s*\{\s*(?:percent(?:age)?|pct|\\?%)\s*\}|\s+(?:percent(?:age)?|pct)\b", "%"),
         (r"(?<![A-Za-z\\])(pi(?![A-Za-z])|sqrt(?=\s*[({]))", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(\\frac|\\binom|\\sqrt(?:\s*\[[^\[\]]*\])?)\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),

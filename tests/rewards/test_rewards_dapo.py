@@ -68,6 +68,8 @@ WRONG = {"score": -1.0, "acc": 0.0}
         ("Answer: 2+3=5", "x=5", True),
         ("Answer: $AB=9, CD=4$", "AB=9, CD=4", True),
         ("Answer: a=4", "4 =", False),
+        ("Answer: $y = 2x$", "2x - y = 0", True),
+        ("Answer: $z = 2x$", "y = 2x", False),
         # an answer line rules out the box
         (r"\boxed{42} Answer: 41", "42", False),
         (r"\boxed{41} Answer: 42", "42", True),

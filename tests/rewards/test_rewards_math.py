@@ -294,6 +294,7 @@ GOLDS = [
     "2^{2007}",
     r"\int_0^1 x dx",
     "2^{2^n}",
+    "y=2x+3",
 ]
 
 HOSTILE = {
@@ -353,6 +354,10 @@ HOSTILE = {
     "backslashes": "\\" * 501,
     "percent": "%" * 500,
     "degree": r"x^{19}+x=1",
+    "equation": "(x+y+1)^{12}=(x-y)^{11}",
+    "equation of roots": r"\sqrt{x+\sqrt{y+\sqrt{x+\sqrt{y+1}}}}=\sqrt[7]{x+1}",
+    "equation of powers": "x^{x^{x^x}}=y",
+    "inequality": "x>9^{9^9}",
 }
 
 LONG = {

@@ -104,6 +104,10 @@ SAME_RELATIONS = [
     (r"x \in \{1, 2\}", "x = 1, x = 2"),
     (r"\angle ABC = x", "x"),
     (r"2\sqrt{113}", r"\sqrt{16^2 + 14^2} = 2\sqrt{113}"),
+    ("x^2 + y^2 = 25", r"\sqrt{x^2 + y^2} = 5"),
+    ("x^2 + y^2 - 4x + 6y = 12", "(x-2)^2 + (y+3)^2 = 25"),
+    (r"x \ne 5", "x != 5"),
+    ("2x - y > 3", "y < 2x - 3"),
 ]
 
 OTHER_RELATIONS = [
@@ -142,6 +146,10 @@ OTHER_RELATIONS = [
     (r"x = \pm 1", "x = 1"),
     (r"2\sqrt{113}", r"\sqrt{16^2 + 13^2} = 2\sqrt{113}"),
     (r"n \equiv 2 \pmod 7", "2"),
+    (r"\sqrt{x} = -2", "x = 4"),
+    ("a = b", "a^2 = ab"),
+    ("-3 < x < 3", "-3 < y < 3"),
+    ("12:00", "1:00"),
     (r"n \equiv 2 \pmod 7", r"n \equiv 2 \pmod 5"),
 ]
 
@@ -194,6 +202,10 @@ SAME_FORMS = [
     (r"\int x\,dx", r"\int x \, \mathrm{d}x"),
     (r"12\pi", r"\textcolor{red}{12\pi}"),
     ("x^2 y", r"x^2\hspace{1em}y"),
+    (r"\emptyset", r"\{\}"),
+    (r"\{x \mid x > 0\}", r"\{x : x > 0\}"),
+    (r"28\%", "28 pct"),
+    (r"1\,000\,000", "10^6"),
     (r"a \times b", r"a \cdot b"),
 ]
 
