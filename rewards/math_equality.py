@@ -197,9 +197,9 @@ def _relations(x: Any) -> list[Relational] | None:
         parts = list(getattr(x, "_unsorted_args", x.args))
         if (first := _relations(parts[0])) is None or len(first) > 1:
             return None
-        named = first[0].lhs if isinstance(first[0], sympy.Eq) and first[0].lhs.is_Symbol else None
-        if named is not None:  # x = 1, 2
-            parts = [sympy.Eq(named, x, evaluate=False) if isinstance(x, sympy.Expr) else x for x in parts]
+        if isinstance(first[0], (sympy.Eq, sympy.Ne)) and first[0].lhs.is_Symbol:  # x = 1, 2
+            relation, name = first[0].func, first[0].lhs
+            parts = [relation(name, x, evaluate=False) if isinstance(x, sympy.Expr) else x for x in parts]
         relations = [_relations(x) for x in parts]
         return None if None in relations else [x for part in relations for x in part]
     return None
