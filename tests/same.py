@@ -135,6 +135,8 @@ def runs(x: Inputs, folder: Path) -> dict[str, list[Command]]:
 
     held_out = dict(val_before_train=True, test_freq=1, val_n=2, val_temperature=1.0)
     partial = dict(partial_rollouts=0.75, rollout_is="token", max_response_length=30, total_training_steps=3)
+    variants = dict(use_kl_in_reward=True, top_p=0.9, top_k=40, loss_mode="kl_cov", kl_cov_ratio=0.1)
+    variants |= dict(top_entropy_quantile=0.5)
     dots = dict(
         model=str(x.dots / "model"),
         train_files=(str(x.dots / "train.parquet"),),
@@ -179,7 +181,7 @@ def runs(x: Inputs, folder: Path) -> dict[str, list[Command]]:
             Command("train_grpo", h.grpo_settings(task, folder / "resumed" / "goes_on", **goes_on)),
         ],
         "partial": [Command("train_grpo_variants", grpo("partial", adv_estimator="rloo", **partial))],
-        "variants": [Command("train_grpo_variants", grpo("variants", use_kl_in_reward=True, top_p=0.9, top_k=40))],
+        "variants": [Command("train_grpo_variants", grpo("variants", **variants))],
         "ppo": [Command("train_ppo", h.ppo_settings(task, folder / "ppo", engine="vllm", use_kl_loss=True))],
         "dapo": [Command("train_dapo", h.dapo_settings(task, folder / "dapo", gen_batch_size=7), 2)],
         "reinforce": [Command("train_reinforce", h.reinforce_settings(task, folder / "reinforce"))],

@@ -98,14 +98,10 @@ def largest(x: Tensor, among: Tensor, k: int, ranks: Ranks, *, ties: Tensor) -> 
     Many tokens have equal covariances, since the policy is certain of them: those with the largest `ties` are taken.
     Args: x (b, T); among (b, T) bool, which entries count; ties (b, T), all different. Returns: (b, T) bool.
     """
-    x = x.double()
-    own = np.stack([x[among].numpy(), ties[among].numpy()])  # (2, n)
-    own = own[:, np.lexsort(own[::-1])[::-1][:k]]
-    every = np.concatenate(ranks.all_gather([own]), 1)  # the best of each rank: the k best of all are among them
-    if k < 1 or every.shape[1] == 0:
-        return torch.zeros_like(among)
-    least, tie = every[:, np.lexsort(every[::-1])[::-1][:k][-1]].tolist()
-    return among & ((x > least) | ((x == least) & (ties >= tie)))
+    pairs = torch.complex(x.double(), ties.double()).numpy()  # in numpy x decides their order, then the ties
+    own = np.sort(pairs[among.numpy()])[::-1][:k]
+    every = np.sort(np.concatenate(ranks.all_gather([own])))[::-1][:k]  # the k best of all are among those of the ranks
+    return among & torch.from_numpy(pairs >= every[-1]) if len(every) else torch.zeros_like(among)
 
 
 def uniform(rows: Sequence[int], width: int, *, seed: int) -> Tensor:
