@@ -20,7 +20,7 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 6973,
+    "core": 6970,
     "wall": 1866,
     "import train_grpo": 7298,
     "import sft": 7060,
