@@ -18,7 +18,7 @@ from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.types import Sampling
-from rl.flags import AtLeast1, Count, PositiveShare, Share, TemperatureOr0, TopK, check_limits
+from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_context
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
@@ -39,7 +39,7 @@ class Args:
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info)
     custom_reward_function: tuple[str, ...] = ("rewards/by_data_source.py",)
-    rollout_n: AtLeast1 = 1  # responses to each prompt (G)
+    rollout_n: Few = 1  # responses to each prompt (G)
     temperature: TemperatureOr0 = 0.0  # 0 is greedy; with --rollout-n above 1 it must be positive
     top_p: PositiveShare = 1.0  # nucleus sampling
     top_k: TopK = -1  # sample among the k most likely tokens; -1 all

@@ -30,7 +30,7 @@ from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_sft_rows
 from rl.data.types import Batch, Sample, take_rows
-from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share
+from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.load import load_policy
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -48,7 +48,7 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     train_batch_size: AtLeast1 = 128  # rows per optimizer step, over all ranks (B)
     max_length: AtLeast1 = 2048  # tokens; a longer row is an error unless --filter-overlong
     filter_overlong: bool = False  # drop rows longer than --max-length, and say how many
-    test_freq: Free[int] = 100  # with --val-files, compute val/loss every this many steps and at the end; -1 never
+    test_freq: Free[Every] = 100  # with --val-files, compute val/loss every this many steps and at the end; -1 never
     lr: NotNegative = 1e-5  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's decay of the second moment
     lr_warmup_steps: Count = 0  # steps of linear warm-up

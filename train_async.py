@@ -27,7 +27,7 @@ import torch
 
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
+from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, schedule
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -48,11 +48,11 @@ from rl.scoring.pool import raise_if_failing
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G); with one response nothing is compared
+    rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    ppo_epochs: Few = 1  # passes over a step's responses
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|
@@ -170,11 +170,12 @@ def main(args: Args) -> dict[str, float]:
             for micro_rows in update.micro_batches:
                 run.exit_if_asked()
                 micro = take_rows(batch, micro_rows, ranks.device)  # (b', T'): cut to their longest row
-                A, mask = micro.advantages, micro.response_mask  # mask: 1 for sampled tokens of scored responses
+                # mask: 1 for sampled tokens of scored responses
+                A, mask, proximal = micro.advantages, micro.response_mask, args.proximal_policy
                 logp, entropy = token_logprobs(policy, micro, sampling=sampling)
-                if args.proximal_policy == "sampler":
+                if proximal == "sampler":
                     old_logp = micro.rollout_logp
-                elif args.proximal_policy == "loglinear":
+                elif proximal == "loglinear":
                     share = 0.0 if micro.ages is None else micro.ages / (micro.ages + 1)  # 0 for a fresh token
                     old_logp = torch.lerp(micro.rollout_logp, logp.detach(), share)
                 else:
@@ -202,7 +203,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
+                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages, proximal)
             if not norms:  # the last moment in which the policy has the weights that were pushed
                 samplers.verify(policy, args.rollout)
                 run.exit_if_asked()

@@ -30,7 +30,7 @@ import torch
 from rl.data.batching import make_batch
 from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive
+from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
 from rl.model.load import load_policy, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -71,11 +71,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # --- what follows is as in train_grpo.py, but for some defaults
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G); at least 2 to have a spread
+    rollout_n: Few = 8  # responses to each prompt (G); at least 2 to have a spread
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of a step
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    ppo_epochs: Few = 1  # passes over a step's responses
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 10  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up

@@ -34,7 +34,7 @@ import torch
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share, TopK
+from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share, TopK
 from rl.formulas import advantages, distillation, losses, schedule
 from rl.model.load import load_policy, weights_for_engine
 from rl.model.logprobs import fixed_logprobs
@@ -65,11 +65,11 @@ DISTANCES = {
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"  # Hugging Face id or folder of the student
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G)
+    rollout_n: Few = 8  # responses to each prompt (G)
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    ppo_epochs: Few = 1  # passes over a step's responses
     # what pulls the student to the teacher: the advantage of the sampled token, or a distance of distributions
     loss_mode: Literal[*DISTANCES] = "sampled"
     distillation_loss_coef: NotNegative = 1.0  # weight of that advantage, or of the distance

@@ -37,7 +37,7 @@ from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.prompts import add_given, count_steps
 from rl.data.types import take_rows
-from rl.flags import AtLeast1, Count, NotNegative, Positive, Share
+from rl.flags import AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -86,7 +86,7 @@ class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rew
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the first reference
     offline: bool = False  # learn from the pairs in --train-files, see train_reward.py; sample none
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses sampled to each prompt
+    rollout_n: Few = 8  # responses sampled to each prompt
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     # best_worst: the best response to a prompt with its worst; all: every two whose scores differ; solution: the
@@ -99,7 +99,7 @@ class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rew
     label_smoothing: Share = 0.0  # of --loss-type dpo: the share of pairs that may be the wrong way round, below 0.5
     ref_update_steps: AtLeast1 | None = None  # make the policy the new reference every so many steps; default: never
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts whose pairs make an optimizer step; default: all of a step
-    ppo_epochs: AtLeast1 = 1  # passes over a step's pairs
+    ppo_epochs: Few = 1  # passes over a step's pairs
     lr: NotNegative = 1e-6  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     lr_warmup_steps: Count = 0  # steps of linear warm-up
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up

@@ -34,7 +34,7 @@ from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.token_selection import TokenSelection
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive
+from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
 from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
@@ -105,13 +105,13 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # --- the flags of train_grpo.py
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G); with one response nothing is compared
+    rollout_n: Few = 8  # responses to each prompt (G); with one response nothing is compared
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
     # draw the responses of an optimizer step at random from the whole step, as TRL does, and not prompt by prompt
     shuffle_mini_batches: bool = False
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    ppo_epochs: Few = 1  # passes over a step's responses
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|

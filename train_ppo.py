@@ -33,7 +33,7 @@ from torch import Tensor
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
+from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
 from rl.model.critic import check_critic, fixed_values, load_critic, token_values
 from rl.model.kl_terms import KLTerms
@@ -57,11 +57,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the actor, and of the reference for KL
     critic_model: str | None = None  # a reward model or a language model, by id or folder; default --model, a new head
     train_batch_size: AtLeast1 = 512  # prompts a step (P)
-    rollout_n: AtLeast1 = 1  # responses to each prompt (G); the critic says what to expect, so one is enough
+    rollout_n: Few = 1  # responses to each prompt (G); the critic says what to expect, so one is enough
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: a quarter of --train-batch-size
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses, of the critic and of the actor
+    ppo_epochs: Few = 1  # passes over a step's responses, of the critic and of the actor
     gamma: Share = 1.0  # discount of a reward that comes one token later
     lam: Share = 1.0  # lambda of GAE: 1 trusts the rewards (no bias), 0 the critic (little variance)
     cliprange_value: NotNegative = 0.5  # c: a value that has moved further than this towards its return has no gradient
@@ -281,7 +281,7 @@ def main(args: Args) -> dict[str, float]:
             **metrics.of_critic(batch, ranks),
             **metrics.of_norms(norms),
             **kl_metrics,
-            **{"rollout/logprob_gap_max": 0.0} | means.reduce(),  # 0 while only the critic learns
+            **means.reduce(),
             **{f"{name}/lr": lr for name, lr in lrs.items()},
         }
         step_metrics = run.log_step(step + 1, found, responses=responses)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, Share
+from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, implicit_reward, schedule
 from rl.model.load import check_second_model, load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -67,11 +67,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     # --- what follows is as in train_grpo.py
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
-    rollout_n: AtLeast1 = 8  # responses to each prompt (G); each is compared with the others, so at least 2
+    rollout_n: Few = 8  # responses to each prompt (G); each is compared with the others, so at least 2
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: AtLeast1 = 1  # passes of the policy over a step's responses
+    ppo_epochs: Few = 1  # passes of the policy over a step's responses
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this; DAPO has 0.28
     clip_ratio_c: Above1 = 3.0  # dual clip: where A < 0 the loss is at most this times |A|

@@ -32,7 +32,7 @@ import torch
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
-from rl.flags import Above1, AtLeast1, Count, NotNegative, Positive, Share
+from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
 from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
@@ -56,11 +56,11 @@ class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards
     adv_estimator: Literal["reinforce_plus_plus", "remax", "optimal_token_baseline"] = "reinforce_plus_plus"
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the reference for KL
     train_batch_size: AtLeast1 = 512  # prompts a step (P)
-    rollout_n: AtLeast1 = 1  # responses to each prompt (G), besides the greedy one of remax
+    rollout_n: Few = 1  # responses to each prompt (G), besides the greedy one of remax
     max_prompt_length: AtLeast1 = 512  # tokens; a longer prompt is an error unless --filter-overlong-prompts
     max_response_length: AtLeast1 = 1024  # tokens; longer responses are cut
     ppo_mini_batch_size: AtLeast1 | None = None  # prompts per optimizer step; default: all of a step
-    ppo_epochs: AtLeast1 = 1  # passes over a step's responses
+    ppo_epochs: Few = 1  # passes over a step's responses
     gamma: Share = 1.0  # discount of a reward that comes one token later
     clip_ratio_low: NotNegative = 0.2  # where A < 0: no gradient at a ratio below 1 minus this
     clip_ratio_high: NotNegative = 0.2  # where A > 0: no gradient at a ratio above 1 plus this

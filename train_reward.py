@@ -30,7 +30,7 @@ from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
 from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, take_rows
-from rl.flags import AtLeast1, Count, Free, NotNegative, Positive, Share
+from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model import reward_model
 from rl.model.sharding import backward, clip_grad_norm
@@ -47,7 +47,7 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     train_batch_size: AtLeast1 = 128  # pairs per optimizer step, over all ranks (B)
     max_length: AtLeast1 = 2048  # tokens of prompt and response; a longer one is an error unless --filter-overlong
     filter_overlong: bool = False  # drop pairs with a side longer than --max-length, and say how many
-    test_freq: Free[int] = 100  # with --val-files, evaluate every this many steps and at the end; -1 never
+    test_freq: Free[Every] = 100  # with --val-files, evaluate every this many steps and at the end; -1 never
     lr: NotNegative = 1e-5  # of AdamW, after warm-up; LoRA wants about ten times that of full training
     beta2: Share = 0.95  # AdamW's decay of the second moment
     lr_warmup_steps: Count = 0  # steps of linear warm-up

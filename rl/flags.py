@@ -12,6 +12,7 @@ script's Args nests groups; on the command line they are flat, and --help shows 
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -19,27 +20,46 @@ T = TypeVar("T")
 
 
 class Limit(NamedTuple):
-    """What a number given to a flag must be."""
+    """What a value given to a flag must be."""
 
     text: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], Any]
+    of: type = float  # float: any number
+
+
+class Needs:
+    """Another flag, one of `names`, without which this one says nothing."""
+
+    def __init__(self, *names: str):
+        self.names = names
 
 
 NUMBER = Limit("a number", lambda x: not math.isnan(x))
 SIZE = Limit("0, or between 1e-12 and 1e12 in size", lambda x: x == 0 or 1e-12 <= abs(x) <= 1e12)  # of every number
+TEXT = Limit(  # of every text, and so of every path
+    "a text without control characters and without names of over 255 bytes",
+    lambda x: x.strip() and x.isprintable() and max(len(name.encode()) for name in x.split("/")) <= 255,
+    str,
+)
 FREE = "a resumed run may change it"
 Free = Annotated[T, FREE]
 AtLeast1 = Annotated[int, Limit("at least 1", lambda x: x >= 1)]
 Positive = Annotated[float, Limit("positive", lambda x: x > 0)]
 Seconds = Annotated[float, Limit("positive and at most 1e9", lambda x: 0 < x <= 1e9)]
-NotNegative = Annotated[float, Limit("at least 0", lambda x: x >= 0)]
+NotNegative = Annotated[float, Limit("at least 0 and at most 1e6", lambda x: 0 <= x <= 1e6)]
 Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
+Few = Annotated[int, Limit("at least 1 and at most 65536", lambda x: 1 <= x <= 65536)]  # of what takes memory or time
+FewOr0 = Annotated[int, Limit("at least 0 and at most 65536", lambda x: 0 <= x <= 65536)]
+Processes = Annotated[int, Limit("at least 1 and at most 1024", lambda x: 1 <= x <= 1024)]  # of one machine
+ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <= x <= 1024)]
+Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # so many steps; what 0 and -1 say differs
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]
 Temperature = Annotated[float, Limit("within 0.01 and 100", lambda x: 0.01 <= x <= 100)]  # vLLM has no lower one
 TemperatureOr0 = Annotated[float, Limit("0, or within 0.01 and 100", lambda x: x == 0 or 0.01 <= x <= 100)]
 TopK = Annotated[int, Limit("at least 1, or -1 for all tokens", lambda x: x >= 1 or x == -1)]
 Above1 = Annotated[float, Limit("above 1", lambda x: x > 1)]
+Url = Annotated[str, Limit("an address that begins with http:// or https://", re.compile("https?://[^/]").match, str)]
 Port = Annotated[int, Limit("within 1 and 65535", lambda x: 1 <= x <= 65535)]
 
 
@@ -76,16 +96,21 @@ def free(args: Any) -> set[str]:
 
 def check_limits(args: Any) -> None:
     """Raise ValueError, naming the flag and its value, if a number is NaN, infinite, of an absurd size or beyond the
-    limit of its type, or if the lower end of a range is above its upper end.
+    limit of its type, if a text is none, if the lower end of a range is above its upper end, or if a flag is set and
+    every flag that it `Needs` is off.
     """
+    values, defaults = flat(args), flat(type(args)())
     for name, given, hint in _each(args):
-        limits = [NUMBER, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
+        limits = [NUMBER, TEXT, *(note for note in _notes(hint) if isinstance(note, Limit)), SIZE]
         for value in given if isinstance(given, tuple) else (given,):
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                for limit in limits:
-                    if not limit.holds(value):
-                        raise ValueError(f"{spelled(name)} {value} must be {limit.text}")
-    values = flat(args)
+            kind = float if type(value) is int else type(value)
+            for limit in limits:
+                if kind is limit.of and not limit.holds(value):
+                    raise ValueError(f"{spelled(name)} {value!r} must be {limit.text}")
+        for needs in (note.names for note in _notes(hint) if isinstance(note, Needs) and given != defaults[name]):
+            if all(values[other] in (None, False, 0, (), "none") for other in needs):
+                others = " or ".join(map(spelled, needs))
+                raise ValueError(f"{spelled(name)} {given} says nothing without {others}; add that, or leave it out")
     for end, other in (("_lower", ""), ("_lb", "_ub"), ("_lower_bound", "_upper_bound")):
         pairs = ((name, name.removesuffix(end) + other) for name in values if name.endswith(end))
         for low, high in ((low, high) for low, high in pairs if high in values):

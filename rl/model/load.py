@@ -87,7 +87,11 @@ def load_reference(
 
 
 def check_lora(lora: LoRA, path: str, auto_class: Any = None, *, flag: str = "--model") -> bool:
-    """Whether the flags ask for adapters. If they do, raises ValueError as `lora.layers_of`, from the config alone."""
+    """Whether the flags ask for adapters. Raises ValueError, from the config alone, as `lora.layers_of` if they do, and
+    for --no-freeze-vision-tower if the model sees no images.
+    """
+    if not lora.freeze_vision_tower and not images.in_use():
+        raise ValueError("--no-freeze-vision-tower says nothing without images in the data; leave it out")
     if lora.lora_rank == 0:
         return False
     with torch.device("meta"):

@@ -19,14 +19,14 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl.data import images
-from rl.flags import AtLeast1, Count, NotNegative, spelled
+from rl.flags import AtLeast1, FewOr0, Needs, NotNegative
 from rl.model import lora_experts, vision
 from rl.model.lora_experts import ExpertAdapter
 
@@ -39,11 +39,12 @@ EXPERT_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  
 class LoRA:
     """what learns: with LoRA small matrices beside frozen weights"""
 
-    lora_rank: Count = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
-    lora_alpha: AtLeast1 = 32  # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
+    lora_rank: FewOr0 = 0  # train adapters of this rank, with about ten times the learning rates; 0: train all weights
+    # what adapters add to a layer is multiplied by --lora-alpha / --lora-rank
+    lora_alpha: Annotated[AtLeast1, Needs("lora_rank")] = 32
     # linear layers that get adapters, by the ends of their names, such as q_proj v_proj; all-linear: all but the head
-    target_modules: tuple[str, ...] = (ALL,)
-    lora_experts: bool = False  # mixtures of experts: adapters for each expert too
+    target_modules: Annotated[tuple[str, ...], Needs("lora_rank")] = (ALL,)
+    lora_experts: Annotated[bool, Needs("lora_rank")] = False  # mixtures of experts: adapters for each expert too
     # mixtures of experts: weight of the loss that evens out what experts have to do, whose gradient `token_logprobs`
     # adds; also without LoRA
     router_aux_loss_coef: NotNegative = 0.0
@@ -60,13 +61,6 @@ class Adapters:
     base: str  # id or folder of the model without adapters
     base_sha256: str  # of its weights; on rank 0 only
     experts: bool = False  # whether experts have adapters too
-
-
-def check_flags(lora: LoRA) -> None:
-    """Raise ValueError for flags of adapters without a rank."""
-    for name, default in vars(LoRA()).items() if lora.lora_rank == 0 else ():
-        if name not in ("freeze_vision_tower", "router_aux_loss_coef") and (value := getattr(lora, name)) != default:
-            raise ValueError(f"{spelled(name)} {value} needs adapters; add --lora-rank, such as 32")
 
 
 class Adapted(nn.Linear):

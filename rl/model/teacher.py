@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from rl import client
 from rl.data.batching import Update
 from rl.data.images import FIRST
 from rl.data.types import Batch, Sampling
-from rl.flags import Free, Seconds
+from rl.flags import Free, Needs, Seconds, Url
 from rl.formulas.distillation import with_rest
 from rl.model import logprobs
 from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
@@ -38,10 +38,10 @@ class Teacher:
 
     teacher_model: str = "Qwen/Qwen2.5-7B-Instruct"  # id or folder of the teacher, or its name at --teacher-url
     # vLLM's OpenAI-compatible server of the teacher; default: it is loaded and sharded over these ranks
-    teacher_url: Free[str | None] = None
+    teacher_url: Free[Url | None] = None
     # seconds for one try of a request to that server, from connecting to the last byte. There are up to five; after
     # twice as many seconds the run ends
-    teacher_timeout: Free[Seconds] = 600.0
+    teacher_timeout: Free[Annotated[Seconds, Needs("teacher_url")]] = 600.0
     teacher_offload: Free[bool] = False  # keep a loaded teacher's weights in host memory while it is not asked
 
 

@@ -18,7 +18,6 @@ from rl.console import outlive_output, say
 from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Free, check_limits, flat
-from rl.model import lora
 from rl.model.checks import check_trainable
 from rl.model.experts import check_routed
 from rl.model.lora import LoRA
@@ -93,7 +92,6 @@ def check(args: Any) -> PreTrainedTokenizerBase:
     contradict each other, and a model that cannot be trained on sequences of the given length.
     """
     check_limits(args)
-    lora.check_flags(args.lora)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
     if isinstance(args, RLBase):

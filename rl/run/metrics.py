@@ -29,8 +29,7 @@ class Means:
         self.ranks, self.num_updates = ranks, num_updates
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor | float] = {}
-        self.maxima: dict[str, torch.Tensor] = {}
-        self.minima: dict[str, torch.Tensor] = {}
+        self.ends: dict[tuple[str, int], torch.Tensor] = {}  # (name, 1): maxima; (name, -1): minima times -1
 
     def over_tokens(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """Values (b, T), of which those with mask 1 count, each alike."""
@@ -49,16 +48,17 @@ class Means:
             self._add(name, value, None)
 
     def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """The largest of the values (b, T), 0 where the mask is 0."""
-        for name, value in values.items():
-            value = (value * mask).max().detach().double()
-            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+        """The largest of the values (b, T) with mask 1."""
+        self._end(mask, values, 1)
 
     def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """The smallest of the values (b, T) with mask 1; 0 if there are none."""
+        """The smallest of the values (b, T) with mask 1."""
+        self._end(mask, values, -1)
+
+    def _end(self, mask: torch.Tensor, values: dict[str, torch.Tensor], sign: int) -> None:
         for name, value in values.items():
-            value = value.masked_fill(mask == 0, math.inf).min().detach().double()
-            self.minima[name] = torch.minimum(self.minima[name], value) if name in self.minima else value
+            value = (sign * value).masked_fill(mask == 0, -math.inf).max().detach().double()
+            self.ends[name, sign] = torch.maximum(self.ends.get((name, sign), value), value)
 
     def between_policies(
         self,
@@ -68,9 +68,13 @@ class Means:
         rollout_logp: torch.Tensor,
         weights: torch.Tensor | None = None,
         ages: torch.Tensor | None = None,
+        proximal: str = "recomputed",
     ) -> None:
         """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
         any, the weights of `correction.weights` and the ages of tokens, (b, T).
+
+        Args: proximal, whose log-probs old_logp has: --proximal-policy of train_async.py. Only "recomputed" ones are
+        the trainer's, so with others nothing is known of the ratio and the gap between trainer and engine.
 
         With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
         and means over all tokens where nothing else is said:
@@ -91,6 +95,13 @@ class Means:
         --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are
         cut at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
         """
+        self.over_tokens(mask, {"actor/ppo_kl": old_logp - logp})
+        if weights is not None:
+            masked = (weights == 0).to(weights.dtype)
+            of_weights = {"rollout_corr/weight_mean": weights, "rollout_corr/rollout_rs_masked_fraction": masked}
+            self.over_tokens(mask, of_weights)
+        if proximal != "recomputed":
+            return
         gap = torch.where(mask.bool(), rollout_logp - old_logp, 0.0).detach()
         log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
         ratio = log_ratio.exp()
@@ -102,7 +113,6 @@ class Means:
         self.over_tokens(
             mask,
             {
-                "actor/ppo_kl": old_logp - logp,
                 "training/rollout_probs_diff_mean": (rollout_logp.exp() - old_logp.exp()).abs(),
                 "rollout_corr/kl": gap,
                 "rollout_corr/k3_kl": log_ratio.expm1() + gap,
@@ -110,10 +120,6 @@ class Means:
                 "rollout_corr/chi2_token": ratio.square() - 1,
             },
         )
-        if weights is not None:
-            masked = (weights == 0).to(weights.dtype)
-            of_weights = {"rollout_corr/weight_mean": weights, "rollout_corr/rollout_rs_masked_fraction": masked}
-            self.over_tokens(mask, of_weights)
         perplexities = (gap.sum(1) / count.clamp(min=1)).clamp(-20, 20).exp()
         of_rows = {"rollout_corr/chi2_seq": whole, "rollout_corr/ppl_ratio": perplexities}
         self.over_sequences({name: x[count > 0] for name, x in of_rows.items()})
@@ -127,18 +133,18 @@ class Means:
             self.counts[name] = self.counts.get(name, 0.0) + count.to(value.device).double()
 
     def reduce(self) -> dict[str, float]:
-        """{name: mean} and {name: maximum}; a mean of nothing is 0. All data ranks must enter."""
+        """{name: mean} and {name: maximum} of the names that have any value on any rank. All data ranks must enter."""
         result: dict[str, float] = {}
         if self.sums:
             sums = self.ranks.all_reduce_sum(torch.stack([*self.sums.values(), *self.counts.values()])).tolist()
             counts = dict(zip(self.counts, sums[len(self.sums) :], strict=True))
             for name, total in zip(self.sums, sums, strict=False):
-                result[name] = total / max(counts[name], 1.0) if name in counts else total / self.num_updates
-        if self.maxima or self.minima:
-            ends = torch.stack([*self.maxima.values(), *(-x for x in self.minima.values())])
-            ends = dict(zip([*self.maxima, *self.minima], self.ranks.all_reduce_max(ends).tolist(), strict=True))
-            result |= {name: ends[name] for name in self.maxima}
-            result |= {name: -ends[name] if math.isfinite(ends[name]) else 0.0 for name in self.minima}
+                if count := counts.get(name, self.num_updates):
+                    result[name] = total / count
+        if self.ends:
+            ends = self.ranks.all_reduce_max(torch.stack([*self.ends.values()])).tolist()
+            pairs = zip(self.ends, ends, strict=True)
+            result |= {name: sign * end for (name, sign), end in pairs if end != -math.inf}
         if (squares := result.get("rollout_corr/chi2_token")) is not None:
             mean = result["rollout_corr/rollout_is_mean"]
             result["rollout_corr/rollout_is_eff_sample_size"] = mean**2 / (1 + squares)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from rl.console import say
 from rl.data.types import Batch
-from rl.flags import AtLeast1, Free, Positive, Seconds, spelled
+from rl.flags import AtLeast1, Every, Free, Positive, Seconds, spelled
 from rl.ranks import Ranks
 from rl.run import checkpoint_files
 from rl.run.together import together
@@ -27,7 +27,7 @@ class Checkpoints:
 
     # checkpoints and metrics.jsonl go here
     default_local_dir: Free[str] = "runs/{project_name}/{experiment_name}"
-    save_freq: Free[int] = -1  # save every this many steps and at the end; -1 only at the end; 0 never
+    save_freq: Free[Every] = -1  # save every this many steps and at the end; -1 only at the end; 0 never
     max_ckpt_to_keep: Free[AtLeast1 | None] = None  # delete older checkpoints beyond this many
     # auto: from the newest intact checkpoint, if any; disable; or a global_step_N folder
     resume_mode: Free[str] = "auto"

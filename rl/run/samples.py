@@ -47,7 +47,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, batch: Batch | N
     found = {"text": [tokenizer.decode([i]) for i in sample.response_ids.tolist()]}
     if sample.conversation:
         found["mask"] = sample.response_mask.tolist()
-    found["engine_logp"] = _rounded(torch.from_numpy(sample.rollout_logprobs))
+    found["engine_logp"] = _rounded(torch.tensor(sample.rollout_logprobs))
     if batch is None or (row := _row_of(sample, batch)) is None:
         return found
     response = slice(len(sample.prompt_ids), sample.num_tokens)

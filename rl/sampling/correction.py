@@ -1,12 +1,12 @@
 """The flags of rollout correction, and the weights they ask for. rl/formulas/correction.py has the formulas."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from rl.flags import NotNegative, Positive
+from rl.flags import Needs, NotNegative, Positive
 from rl.formulas import correction as formulas
 
 
@@ -17,13 +17,13 @@ class Correction:
     # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization and
     # --partial-rollouts ask for one
     rollout_is: Literal["none", "token", "sequence"] | None = None
-    rollout_is_threshold: Positive = 2.0  # largest weight
-    rollout_is_threshold_lower: NotNegative = 0.0  # smallest weight
+    rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # largest weight
+    rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # smallest weight
     # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS);
     # veto: responses that have one such token
     rollout_mask: Literal["none", "token", "sequence", "geometric", "veto"] = "none"
-    rollout_mask_threshold: Positive = 2.0  # largest ratio that is kept
-    rollout_mask_threshold_lower: NotNegative = 0.5  # smallest ratio that is kept
+    rollout_mask_threshold: Annotated[Positive, Needs("rollout_mask")] = 2.0  # largest ratio that is kept
+    rollout_mask_threshold_lower: Annotated[NotNegative, Needs("rollout_mask")] = 0.5  # smallest ratio that is kept
     # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
     off_policy_mask_threshold: Positive | None = None
     # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)

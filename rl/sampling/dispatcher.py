@@ -5,6 +5,7 @@ said: protocol.py. The other side: sampler.py.
 """
 
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -23,8 +24,8 @@ from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
-from rl.flags import Count, Free, Seconds
-from rl.sampling.ledger import Leases, Ledger
+from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0, Seconds
+from rl.sampling.ledger import Leases, Ledger, assign
 from rl.sampling.protocol import (
     PARENT,
     PROTOCOL,
@@ -34,35 +35,40 @@ from rl.sampling.protocol import (
     Lease,
     Orders,
     PackedSample,
-    Probe,
     Report,
     Setup,
     ToRun,
     listen,
     name_of,
     row_of,
+    sampling_of,
     unpack,
 )
 from rl.sampling.weight_network import Outbox
 from rl.scoring.pool import Ticket
 
 POLL_MS = 20
-LEASE_AGAIN_S = 3.0  # a lease that its sampler does not know was lost on the way
 SILENT_S = 5.0  # nobody waits for the probe of a sampler that has said nothing for so long
 START_S = 900.0  # in which a sampler builds its engine
-MAX_RESTARTS = 3  # of a sampler on this machine
+MAX_RESTARTS = 3  # of a sampler on this machine, in a row in which it finishes no group
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+WHERE = "an address such as tcp://127.0.0.1:* for any port, or tcp://0.0.0.0:5555"
+IS_ADDRESS = re.compile(r"ipc://.|tcp://.+:(\*|[0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d)\Z").match
+Address = Annotated[str, Limit(WHERE, IS_ADDRESS, str)]
 
 
 @dataclass(frozen=True)
 class SamplerFlags:
     """samplers: processes of their own, which sample while the trainers train"""
 
-    samplers: Free[Count] = 1  # that this run starts on its first machine; others may join at any time
+    samplers: Free[ProcessesOr0] = 1  # that this run starts on its first machine; others may join at any time
     # GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them; default: those that no trainer uses
-    sampler_devices: Free[tuple[str, ...] | None] = None
-    max_staleness: Count = 1  # versions of weights that a token may be older than those that train on it (S)
-    sampler_address: Free[str] = "tcp://127.0.0.1:*"  # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
+    sampler_devices: Free[Annotated[tuple[str, ...] | None, Needs("samplers")]] = None
+    max_staleness: FewOr0 = 1  # versions of weights that a token may be older than those that train on it (S)
+    # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
+    sampler_address: Free[Address] = "tcp://127.0.0.1:*"
     # seconds without a word after which a sampler is lost; a run without any for so long ends
     sampler_timeout: Free[Seconds] = 60.0
     # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
@@ -79,8 +85,8 @@ class Member:
     seen_at: float  # when it last said something
     room: int = 1  # responses at a time
     version: int = -1  # of its weights
-    probe: Probe | None = None
-    sent_at: dict[int, float] = field(default_factory=dict)  # leases that it has, and when they were last sent
+    probe: tuple[int, list[Sample]] = (-1, [])  # version and samples of `protocol.Probe`
+    holding: set[int] = field(default_factory=set)  # leases that it knew when it last said something
     busy_s: float = 0.0
     total_s: float = 0.0
 
@@ -91,15 +97,22 @@ class Local:
 
     device: str | None  # None: no GPU
     process: subprocess.Popen | None = None
-    starts: int = 0
+    starts: int = 0  # since it has finished a group
+
+    @property
+    def name(self) -> str:
+        """How its sampler calls itself."""
+        return name_of(self.process.pid) if self.process is not None else ""
 
 
 Group = tuple[Row, list[Sample], Ticket]
+Groups = dict[int, list[Sample]]
 
 
 class Dispatcher:
     """See above; `start` it. Args: row, gives the training prompt of a number; sampling, of these; submit, takes a row
-    and its samples when they are complete; devices, a GPU for each sampler to start here, or None; device, of rank 0.
+    and its samples when they are complete; devices, a GPU for each sampler to start here, or None; device, of rank 0;
+    vocabulary, how many tokens the model knows.
 
     Others read and change its ledger, evaluation, weights and members under `lock`, which also wakes who waits for a
     change. `failure` is what has ended the thread.
@@ -115,16 +128,19 @@ class Dispatcher:
         submit: Callable[[Row, list[Sample]], Ticket],
         devices: Sequence[str | None],
         device: torch.device,
+        vocabulary: int,
     ):
         self.flags, self.setup, self.ledger, self.row, self.submit = flags, setup, ledger, row, submit
-        self.sampling = sampling
+        self.sampling, self.vocabulary = sampling, vocabulary
         self.whole_rows = bool(setup.environment["environment"] or setup.environment["tools"])
         self.evaluation: Leases[Group] = Leases()
         self.held_out: Sequence[Row] = ()
+        self.dropped: set[int] = set()  # places of held-out rows that lost their sampler while it had nothing else
         self.held_out_sampling = sampling
         self.weights: dict[str, Any] | None = None  # the newest: see weight_files.py
         self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
         self.locals = [Local(device) for device in devices]
+        self.refused: set[str] = set()  # connections that nobody listens to any more
         self.lost = 0
         self.alone_since = time.monotonic() + START_S - flags.sampler_timeout
         self.lock, self.closing = threading.Condition(), False
@@ -144,7 +160,7 @@ class Dispatcher:
         with self.lock:
             self.held_out, self.held_out_sampling = rows, sampling
             first = -len(rows) * (self.ledger.version + 1)
-            self.evaluation = Leases(range(first, first + len(rows)))
+            self.evaluation = Leases(first + i for i in range(len(rows)) if i not in self.dropped)
 
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
@@ -157,7 +173,7 @@ class Dispatcher:
             while not self.closing:
                 messages = []
                 while self.socket.poll(0 if messages else POLL_MS):
-                    messages.append(self.socket.recv_multipart())
+                    messages.append(self.socket.recv_multipart(copy=False))
                 with self.lock:
                     now = time.monotonic()
                     if (gap := now - last) > SILENT_S:  # this process was suspended: its samplers are not late
@@ -165,8 +181,8 @@ class Dispatcher:
                         for member in self.members.values():
                             member.seen_at += gap
                     last = now
-                    for identity, message in messages:
-                        self._hear(identity.hex(), self.decoder.decode(message))
+                    for identity, *frames in messages:
+                        self._hear(identity.bytes.hex(), frames)
                     self._look_after()
                     self._assign()
                     self.lock.notify_all()
@@ -184,42 +200,97 @@ class Dispatcher:
     def _send(self, identity: str, message: Setup | Orders | End) -> None:
         self.socket.send_multipart([bytes.fromhex(identity), self.encoder.encode(message)])
 
-    def _hear(self, identity: str, message: Join | Report) -> None:
-        now = time.monotonic()
-        if isinstance(message, Join):
-            fits = message.protocol == PROTOCOL
-            self._send(identity, self.setup if fits else End(f"it speaks protocol {message.protocol}, not {PROTOCOL}"))
-            self.alone_since = now + START_S - self.flags.sampler_timeout  # it builds its engine now
+    def _hear(self, identity: str, frames: list[zmq.Frame]) -> None:
+        """Take a message. Whoever sends what no sampler of this run would say is sent home and not heard any more."""
+        if identity in self.refused:
             return
-        if identity not in self.members:
-            say(f"sampler {message.name} has joined")
-        member = self.members.setdefault(identity, Member(message.name, now))
-        member.seen_at, member.room, member.version, member.probe = now, message.room, message.version, message.probe
-        member.busy_s, member.total_s = message.busy_s, message.total_s
-        if message.problem:
-            self._lose(identity, message.problem)
+        try:
+            if len(frames) != 1:
+                raise ValueError(f"it has {len(frames)} parts")
+            message = self.decoder.decode(frames[0].buffer)
+            if isinstance(message, Join):
+                if message.protocol != PROTOCOL:
+                    raise ValueError(f"it speaks protocol {message.protocol}, not {PROTOCOL}")
+                self._send(identity, self.setup)
+                self.alone_since = time.monotonic() + START_S - self.flags.sampler_timeout  # it builds its engine now
+                return
+            groups, probe = self._samples_of(identity, message)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.refused.add(identity)
+            self._send(identity, End(str(error)))
+            if identity in self.members:
+                self._lose(identity, f"its message is wrong: {error}")
+            else:
+                address = frames[0].get("Peer-Address") if frames else "an unknown address"
+                say(f"a connection from {address} is refused: {error}", sys.stderr)
             return
-        for group in message.groups:
-            self._finish(identity, group.number, group.samples)
-        held = [*self.evaluation.held_by(identity), *self.ledger.held_by(identity)]
-        unknown = [n for n in held if n not in message.holding and now - member.sent_at[n] > LEASE_AGAIN_S]
-        member.sent_at = {n: now if n in unknown else member.sent_at[n] for n in held}
-        self._order(identity, unknown, forget=sorted(set(message.holding) - set(held)))
+        self._note(identity, message, groups, probe)
 
-    def _order(self, identity: str, numbers: list[int], *, forget: Sequence[int] = ()) -> None:
-        """Send leases and what to forget, and tell of weights that are newer than the sampler's."""
-        newer = self.weights if self.weights and self.weights["version"] > self.members[identity].version else None
+    def _samples_of(self, identity: str, report: Report) -> tuple[Groups, list[Sample]]:
+        """The groups of a report that are leased to its sampler, and its probe. A group may also be nobody's, or come
+        twice: then nothing happens. Raises ValueError if a number cannot be right.
+        """
+        if report.run != self.setup.run:
+            raise ValueError("it has joined another run, or an earlier process of this one")
+        newest = self.ledger.version if self.weights else -1
+        if not -1 <= report.version <= newest:
+            raise ValueError(f"it has weights of version {report.version}, and the newest are those of {newest}")
+        groups: Groups = {}
+        for group in report.groups:
+            leases, sampling, oldest = self.ledger, self.sampling, max(self.ledger.oldest(group.number), 0)
+            if group.number < 0:
+                leases, sampling, oldest = self.evaluation, self.held_out_sampling, newest
+            if leases.leased.get(group.number) == identity:
+                rows, versions = [self._row_of(group.number)] * sampling.n, range(oldest, newest + 1)
+                groups[group.number] = self._unpack(group.samples, rows, sampling, versions)
+        if report.probe is None:
+            return groups, []
+        sampling, version = sampling_of(self.setup.probe_sampling), report.probe.version
+        if not 0 <= version <= newest:
+            raise ValueError(f"it has sampled with weights of version {version}, and the newest are those of {newest}")
+        return groups, self._unpack(report.probe.samples, self.setup.probes, sampling, range(version, version + 1))
+
+    def _unpack(
+        self, packed: list[PackedSample], rows: Sequence[Row], sampling: Sampling, versions: range
+    ) -> list[Sample]:
+        if len(packed) != len(rows):
+            raise ValueError(f"{len(packed)} responses have come, where {len(rows)} are due")
+        return [unpack(x, row, sampling, self.vocabulary, versions) for x, row in zip(packed, rows, strict=True)]
+
+    def _note(self, identity: str, report: Report, groups: Groups, probe: list[Sample]) -> None:
+        """Take what a sampler says of itself, and answer it."""
+        now = time.monotonic()
+        if identity not in self.members:
+            say(f"sampler {report.name} has joined")
+            for leases in (self.evaluation, self.ledger):
+                leases.forgive(identity)
+        member = self.members.setdefault(identity, Member(report.name, now))
+        member.seen_at, member.room, member.version = now, report.room, report.version
+        member.busy_s, member.total_s, member.holding = report.busy_s, report.total_s, set(report.holding)
+        if report.probe is not None:
+            member.probe = report.probe.version, probe
+        for number, samples in groups.items():
+            row, leases = self._row_of(number), self.ledger if number >= 0 else self.evaluation
+            leases.finish(number, identity, (row, samples, self.submit(row, samples)))
+            for local in self.locals:
+                local.starts = 1 if local.name == member.name else local.starts
+        for leases in (self.evaluation, self.ledger):
+            leases.confirm(identity, report.begun)
+        if report.problem:
+            self._lose(identity, report.problem, blame=not report.was_asked)
+        else:
+            self._order(identity)
+
+    def _order(self, identity: str) -> None:
+        """Send a sampler the leases that it does not know, what to begin and what to forget, and newer weights."""
+        member, pools = self.members[identity], (self.evaluation, self.ledger)
+        held = [number for leases in pools for number in leases.held_by(identity)]
+        begin = [number for leases in pools for number in leases.confirmed.intersection(held)]
+        newer = self.weights if self.weights and self.weights["version"] > member.version else None
         if newer is not None and self.outbox is not None:
             newer = self.outbox.offer(identity, newer)
-        self._send(identity, Orders([self._lease(n) for n in numbers], list(forget), newer))
-
-    def _finish(self, identity: str, number: int, packed: list[PackedSample]) -> None:
-        """A group has come. It may be nobody's, or come twice: then nothing happens."""
-        leases = self.ledger if number >= 0 else self.evaluation
-        if leases.leased.get(number) == identity:
-            row = self._row_of(number)
-            samples = [unpack(x, row) for x in packed]
-            leases.finish(number, identity, (row, samples, self.submit(row, samples)))
+        new, old = [self._lease(n) for n in held if n not in member.holding], member.holding.difference(held)
+        self._send(identity, Orders(new, begin, sorted(old), newer))
 
     def _row_of(self, number: int) -> Row:
         return self.row(number) if number >= 0 else self.held_out[number % len(self.held_out)]
@@ -231,19 +302,14 @@ class Dispatcher:
         return Lease(number, row, vars(sampling), derive_seed(self.setup.seed, number), self.ledger.version)
 
     def _assign(self) -> None:
-        """Hand out what waits, to those who have the most room left."""
-        new: dict[str, list[int]] = {}
-        for leases, n in ((self.evaluation, self.held_out_sampling.n), (self.ledger, self.sampling.n)):
-            while leases.waiting and self.members:
-                held = {x: len(member.sent_at) / max(member.room // n, 1) for x, member in self.members.items()}
-                identity = min(held, key=held.get)
-                if held[identity] >= 1:
-                    break
-                number = leases.lease(identity)
-                self.members[identity].sent_at[number] = time.monotonic()
-                new.setdefault(identity, []).append(number)
-        for identity, numbers in new.items():
-            self._order(identity, numbers)
+        """Lease what waits to those who have lately said something: others may be dead."""
+        now = time.monotonic()
+        members = {x: member for x, member in self.members.items() if now - member.seen_at < SILENT_S}
+        rooms = {identity: member.room for identity, member in members.items()}
+        idle = {identity for identity, member in members.items() if not member.holding}
+        pools = (self.evaluation, self.held_out_sampling.n), (self.ledger, self.sampling.n)
+        for identity in {identity for identity, _ in assign(pools, rooms, idle)}:
+            self._order(identity)
 
     def _look_after(self) -> None:
         """Lose samplers that are silent or dead, and start those of this machine."""
@@ -255,11 +321,11 @@ class Dispatcher:
             if (process := local.process) is not None:
                 if process.poll() is None:
                     continue
-                name, local.process = name_of(process.pid), None
+                name, local.process = local.name, None
                 why = f"its process has ended with {process.returncode}"
                 known = [identity for identity, member in self.members.items() if member.name == name]
                 for identity in known:
-                    self._lose(identity, why)
+                    self._lose(identity, why, blame=process.returncode != 0)  # 0: it was asked to end
                 if not known:
                     say(f"sampler {name}: {why}", sys.stderr)
                 if local.starts > MAX_RESTARTS and not self.members:
@@ -268,21 +334,26 @@ class Dispatcher:
                 local.starts += 1
                 local.process = self._start(local.device)
 
-    def _lose(self, identity: str, why: str) -> None:
-        member, held = self.members.pop(identity), len(self.ledger.held_by(identity))
+    def _lose(self, identity: str, why: str, *, blame: bool = True) -> None:
+        """Forget a sampler, and hand its prompts out again. Args: blame, whether one of them may be the reason."""
+        member = self.members.pop(identity)
         self.lost += 1
         if self.outbox is not None:
             self.outbox.sending.pop(identity, None)
-        dropped = self.ledger.give_back(identity)
-        failed = self.evaluation.give_back(identity)
-        say(f"sampler {member.name} is lost: {why}; {held} prompts are handed out again", sys.stderr)
-        if dropped:
-            say(f"prompts {dropped} are dropped: their samplers were lost each time", sys.stderr)
-        if failed:
-            rows = [self._row_of(number)["row_index"] for number in failed]
-            raise RuntimeError(f"held-out rows {rows}: their samplers were lost each time")
         if not self.members:
             self.alone_since = time.monotonic()
+        pools = (self.evaluation, self.ledger)
+        held = sum(len(leases.held_by(identity)) for leases in pools)
+        dropped = [number for leases in pools for number in leases.give_back(identity, blame=blame)]
+        waiting = held - len(dropped)
+        say(f"sampler {member.name} is lost: {why}; {waiting} prompts are handed out again", sys.stderr)
+        for number in dropped:
+            row = self._row_of(number)["row_index"]
+            what = f"prompt {number}, row {row} of --train-files," if number >= 0 else f"row {row} of --val-files"
+            say(f"{what} is dropped: its samplers were lost each time, the last one had nothing else", sys.stderr)
+            for local in self.locals:  # that was not their fault
+                local.starts = min(local.starts, 1)
+        self.dropped |= {number % len(self.held_out) for number in dropped if number < 0}
 
     def _start(self, device: str | None) -> subprocess.Popen:
         """Start a sampler on this machine."""

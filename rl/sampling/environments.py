@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,12 +40,15 @@ from rl.console import say
 from rl.data.chat import FAULTS, Calls, Chat
 from rl.data.encode import named
 from rl.data.rows import Row
-from rl.flags import AtLeast1, Free, Seconds
+from rl.flags import AtLeast1, Free, Needs, Seconds
 from rl.sampling.environment_worker import MAX_ANSWER, Call, Reply
 from rl.scoring.worker import as_number
 
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
 END_SECONDS = 15  # for the `close` of environments, when all end
+
+
+PARTNER = Needs("environment", "tools")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +58,12 @@ class EnvironmentFlags:
     environment: str | None = None  # file.py[:Class], by default Environment; docs/environments.md has the contract
     # tools that the policy may call: file.py[:function], all of the file by default, or the URL of an MCP server
     tools: tuple[str, ...] = ()
-    max_turns: AtLeast1 = 8  # of the policy in one conversation; all of it has --max-response-length tokens
-    environment_timeout: Free[Seconds] = 60.0  # seconds for one answer; then the conversation ends without a score
-    max_tool_response_length: AtLeast1 = 4096  # characters of a tool's result; more are cut, with a mark
+    # of the policy in one conversation; all of it has --max-response-length tokens
+    max_turns: Annotated[AtLeast1, PARTNER] = 8
+    # seconds for one answer; then the conversation ends without a score
+    environment_timeout: Free[Annotated[Seconds, PARTNER]] = 60.0
+    # characters of a tool's result; more are cut, with a mark
+    max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
 
 
 class Answer(NamedTuple):

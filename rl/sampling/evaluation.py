@@ -5,12 +5,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Sample, Sampling, Score
-from rl.flags import AtLeast1, Count, Free, PositiveShare, Share, TemperatureOr0, TopK
+from rl.flags import Count, Every, Few, Free, Needs, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
 from rl.sampling.environments import Environments
@@ -22,13 +22,13 @@ from rl.scoring.pool import Scorer
 class Validation:
     """evaluation on held-out prompts"""
 
-    test_freq: Free[int] = 10  # evaluate every this many steps and at the end; -1 never
+    test_freq: Free[Every] = 10  # evaluate every this many steps and at the end; -1 never
     val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
-    val_n: Free[AtLeast1] = 1  # responses to each held-out prompt; more than one need --val-temperature
+    val_n: Free[Few] = 1  # responses to each held-out prompt; more than one need --val-temperature
     val_temperature: Free[TemperatureOr0] = 0.0  # of these responses; 0 is greedy
-    val_top_p: Free[PositiveShare] = 1.0  # of these responses, like --top-p
-    val_top_k: Free[TopK] = -1  # of these responses, like --top-k
-    val_min_p: Free[Share] = 0.0  # of these responses, like --min-p
+    val_top_p: Free[Annotated[PositiveShare, Needs("val_temperature")]] = 1.0  # of these responses, like --top-p
+    val_top_k: Free[Annotated[TopK, Needs("val_temperature")]] = -1  # of these responses, like --top-k
+    val_min_p: Free[Annotated[Share, Needs("val_temperature")]] = 0.0  # of these responses, like --min-p
     log_val_generations: Free[Count] = 8  # held-out prompts whose responses are recorded at each evaluation
 
     @property

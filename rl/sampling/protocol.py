@@ -10,9 +10,10 @@ without it no connection comes about.
 
 import hashlib
 import json
+import math
 import secrets
 import socket as sockets
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,13 +25,19 @@ from rl.data.types import Sample, Sampling
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 2  # of these messages; both sides must have the same
+PROTOCOL = 3  # of these messages; both sides must have the same
+LARGEST = 2**30  # bytes of a message; the run closes a connection that sends more
+MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,300}\Z")]
+Size = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Span = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Join(msgspec.Struct, tag=True):
     """A sampler asks for work. `name`: host and process id."""
 
-    name: str
+    name: Name
     protocol: int = PROTOCOL
 
 
@@ -45,7 +52,8 @@ class Setup(msgspec.Struct, tag=True):
     probes: list[dict[str, Any]]  # rows that it samples a few tokens for after every push of weights
     probe_sampling: dict[str, Any]
     seed: int
-    protocol: int = PROTOCOL
+    # Of this process of the run. Samplers of an earlier one have other weights under the same version.
+    run: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Lease(msgspec.Struct):
@@ -64,9 +72,9 @@ class PackedSample(msgspec.Struct, array_like=True):
     ids: bytes  # int32
     mask: bytes  # int8
     logprobs: bytes  # float32
-    finish_reason: str
-    policy_versions: list[list[int]]
-    turns: int
+    finish_reason: Literal["stop", "length", "error", "abort"]
+    policy_versions: list[tuple[int, int]]
+    turns: Size
     conversation: str  # messages and report as JSON: msgpack has no integers of more than 64 bits
     turn_rewards: list[float]
 
@@ -88,21 +96,25 @@ class Probe(msgspec.Struct):
 class Report(msgspec.Struct, tag=True):
     """How a sampler is. Groups are sent until the run says that it has them."""
 
-    name: str
+    name: Name
+    run: str  # of its Setup
     version: int  # of its weights; -1: none yet
-    room: int  # responses that it can sample at a time
+    room: Size  # responses that it can sample at a time
     holding: list[int]  # leases that it knows, also those that are finished
+    begun: list[int]  # those of them that it samples, or would sample now if the run let it
     groups: list[Group]
     probe: Probe | None
-    busy_s: float  # seconds in which it has sampled, since it is ready
-    total_s: float  # seconds since it is ready
+    busy_s: Span  # seconds in which it has sampled, since it is ready
+    total_s: Span  # seconds since it is ready
     problem: str = ""  # why it ends now
+    was_asked: bool = False  # to end, so that no prompt is the reason
 
 
 class Orders(msgspec.Struct, tag=True):
     """What a sampler is to do."""
 
-    leases: list[Lease]  # to begin
+    leases: list[Lease]  # new ones, to be confirmed as `Report.begun`
+    begin: list[int]  # those that it has confirmed; it begins no others
     forget: list[int]  # leases to give up, or whose group the run has
     weights: dict[str, Any] | None  # the newest: see weight_files.py
 
@@ -125,21 +137,41 @@ def name_of(pid: int) -> str:
 def pack(sample: Sample) -> PackedSample:
     """A sample as it travels."""
     arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
-    versions = [list(span) for span in sample.policy_versions]
     conversation = json.dumps([list(sample.messages), sample.report])
-    about = (versions, sample.turns, conversation, list(sample.turn_rewards))
+    about = (list(sample.policy_versions), sample.turns, conversation, list(sample.turn_rewards))
     return PackedSample(*arrays, sample.finish_reason, *about)
 
 
-def unpack(packed: PackedSample, row: Row) -> Sample:
-    """The sample that was packed. Raises ValueError if its arrays are not equally long."""
+def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, versions: range) -> Sample:
+    """The sample that was packed. Raises ValueError if it cannot be what an engine has sampled for the row.
+
+    Args: sampling, as it was asked for; vocabulary, how many tokens the model knows; versions, of weights that may have
+    sampled it.
+    """
     types = dict(ids="int32", mask="int8", logprobs="float32")
     ids, mask, logprobs = (np.frombuffer(getattr(packed, name), dtype) for name, dtype in types.items())
     if not len(ids) == len(mask) == len(logprobs):
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
-    versions = tuple(tuple(span) for span in packed.policy_versions)
-    messages, report = json.loads(packed.conversation)
-    about = (versions, packed.turns, tuple(messages), report, tuple(packed.turn_rewards))
+    spans, rewards = tuple(packed.policy_versions), tuple(packed.turn_rewards)
+    try:
+        messages, report = json.loads(packed.conversation)
+        is_conversation = all(isinstance(x, dict) for x in messages) and isinstance(report, (dict, type(None)))
+    except (TypeError, RecursionError):
+        is_conversation = False
+    rules = {
+        f"more tokens than {sampling.max_tokens}": len(ids) <= sampling.max_tokens,
+        f"tokens beyond the vocabulary of {vocabulary}": ((ids >= 0) & (ids < vocabulary)).all(),
+        "a mask of other numbers than 0 and 1": ((mask == 0) | (mask == 1)).all(),
+        "log-probs that are not finite, or above 0": (np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all(),
+        "log-probs of tokens that were not sampled": not logprobs[mask == 0].any(),
+        f"tokens of other weights than those of {versions}": all(x in versions and count > 0 for x, count in spans),
+        "a mask that does not fit its versions": sum(count for _, count in spans) == mask.sum(),
+        "rewards of turns that it does not have": len(rewards) <= packed.turns and all(map(math.isfinite, rewards)),
+        "a conversation that is none": is_conversation,
+    }
+    if wrong := [rule for rule, holds in rules.items() if not holds]:
+        raise ValueError(f"a response has {' and '.join(wrong)}")
+    about = (spans, packed.turns, tuple(messages), report, rewards)
     return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
 
 
@@ -158,6 +190,7 @@ def listen(address: str, token: str, context: zmq.Context) -> tuple[zmq.Socket, 
     nothing can listen there.
     """
     socket = _lossless(context.socket(zmq.ROUTER))
+    socket.maxmsgsize = LARGEST
     socket.curve_server, (socket.curve_secretkey, socket.curve_publickey) = True, _keys(token)
     try:
         socket.bind(address)

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Response, Sample, Sampling, Score, take_rows
-from rl.flags import NotNegative, PositiveShare, Share, Temperature, TopK
+from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
 from rl.model import experts
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
@@ -55,7 +55,7 @@ class Decoding:
     min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
     # sample so many more groups than a step needs, as a share of these, and do not wait for the longest responses: they
     # go on in the next step, with its weights; 0 waits
-    partial_rollouts: NotNegative = 0.0
+    partial_rollouts: Annotated[float, Limit("at least 0 and at most 100", lambda x: 0 <= x <= 100)] = 0.0
 
 
 def sampling_settings(

@@ -6,7 +6,6 @@ The run says which model and which flags. Between two decoding steps the sampler
 responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
-import heapq
 import os
 import signal
 import sys
@@ -31,6 +30,7 @@ from rl.ranks import die_with_parent, init_ranks
 from rl.sampling.engines import Engine, Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, Environments, make_environments
 from rl.sampling.protocol import (
+    LARGEST,
     PARENT,
     TOKEN,
     End,
@@ -58,6 +58,7 @@ SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machi
 REFUSALS = 3  # connections that end before a word is said
 UNREADABLE_S = 20.0  # a sampler that cannot read weights for so long does not share a folder with the run
 IDLE_WAIT_S = 0.05
+GROUPS_OF_A_REPORT = 16  # so that a message does not become too large
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ class Line:
         self.reader, self.writer = msgspec.msgpack.Decoder(ToSampler), msgspec.msgpack.Encoder()
 
     def send(self, message: Join | Report) -> None:
-        """Send a message, at once or when there is a connection."""
-        self.socket.send(self.writer.encode(message))
+        """Send a message, at once or when there is a connection. Raises RuntimeError if the run would not take it."""
+        if len(encoded := self.writer.encode(message)) > LARGEST:
+            raise RuntimeError(f"a group has {len(encoded)} bytes, above {LARGEST}: lower --rollout-n")
+        self.socket.send(encoded)
 
     def leave(self, report: Report) -> None:
         """Tell the run why this sampler ends."""
@@ -143,7 +146,8 @@ class Sampler:
         self.own_seeds = setup.rollout["engine"] == "hf"  # they cost vLLM time, see `rollout.seeded`
         self.room = setup.rollout["max_num_seqs"]
         self.leases: dict[int, Lease] = {}  # that are not finished
-        self.waiting: list[int] = []  # those of them that have not begun, a heap
+        self.may_begin: set[int] = set()  # those of them that the run has let begin
+        self.begun: set[int] = set()  # those of these that are being sampled
         self.done: dict[int, tuple[Group, float]] = {}  # groups that the run may not have yet, and when they were sent
         self.weights: dict[str, Any] | None = None  # the newest that the run has told of
         self.version, self.probe = -1, None
@@ -151,6 +155,7 @@ class Sampler:
         self.tried = b""  # the transfer that was begun last
         self.unread_since: float | None = None  # since when weights could not be read
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
+        self.reported: Report | None = None
 
     def run(self) -> None:
         """Sample until the run ends, which raises Gone."""
@@ -172,11 +177,10 @@ class Sampler:
             if any(number in self.leases for number in orders.forget):
                 self.rollouts.abandon()  # it happens after a pause: most of what there is belongs to others by now
                 self.leases = {n: lease for n, lease in self.leases.items() if n not in orders.forget}
-                self.waiting = sorted(self.leases)
-            for lease in orders.leases:
-                if lease.number not in self.leases and lease.number not in self.done:
-                    self.leases[lease.number] = lease
-                    heapq.heappush(self.waiting, lease.number)
+                self.begun = set()
+            new = {lease.number: lease for lease in orders.leases if lease.number not in self.done}
+            self.leases = new | self.leases
+            self.may_begin = self.leases.keys() & self.may_begin.union(orders.begin)
             if orders.weights is not None and self.arriving is None and orders.weights["version"] > self.version:
                 self.weights = orders.weights
 
@@ -219,38 +223,43 @@ class Sampler:
         arrived, self.arriving = self.arriving, None
         return arrived.named_tensors()
 
+    def _can_begin(self) -> set[int]:
+        """The leases whose weights are here."""
+        return {number for number, lease in self.leases.items() if lease.version <= self.version}
+
     def _begin(self) -> None:
-        """Begin the leases whose weights are here."""
-        later = []
-        while self.waiting:
-            lease = self.leases[heapq.heappop(self.waiting)]
-            if lease.version <= self.version:
-                seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
-                self.rollouts.start(lease.number, lease.row, sampling_of(lease.sampling), seed)
-            else:
-                later.append(lease.number)
-        self.waiting = later
+        """Begin what can begin and what the run knows of: any of it may be the reason if this process dies."""
+        for number in sorted(self._can_begin() & self.may_begin - self.begun):
+            lease = self.leases[number]
+            seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
+            self.rollouts.start(number, lease.row, sampling_of(lease.sampling), seed)
+            self.begun.add(number)
 
     def _step(self) -> None:
         start, is_sampling = time.monotonic(), not self.engine.is_idle  # else it waits for environments
         for number, samples in self.rollouts.step():
             del self.leases[number]
+            self.begun.remove(number)
             self.done[number] = Group(number, [pack(s) for s in samples]), 0.0
         self.busy_s += is_sampling * (time.monotonic() - start)
 
     def _report(self) -> None:
+        """Report every second, and at once if there are groups, or other leases than in the last report."""
         now = time.monotonic()
-        groups = [group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S]
-        if groups or now - self.reported_at > REPORT_EVERY_S:
-            self.line.send(self.report(groups))
-            self.reported_at = now
-            self.done |= {group.number: (group, now) for group in groups}
+        due = [group for group, sent_at in self.done.values() if now - sent_at > SEND_AGAIN_S][:GROUPS_OF_A_REPORT]
+        report, last = self.report(due), self.reported
+        has_changed = last is None or (report.holding, report.begun) != (last.holding, last.begun)
+        if due or has_changed or now - self.reported_at > REPORT_EVERY_S:
+            self.line.send(report)
+            self.reported, self.reported_at = report, now
+            self.done |= {group.number: (group, now) for group in due}
 
-    def report(self, groups: list[Group], problem: str = "") -> Report:
-        """How this sampler is."""
-        numbers = [*self.leases, *self.done]
-        seconds = self.busy_s, time.monotonic() - self.began_at
-        return Report(self.name, self.version, self.room, numbers, groups, self.probe, *seconds, problem)
+    def report(self, groups: list[Group], **ending: Any) -> Report:
+        """How this sampler is. Args: ending, `problem` and `was_asked` of the last report."""
+        how = dict(version=self.version, room=self.room, probe=self.probe, busy_s=self.busy_s)
+        numbers = dict(holding=sorted([*self.leases, *self.done]), begun=sorted(self._can_begin()), groups=groups)
+        total_s = time.monotonic() - self.began_at
+        return Report(self.name, self.setup.run, **how, **numbers, total_s=total_s, **ending)
 
 
 def main(flags: Args) -> None:
@@ -265,7 +274,7 @@ def main(flags: Args) -> None:
         try:
             sampler.run()
         except KeyboardInterrupt:
-            line.leave(sampler.report([], problem="it was asked to end"))
+            line.leave(sampler.report([], problem="it was asked to end", was_asked=True))
             raise
         except Exception as error:  # whatever it is, the run is told
             if not isinstance(error, Gone):

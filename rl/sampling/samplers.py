@@ -11,6 +11,7 @@ A thread of rank 0 talks to the samplers meanwhile: dispatcher.py.
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from rl import stop
 from rl.console import say
@@ -31,7 +33,7 @@ from rl.sampling.engines.base import Rollout
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Evaluation, Validation, summarize
 from rl.sampling.ledger import Ledger
-from rl.sampling.protocol import Setup, row_of, unpack
+from rl.sampling.protocol import Setup, row_of
 from rl.sampling.rollout import check_engine
 from rl.sampling.weight_files import WeightWriter
 from rl.scoring.pool import Scorer, Ticket
@@ -86,6 +88,9 @@ class Samplers:
         folder: Path,
         state: dict[str, Any],
     ):
+        if flags.weights_dir is not None and flags.weights_transfer != "host":
+            way = f"--weights-transfer {flags.weights_transfer}"
+            raise ValueError(f"--weights-dir and {way} are two ways to send weights; leave one of them out")
         self.flags, self.setup, self.ranks, self.scorer, self.sampling = flags, setup, ranks, scorer, sampling
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
@@ -99,7 +104,9 @@ class Samplers:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
             devices = _devices(flags, ranks)
-            self.desk = Dispatcher(flags, setup, self.ledger, self.row, sampling, scorer.submit, devices, ranks.device)
+            vocabulary = AutoConfig.from_pretrained(setup.model).get_text_config().vocab_size
+            answers = (self.ledger, self.row, sampling, scorer.submit)
+            self.desk = Dispatcher(flags, setup, *answers, devices, ranks.device, vocabulary)
             _write_private(folder / "sampler_token", self.desk.token)
             say(f"samplers: {self.desk.address}, with the token in {folder / 'sampler_token'}")
             self.desk.thread.start()
@@ -108,20 +115,21 @@ class Samplers:
         """Give the samplers the weights that `version` steps have made, and the prompts that these may sample.
 
         Returns when the weights are written; samplers load them between two decoding steps. All ranks must enter.
-        Raises RuntimeError if there is no room for the weights.
+        Without room for the weights the run saves and ends: see `_give_up`.
         """
+        named_tensors = iter(named_tensors)
         if self.ranks.is_main:
             try:
                 weights = self.writer.write(version, named_tensors)
             except OSError as error:
                 where = self.flags.weights_dir or "the memory of this machine"
-                raise RuntimeError(f"weights could not be written to {where} (--weights-dir): {error}") from error
-            with self.desk.lock:
-                self.desk.weights = weights
-                self.ledger.draw(version)
-        else:
-            for _ in named_tensors:
-                pass
+                self._give_up(f"weights could not be written to {where} (--weights-dir): {error}")
+            else:
+                with self.desk.lock:
+                    self.desk.weights = weights
+                    self.ledger.draw(version)
+        for _ in named_tensors:  # of other ranks, or what is left after an error: they gather the tensors together
+            pass
         self.policy_version = version
 
     def take(self) -> tuple[list[Row], list[Sample], list[Ticket]]:
@@ -148,11 +156,10 @@ class Samplers:
         """
         own: list[Group] = []
         if self.ranks.is_main:
-            ready = self.desk.evaluation.ready
-            if self._wait(lambda: len(ready) == len(self.held_out)):
-                own = [ready[number] for number in sorted(ready)]
+            leases = self.desk.evaluation
+            if self._wait(lambda: not leases.waiting and not leases.leased):
+                own = [leases.ready[number] for number in sorted(leases.ready)]
         samples = [sample for _, group, _ in own for sample in group]
-        assert {version for s in samples for version, _ in s.policy_versions} <= {self.policy_version}
         scores = self.scorer.collect([ticket for _, _, ticket in own])
         if stop.requested(self.ranks.group):
             return Evaluation({}, [])
@@ -167,10 +174,8 @@ class Samplers:
         own: list[tuple[str, list[Sample]]] = []
         if self.ranks.is_main and self._wait(lambda: not self._owing()):
             with self.desk.lock:
-                for x in self.desk.members.values():
-                    if x.probe is not None and x.probe.version == self.policy_version:
-                        pairs = zip(x.probe.samples, self.setup.probes, strict=True)
-                        own.append((x.name, [unpack(sample, row) for sample, row in pairs]))
+                probes = [(x.name, *x.probe) for x in self.desk.members.values()]
+                own = [(name, samples) for name, version, samples in probes if version == self.policy_version]
         for i, name in enumerate(self.ranks.all_gather([name for name, _ in own])):
             samples = own[i][1] if self.ranks.is_main else []
             try:
@@ -203,7 +208,7 @@ class Samplers:
             found = {
                 "samplers/count": float(len(members)),
                 "samplers/lost": float(self.desk.lost),
-                "samplers/dropped": float(self.ledger.num_dropped),
+                "samplers/dropped": float(self.ledger.num_dropped + len(self.desk.dropped)),
                 "samplers/ready": float(len(self.ledger.ready)),
                 "samplers/waiting": float(len(self.ledger.waiting)),
             }
@@ -222,30 +227,32 @@ class Samplers:
             self.writer.close()
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait for a condition on what the thread changes. False if the run was asked to stop, or has no sampler.
-
-        Raises RuntimeError if the thread has failed.
+        """Wait for a condition on what the thread changes. False if the run was asked to stop, has no sampler, or the
+        thread has failed; see `_give_up`.
         """
-        start = time.monotonic()
+        start, patience = time.monotonic(), self.flags.sampler_timeout
         with self.desk.lock:
             while not (holds := condition()) and not stop.requested():
                 if self.desk.failure is not None:
-                    raise RuntimeError(f"samplers: {self.desk.failure}") from self.desk.failure
-                if not self.desk.members and time.monotonic() - self.desk.alone_since > self.flags.sampler_timeout:
-                    why = f"there has been no sampler for {self.flags.sampler_timeout:.0f} s (--sampler-timeout)"
-                    stop.ask(exit_code=1)
-                    if not stop.requested():  # the step has begun to change weights
-                        raise RuntimeError(f"{why}; the same command goes on from the last checkpoint")
-                    say(f"{why}: the run saves and ends; the same command goes on")
+                    self._give_up(f"samplers: {self.desk.failure!r}")
+                elif not self.desk.members and time.monotonic() - self.desk.alone_since > patience:
+                    self._give_up(f"there has been no sampler for {patience:.0f} s (--sampler-timeout)")
                 self.desk.lock.wait(0.2)
         self.waited_s += time.monotonic() - start
         return holds
+
+    def _give_up(self, why: str) -> None:
+        """Let the run save and end with exit code 1. Raises RuntimeError if the step has begun to change weights."""
+        stop.ask(exit_code=1)
+        if not stop.requested():
+            raise RuntimeError(f"{why}; the same command goes on from the last checkpoint")
+        say(f"{why}: the run saves and ends; the same command goes on", sys.stderr)
 
     def _owing(self) -> list[str]:
         """Samplers that will send the probe of the newest weights, and have not yet."""
         now = time.monotonic()
         heard = [x for x in self.desk.members.values() if now - x.seen_at < SILENT_S]
-        return [x.name for x in heard if x.probe is None or x.probe.version != self.policy_version]
+        return [x.name for x in heard if x.probe[0] != self.policy_version]
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""

@@ -12,6 +12,7 @@ import mmap
 import os
 import pathlib
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,8 @@ CHUNK = 64 * 2**20  # bytes that come from the GPU at a time
 class WeightWriter:
     """Keeps the newest weights for readers. Args: folder, that all machines see; None: the memory of this machine;
     run, the folder of the run: weights that an earlier process of it has left behind are removed.
+
+    Raises ValueError, naming --weights-dir, if nothing can be written to the folder.
     """
 
     def __init__(self, folder: str | None, run: pathlib.Path):
@@ -35,6 +38,12 @@ class WeightWriter:
         if folder is not None:
             name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
             self.folder = pathlib.Path(folder) / f"{run.name}_{name}"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder) as file:
+                    file.write(b"a file system may take a file and none of its bytes")
+            except OSError as error:
+                raise ValueError(f"--weights-dir {folder} cannot be written: {error}; choose another one") from error
             for left in self.folder.glob("weights_*"):
                 left.unlink(missing_ok=True)
             atexit.register(self.close)
@@ -79,9 +88,10 @@ class WeightWriter:
 
     def _remove(self, file: Any) -> None:
         if file is not None:
-            file.close()
             if self.folder is not None:
                 pathlib.Path(file.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left in its buffer finds no room either
+                file.close()
 
     def close(self) -> None:
         """Remove what is kept."""

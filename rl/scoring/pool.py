@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +31,7 @@ from rl.console import say
 from rl.data.encode import load_tokenizer, named
 from rl.data.rows import Row, no_ground_truth
 from rl.data.types import Response, Sample, Score
-from rl.flags import AtLeast1, Count, Free, Seconds, Share
+from rl.flags import AtLeast1, Count, Free, Needs, Processes, Seconds, Share
 from rl.model import reward_model
 from rl.model.load import shard_as
 from rl.model.sharding import BARE, offload
@@ -53,7 +53,7 @@ class Scoring:
     """processes that score"""
 
     # processes of a rank that score; default: the machine's cores over its ranks, at most 16
-    reward_workers: Free[AtLeast1 | None] = None
+    reward_workers: Free[Processes | None] = None
     # CPU seconds to score a response, and four times as many by the clock; then the response has no score
     reward_timeout: Free[Seconds] = 10.0
     reward_memory_mb: Free[Count] = 4096  # MiB of private memory of such a process; 0 for no limit
@@ -68,9 +68,9 @@ class Rewards:
     # Default: rewards/by_data_source.py; no function if there is a --reward-model
     custom_reward_function: tuple[str, ...] | None = None
     reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
-    reward_model_coef: float = 1.0  # weight of that score
+    reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # weight of that score
     # tokens of prompt and response in the reward model's own template; longer ones are truncated on the left
-    reward_model_max_length: AtLeast1 = 4096
+    reward_model_max_length: Annotated[AtLeast1, Needs("reward_model")] = 4096
     reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
 
     @property

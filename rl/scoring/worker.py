@@ -45,7 +45,8 @@ def import_file(path: str) -> ModuleType:
     """The module of a user's Python file, which may import its neighbours. Raises whatever importing it raises."""
     sys.path.append(str(Path(path).resolve().parent))  # behind everything else
     own = f"users_{zlib.crc32(path.encode())}"  # its stem may be the name of another module
-    spec = importlib.util.spec_from_file_location(own, path)
+    if (spec := importlib.util.spec_from_file_location(own, path)) is None:
+        raise ValueError(f"{path} is no Python file: its name does not end with .py")
     module = sys.modules[own] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,28 +1,36 @@
 """Samplers and trainers that die, hang, come late, lie or lose messages: no prompt is trained twice, none is lost.
 
-With GLASSRL_RANDOM_KILLS=50, as in `make faults`, trainers are killed 20 times at random, else four times.
+With GLASSRL_RANDOM_KILLS=50, as in `make faults`, trainers are killed 20 times at random, and samplers 20 times in each
+of three kinds of runs; else four times.
 """
 
 import errno
 import itertools
+import math
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import helpers_scripts as h
 import launch
+import msgspec
+import numpy as np
 import pytest
+import zmq
 from helpers_samplers import Pools, batches, note_batches
 
 from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.sampling import dispatcher, sampler, weight_network
+from rl.sampling import dispatcher, protocol, sampler, weight_network
 from rl.sampling.engines import hf
 from rl.sampling.protocol import TOKEN
+from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import WeightWriter
 
 KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness
@@ -122,12 +130,169 @@ def test_samplers_end_with_their_run(pools, task):
     assert below and not any(map(launch.alive, below))  # processes of rewards
 
 
-def test_a_wrong_token_is_refused(pools, task, tmp_path):
-    run = pools.run(total_training_steps=3)
-    stranger, friend = pools.sampler(token="another"), pools.sampler()
-    assert stranger.ends() == [1] and "refuses this sampler" in stranger.log.read_text()
+# Messages of somebody who knows the token. The right ones, of which others are changes, are in `Rogue`.
+
+NUMBER = {"ids": np.int32([5]), "mask": np.int8([1]), "logprobs": np.float32([-1.0])}
+GARBAGE = {
+    "nothing": b"",
+    "no msgpack": b"\xc1\xc1",
+    "half a message": msgspec.msgpack.encode(protocol.Join("a"))[:-3],
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "deep": b"\x91" * 10**5,
+    "a number": b"\x07",
+    "no tag": msgspec.msgpack.encode({"name": "a"}),
+    "another tag": msgspec.msgpack.encode({"type": "Setup", "name": "a"}),
+    "an older protocol": msgspec.msgpack.encode(protocol.Join("a", protocol=1)),
+    "a name of lines": msgspec.msgpack.encode(protocol.Join("a\nstep 1/9")),
+    "a name of another type": msgspec.msgpack.encode({"type": "Join", "name": 5}),
+    "two parts": [b"a", b"b"],
+    "too large": b"a" * 3_000_000,
+}
+REPORTS = {
+    "of another run": dict(run="another"),
+    "no room": dict(room=0),
+    "room beyond 64 bits": dict(room=float(2**70)),
+    "a version to come": dict(version=99),
+    "a version below none": dict(version=-2),
+    "seconds that are none": dict(busy_s=math.nan),
+    "seconds below 0": dict(total_s=-1.0),
+    "leases of another type": dict(holding=["a"]),
+    "groups of another type": dict(groups=[[1, 2]]),
+    "no groups": dict(groups=None),
+    "a probe of a version to come": dict(probe={"version": 99, "samples": []}),
+    "a probe without samples": dict(probe={"version": 0, "samples": []}),
+    "a problem of another type": dict(problem=1),
+}
+GROUPS = {
+    "no samples": dict(samples=[]),
+    "a sample too few": dict(count=3),
+    "a sample too many": dict(count=5),
+    "a sample with a field too few": dict(samples=[[b""] * 3] * 4),
+    "tokens beyond the vocabulary": dict(ids=np.int32([10**6])),
+    "tokens below 0": dict(ids=np.int32([-1])),
+    "tokens of another type": dict(ids=np.int64([5])),
+    "tokens and a half": dict(ids=b"12345"),
+    "tokens of another number": dict(ids=np.int32([5, 5])),
+    "more tokens than there may be": {name: np.repeat(x, 999) for name, x in NUMBER.items()},
+    "a mask of 2": dict(mask=np.int8([2])),
+    "NaN": dict(logprobs=np.float32([math.nan])),
+    "-inf": dict(logprobs=np.float32([-math.inf])),
+    "a probability above 1": dict(logprobs=np.float32([3.0])),
+    "half precision": dict(logprobs=np.float16([-1.0])),
+    "no reason": dict(finish_reason="because"),
+    "a version to come": dict(policy_versions=[(7, 1)]),
+    "no version": dict(policy_versions=[]),
+    "versions of three": dict(policy_versions=[(0, 1, 1)]),
+    "no turn": dict(turns=0),
+    "a reward of NaN": dict(turn_rewards=[math.nan]),
+    "a conversation of garbage": dict(conversation="{"),
+}
+
+
+class Rogue:
+    """A connection with the right token."""
+
+    def __init__(self, address):
+        self.socket = protocol.connect(address, "a token of this test", zmq.Context.instance())
+        self.socket.linger = 0
+
+    def say(self, message):
+        """Send bytes, parts, or a message as a dict."""
+        parts = message if isinstance(message, list) else [message]
+        self.socket.send_multipart([x if isinstance(x, bytes) else msgspec.msgpack.encode(x) for x in parts])
+
+    def hears(self, seconds=30):
+        """The next message; None if none comes."""
+        return msgspec.msgpack.decode(self.socket.recv()) if self.socket.poll(1000 * seconds) else None
+
+    def report(self, **changes):
+        """Join, and send a report with changes. Returns its answer."""
+        self.say({"type": "Join", "name": "rogue:1", "protocol": protocol.PROTOCOL})
+        right = dict(type="Report", name="rogue:1", run=self.hears()["run"], version=-1, room=8, holding=[], begun=[])
+        self.right = right | dict(groups=[], probe=None, busy_s=0.0, total_s=0.0)
+        self.say(self.right | changes)
+        return self.hears()
+
+    def leave(self):
+        """Give the leases back."""
+        self.say(self.right | dict(problem="enough", was_asked=True))
+
+    def lease(self):
+        """The number of a lease that the run gives this sampler."""
+        self.report()
+        return launch.until(self.hears)["leases"][0]["number"]
+
+    def answer(self, number, samples=None, count=4, **changes):
+        """Send a group of one token to a response, with changes."""
+        fields = {name: x.tobytes() if isinstance(x, np.ndarray) else x for name, x in (NUMBER | changes).items()}
+        rest = dict(finish_reason="stop", policy_versions=[(0, 1)], turns=1, conversation="[[], null]", turn_rewards=[])
+        sample = list((rest | fields)[x] for x in (*NUMBER, *rest))
+        group = {"number": number, "samples": [sample] * count if samples is None else samples}
+        self.say(self.right | {"holding": [number], "groups": [group]})
+        return self.hears()
+
+
+def stalls_after(size, port):
+    """The address of a proxy that hands so many bytes on to the port, and then none, on an open connection."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        (here, _), there = server.accept(), socket.create_connection(("127.0.0.1", port))
+        threading.Thread(target=lambda: [here.sendall(x) for x in iter(lambda: there.recv(9999), b"")]).start()
+        left = size
+        while left > 0 and (x := here.recv(min(left, 9999))):
+            there.sendall(x)
+            left -= len(x)
+        time.sleep(600)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def with_small_messages(file):
+    """From now on batches are noted, and a message may have a million bytes."""
+    note_batches(file)
+    protocol.LARGEST = 10**6
+
+
+def test_whoever_has_the_token_cannot_end_a_run_or_change_its_data_and_others_cannot_join(pools, task, tmp_path):
+    file, address = tmp_path / "batches.jsonl", f"tcp://127.0.0.1:{pools.port}"
+    run = pools.run(total_training_steps=3, sampler_timeout=120, fault=partial(with_small_messages, file))
+    stranger = pools.sampler(token="another")
+    (rogue := Rogue(address)).report()  # a right one
+    rogue.leave()
+    for name, message in GARBAGE.items():
+        (rogue := Rogue(address)).say(message)
+        assert (answer := rogue.hears(30 if name != "too large" else 1)) is None or answer["type"] == "End", name
+        assert (answer is None) == (name == "too large"), name  # then the connection itself is closed
+    (rogue := Rogue(address)).say(b"")
+    assert rogue.hears()["type"] == "End"
+    rogue.say({"type": "Join", "name": "rogue:1", "protocol": protocol.PROTOCOL})  # it is not heard any more
+    for name, changes in REPORTS.items():
+        assert Rogue(address).report(**changes)["type"] == "End", name
+    for name, changes in GROUPS.items():
+        number = (rogue := Rogue(address)).lease()
+        assert rogue.answer(number, **changes)["type"] == "End", name
+    assert not rogue.socket.poll(0)
+    silent = Rogue(stalls_after(5000, pools.port))
+    silent.say({"type": "Join", "name": "rogue:1", "protocol": protocol.PROTOCOL})
+    assert silent.hears()["type"] == "Setup"
+    silent.say(b"a" * 100_000)
+    nobodys = Rogue(address)
+    nobodys.report()
+    for number in (10**6, -(10**6), 2**63 - 1):  # unknown, so not leased to it
+        answer = nobodys.answer(number)
+        launch.until(lambda answer=answer, number=number: number in (answer["forget"] or nobodys.hears()["forget"]))
+    nobodys.leave()
+    friend = pools.sampler()
     assert run.ends() == friend.ends() == [0], run.log.read_text()
-    assert run.log.read_text().count("has joined") == 1
+    assert stranger.ends() == [1] and "refuses this sampler" in stranger.log.read_text()
+    found, log = batches(file), run.log.read_text()
+    assert [found[v]["rows"] for v in range(3)] == expected(task, 3)
+    assert "dropped" not in log and pools.lines()[-1]["samplers/dropped"] == 0
+    assert log.count("is refused: ") + log.count("its message is wrong: ") == sum(map(len, (GARBAGE, REPORTS, GROUPS)))
+    assert "a connection from 127.0.0.1 is refused: it has 2 parts" in log
+    assert "sampler rogue:1 is lost: its message is wrong: a response has tokens beyond the vocabulary of " in log
 
 
 def blind():
@@ -212,7 +377,7 @@ def lose_messages(share, seed):
 
     sampler.Line.send = losing(sampler.Line.send)
     dispatcher.Dispatcher._send = losing(dispatcher.Dispatcher._send)
-    sampler.REPORT_EVERY_S = sampler.SEND_AGAIN_S = dispatcher.LEASE_AGAIN_S = 0.2
+    sampler.REPORT_EVERY_S = sampler.SEND_AGAIN_S = 0.2
 
 
 def lose_and_note(file):
@@ -245,6 +410,77 @@ def test_weights_without_room_end_the_run_with_the_flag(pools, task, tmp_path):
     assert run.ends() == [1] and one.ends() == [0]
     assert f"weights could not be written to {folder} (--weights-dir)" in run.log.read_text()
     assert len(list(folder.rglob("weights_*"))) <= 1
+
+
+def end_at(rows, held_out):
+    """From now on a sampler ends with an error when it begins one of these rows, of the training or held-out data."""
+    start = Rollouts.start
+
+    def starting(rollouts, name, row, *arguments):
+        if isinstance(name, int) and row["row_index"] in (held_out if name < 0 else rows):
+            raise RuntimeError(f"row {row['row_index']} ends this process")
+        start(rollouts, name, row, *arguments)
+
+    Rollouts.start = starting
+
+
+def test_prompts_that_end_their_samplers_are_dropped_and_no_others(pools, task, tmp_path):
+    """Also a held-out one. What was twice sampled beside them, and alone after that, is innocent."""
+    file, rows = tmp_path / "batches.jsonl", [x for step in expected(task, 5) for x in step]
+    guilty, held_out = {rows[1], rows[6]}, {2}
+    settings = dict(total_training_steps=4, val_before_train=True, test_freq=2, save_freq=0, sampler_timeout=60)
+    run, count = pools.run(**settings, fault=partial(note_batches, file)), itertools.count()
+    while run.processes[0].is_alive():
+        if next(count) < 20:
+            pools.sampler(partial(end_at, guilty, held_out), patience=20.0).ends()  # the run may end before it joins
+    assert run.ends() == [0], run.log.read_text()
+    found, log = batches(file), run.log.read_text()
+    trained = [row for v in range(4) for row in found[v]["rows"]]
+    assert trained == [row for row in rows if row not in guilty][:16]
+    for number in (1, 6):
+        assert f"prompt {number}, row {rows[number]} of --train-files, is dropped: its samplers were lost each" in log
+    assert log.count("row 2 of --val-files is dropped") == 1 and log.count(" dropped") == 3
+    last = [x for x in pools.lines() if "samplers/dropped" in x][-1]
+    assert last["samplers/dropped"] == 3 and 5 <= last["samplers/lost"] <= 9  # three each, of which two may be shared
+    assert [x["step"] for x in pools.lines() if "val/accuracy" in x] == [0, 2, 4]
+
+
+WAYS = {
+    "one": (1, {}),
+    "three": (3, dict(max_staleness=2)),
+    "three, evaluations, and a trainer that is resumed": (3, dict(test_freq=3, val_before_train=True, save_freq=1)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_samplers_that_are_killed_at_random_moments_cost_no_prompt(pools, task, tmp_path, way):
+    """Nothing is known of their deaths but their silence. Whoever dies is replaced at once."""
+    size, changes = WAYS[way]
+    chance, file, kills, began = random.Random(len(way)), tmp_path / "batches.jsonl", 2 * KILLS, time.monotonic()
+    settings = dict(total_training_steps=8 * kills, sampler_timeout=6) | changes
+    start = partial(pools.run, **settings, fault=partial(note_slowly, file, 0.1))
+    run, samplers = start(), [pools.sampler(partial(slow, 0.01)) for _ in range(size)]
+    wait_for(" 1/", run)
+    for kill in range(kills):
+        time.sleep(chance.uniform(0, 3))
+        assert run.processes[0].is_alive(), run.log.read_text()
+        if "save_freq" in changes and kill == kills // 2:
+            run.ask(signal.SIGTERM)
+            assert run.ends() == [0] and all(x.ends() == [0] for x in samplers)
+            run, samplers = start(), [pools.sampler(partial(slow, 0.01)) for _ in range(size)]
+            time.sleep(5)
+        victim = chance.randrange(size)
+        samplers[victim].ask(signal.SIGKILL)
+        samplers[victim] = pools.sampler(partial(slow, 0.01))
+    assert run.ends(900) == [0], run.log.read_text()
+    found, steps = batches(file), settings["total_training_steps"]
+    trained = [row for v in range(steps) for row in found[v]["rows"]]
+    assert trained == [row for step in expected(task, steps) for row in step]
+    log, seconds = run.log.read_text(), time.monotonic() - began
+    assert "dropped" not in log and {x.get("samplers/dropped", 0) for x in pools.lines()} == {0}
+    lost = log.count(" is lost: ")
+    print(f"{way}: {len(trained)} prompts, {kills} kills, {lost} lost, 0 dropped, 0 trained twice, {seconds:.0f} s")
 
 
 @pytest.mark.parametrize("staleness", h.some([0, 1], 0))

@@ -15,6 +15,7 @@ from helpers_flags import parsed
 
 import eval as evaluation
 import sft
+import train_async
 import train_dapo
 import train_distill
 import train_dpo
@@ -44,6 +45,7 @@ TRAINING = {
     "prime": train_prime,
     "sft": sft,
     "reward": train_reward,
+    "async": train_async,
 }
 SCRIPTS = TRAINING | {"eval": evaluation}
 
@@ -58,6 +60,7 @@ MAY_CHANGE = set(
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
+    samplers sampler_devices sampler_address sampler_timeout weights_transfer weights_dir
     critic_offload max_num_gen_batches environment_timeout teacher_url teacher_timeout teacher_offload prm_offload
     """.split()
 )
@@ -65,26 +68,34 @@ MAY_CHANGE = set(
 # What each number must be, in every script that has it.
 LIMITS = {
     "at least 1": """
-        train_batch_size ppo_mini_batch_size ppo_epochs gen_batch_size max_num_gen_batches rollout_n max_samples
+        train_batch_size ppo_mini_batch_size gen_batch_size max_num_gen_batches max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
         max_turns max_tool_response_length
-        max_num_seqs tensor_model_parallel_size max_ckpt_to_keep reward_workers kl_horizon
-        ppo_max_token_len_per_gpu max_token_len_per_gpu val_n ref_update_steps lora_alpha
+        max_ckpt_to_keep kl_horizon ppo_max_token_len_per_gpu max_token_len_per_gpu ref_update_steps lora_alpha
     """,
+    "at least 1 and at most 65536": "rollout_n val_n ppo_epochs max_num_seqs tensor_model_parallel_size",
+    "at least 1 and at most 1024": "reward_workers",
+    "at least 0 and at most 65536": "lora_rank max_staleness",
+    "at least 0 and at most 1024": "samplers",
+    "at least 0 and at most 100": "partial_rollouts",
+    "at least -1": "test_freq save_freq",
     "positive": """
         beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
         probability_mask_threshold
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
-    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout",
+    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout "
+    "sampler_timeout",
     "0, or within 0.01 and 100": "val_temperature",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     "at least 0": """
-        lr critic_lr prm_lr weight_decay lr_warmup_steps critic_warmup clip_ratio_low clip_ratio_high cliprange_value
-        overlong_penalty_factor reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
-        seed kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin lora_rank
+        lr_warmup_steps critic_warmup reward_memory_mb log_freq log_samples_freq log_val_generations overlong_buffer_len
+        seed
+    """,
+    "at least 0 and at most 1e6": """
+        lr critic_lr prm_lr weight_decay clip_ratio_low clip_ratio_high cliprange_value overlong_penalty_factor
+        kl_coef kl_loss_coef rollout_is_threshold_lower rollout_mask_threshold_lower pair_margin
         router_aux_loss_coef distillation_loss_coef reward_coef reward_dpo_coef reward_gt_coef ppo_kl_coef
-        partial_rollouts
     """,
     "within 0 and 1": "label_smoothing reward_max_error_frac gamma lam beta2 min_p val_min_p jsd_beta "
     "accuracy_lower_bound accuracy_upper_bound",
@@ -94,7 +105,7 @@ LIMITS = {
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
-    reward_model_coef entropy_coeff fsdp_size test_freq save_freq
+    reward_model_coef entropy_coeff fsdp_size
     correct_at clip_cov_lb clip_cov_ub
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {
@@ -105,6 +116,13 @@ REFUSED_AND_TAKEN = {
     "0, or within 0.01 and 100": ([-1, 0.009, 101], [0, 0.01, 100]),
     "positive and at most 1": ([0, -0.1, 1.001], [1e-9, 1]),
     "at least 0": ([-1, -1e-9], [0, 1e9]),
+    "at least 0 and at most 1e6": ([-1, -1e-9, 1.1e6, 1e9], [0, 1e-9, 1e6]),
+    "at least 0 and at most 100": ([-1, -1e-9, 101, 1e9], [0, 0.5, 100]),
+    "at least 0 and at most 65536": ([-1, 65537, 10**9], [0, 1, 65536]),
+    "at least 1 and at most 65536": ([0, -1, 65537, 10**9], [1, 65536]),
+    "at least 0 and at most 1024": ([-1, 1025, 10**7], [0, 1, 1024]),
+    "at least 1 and at most 1024": ([0, -1, 1025, 10**7], [1, 1024]),
+    "at least -1": ([-2, -7], [-1, 0, 1, 10**9]),
     "within 0 and 1": ([-1e-9, 1.001], [0, 0.5, 1]),
     "at least 1, or -1 for all tokens": ([0, -2], [-1, 1, 10**6]),
     "above 1": ([1, 0, -3], [1.001, 1e9]),
@@ -156,12 +174,77 @@ def test_every_number_of_a_script_has_its_limit_or_may_be_any(name):
             args = build(script.Args, **{flag: value})
             try:
                 flags.check_limits(args)
-            except ValueError as error:  # beyond another flag, not beyond its own limit
-                assert " must be " not in str(error) and flag.startswith(("rollout_", "accuracy_")), error
+            except ValueError as error:  # beyond another flag, or without one, and not beyond its own limit
+                of_another = flag.startswith(("rollout_", "accuracy_")) or "says nothing without" in str(error)
+                assert " must be " not in str(error) and of_another, error
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_text_of_a_script_is_one(name):
+    """Paths, ids and addresses among them."""
+    args = SCRIPTS[name].Args()
+    for flag, value, hint in flags._each(args):
+        if not re.search(r"\bstr\b", str(hint)):
+            continue
+        for text in ("", " ", "\t", "a\0b", "a\nb", "/tmp/" + 256 * "n"):
+            given = (text,) if "tuple" in str(hint) else text
+            words = f"--{flag.replace('_', '-')} {text!r} must be a text without control characters and without names"
+            with pytest.raises(ValueError, match=re.escape(words)):
+                flags.check_limits(build(type(args), **{flag: given}))
+        flags.check_limits(build(type(args), **{flag: value}))
+
+
+CAPABILITIES = {
+    "environment": ["--environment or --tools", dict(max_turns=3, environment_timeout=9.0, max_tool_response_length=9)],
+    "reward_model": ["--reward-model", dict(reward_model_coef=2.0, reward_model_max_length=9)],
+    "lora_rank": ["--lora-rank", dict(lora_alpha=8, target_modules=("q_proj",), lora_experts=True)],
+    "rollout_is": ["--rollout-is", dict(rollout_is_threshold=3.0, rollout_is_threshold_lower=0.1)],
+    "rollout_mask": ["--rollout-mask", dict(rollout_mask_threshold=3.0, rollout_mask_threshold_lower=0.1)],
+    "val_temperature": ["--val-temperature", dict(val_top_p=0.5, val_top_k=9, val_min_p=0.5)],
+}
+ON = dict(environment="a.py", reward_model="a", lora_rank=8, rollout_is="token", rollout_mask="veto")
+ON["val_temperature"] = 1.0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_flag_of_a_capability_says_nothing_without_it(capability):
+    others, values = CAPABILITIES[capability]
+    for flag, value in values.items():
+        words = f"--{flag.replace('_', '-')} {value} says nothing without {others}; add that, or leave it out"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            flags.check_limits(build(train_grpo.Args, **{flag: value}))
+        flags.check_limits(build(train_grpo.Args, **{flag: value, capability: ON[capability]}))
+        flags.check_limits(build(train_grpo.Args, **{flag: flags.flat(train_grpo.Args())[flag]}))
+    flags.check_limits(build(train_grpo.Args, max_turns=3, tools=("a.py",)))  # any of several does
+    flags.check_limits(build(train_async.Args, rollout_is_threshold=3.0))  # there a default switches it on
+    with pytest.raises(ValueError, match="--rollout-is-threshold 3.0 says nothing without --rollout-is;"):
+        flags.check_limits(build(train_async.Args, rollout_is_threshold=3.0, rollout_is="none"))
+    with pytest.raises(ValueError, match="--teacher-timeout 5.0 says nothing without --teacher-url;"):
+        flags.check_limits(build(train_distill.Args, teacher_timeout=5.0))
+    with pytest.raises(ValueError, match=re.escape("--sampler-devices ('0',) says nothing without --samplers;")):
+        flags.check_limits(build(train_async.Args, sampler_devices=("0",), samplers=0))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["nonsense", "tcp://", "tcp://*", "tcp://127.0.0.1", "tcp://a:b", "tcp://a:123456", "tcp://a:99999", "udp://a:5"],
+)
+def test_an_address_is_one(address):
+    with pytest.raises(ValueError, match=re.escape(f"--sampler-address {address!r} must be an address such as tcp://")):
+        flags.check_limits(build(train_async.Args, sampler_address=address))
+    with pytest.raises(ValueError, match=re.escape(f"--teacher-url {address!r} must be an address that begins with")):
+        flags.check_limits(build(train_distill.Args, teacher_url=address))
+
+
+def test_addresses_that_are_right():
+    for address in ("tcp://127.0.0.1:*", "tcp://0.0.0.0:5555", "tcp://[::1]:65000", "tcp://a.host:1", "ipc:///tmp/x"):
+        flags.check_limits(build(train_async.Args, sampler_address=address))
+    for address in ("http://localhost:8000", "https://a.b/c", "http://10.0.0.1:80/v1"):
+        flags.check_limits(build(train_distill.Args, teacher_url=address))
 
 
 def test_a_lower_bound_is_not_above_its_upper_one():
-    bounds = dict(rollout_mask_threshold=1.5, rollout_mask_threshold_lower=1.5)
+    bounds = dict(rollout_mask="token", rollout_mask_threshold=1.5, rollout_mask_threshold_lower=1.5)
     flags.check_limits(build(train_grpo.Args, **bounds))
     words = "--rollout-mask-threshold-lower 1.5 is above --rollout-mask-threshold 1.4; lower it"
     with pytest.raises(ValueError, match=words):

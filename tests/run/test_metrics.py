@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, response, scored
 
+from rl.console import progress_line
 from rl.ranks import Ranks
 from rl.run.metrics import (
     Means,
@@ -333,19 +334,52 @@ def test_means_by_hand(world):
         "sequences": 5.0 / 4,
         "loss": 2.25 / 2,  # of two updates
         "largest": 3.0,
-        "below": 0.0,
+        "below": -2.0,  # and not 0, which no value with mask 1 is
         "smallest": 2.0,
     }
-    kept = [*means.sums.values(), *means.maxima.values(), *means.minima.values()]
+    kept = [*means.sums.values(), *means.ends.values()]
     assert not any(x.requires_grad for x in kept)  # or every micro-batch's graph would stay alive
 
 
-def test_means_of_nothing_are_zero(world):
-    means = Means(world)
-    means.over_tokens(torch.zeros(1, 2), {"tokens": torch.tensor([[NAN, 5.0]])})
+def test_what_was_not_measured_is_left_out(world):
+    """It is not 0, which would be a value like any other; and what was measured is there, whatever it is."""
+    means, nothing = Means(world), torch.zeros(1, 2)
+    means.over_tokens(nothing, {"tokens": torch.tensor([[NAN, 5.0]]), "other": torch.tensor([[1.0, 2.0]])})
     means.over_sequences({"sequences": torch.zeros(0)})
-    means.smallest(torch.zeros(1, 2), {"smallest": torch.tensor([[NAN, 5.0]])})
-    assert means.reduce() == {"tokens": 0.0, "sequences": 0.0, "smallest": 0.0}
+    means.smallest(nothing, {"smallest": torch.tensor([[NAN, 5.0]])})
+    means.largest(nothing, {"largest": torch.tensor([[NAN, 5.0]]), "zero": nothing})
+    means.over_tokens(nothing + 1, {"other": torch.tensor([[1.0, 2.0]])})
+    means.largest(nothing + 1, {"zero": nothing, "infinite": nothing + INF, "undefined": nothing + NAN})
+    means.over_updates({"loss": torch.tensor(0.0)})
+    found = means.reduce()
+    assert math.isnan(found.pop("undefined"))
+    assert found == {"other": 1.5, "zero": 0.0, "infinite": INF, "loss": 0.0}
+
+
+GAPS = {"rollout/logprob_gap_mean", "rollout/logprob_gap_max"}
+
+
+def test_a_step_of_old_tokens_says_nothing_about_the_gap_between_engine_and_trainer(world):
+    ages, means = torch.tensor([[1.0, 2.0, 0.0]]), Means(world)
+    mask, old = torch.tensor([[1.0, 1.0, 0.0]]), torch.full((1, 3), -1.0)
+    means.between_policies(mask, old, old, old - 0.5, ages=ages)
+    found = means.reduce()
+    assert found["rollout/stale_gap_mean"] == 0.5 and not GAPS & found.keys()
+    step = {"perf/throughput": 1.0, "timing_s/step": 1.0}
+    assert "gap" not in progress_line(1, 2, step | found)
+    means.between_policies(torch.tensor([[0.0, 0.0, 1.0]]), old, old, old, ages=ages)  # one fresh token, without a gap
+    found = means.reduce()
+    assert {name: found[name] for name in GAPS} == dict.fromkeys(GAPS, 0.0)
+    assert "gap 0e+00" in progress_line(1, 2, step | found)
+
+
+@pytest.mark.parametrize("proximal", ["sampler", "loglinear"])
+def test_without_the_trainers_log_probs_nothing_is_said_of_the_engine(world, proximal):
+    means, logp = Means(world), torch.full((1, 3), -1.0)
+    weights = torch.tensor([[0.5, 1.0, 0.0]])
+    means.between_policies(logp * 0 + 1, logp, logp - 0.25, logp - 0.25, weights, proximal=proximal)
+    of_weights = {"rollout_corr/weight_mean": 0.5, "rollout_corr/rollout_rs_masked_fraction": pytest.approx(1 / 3)}
+    assert means.reduce() == {"actor/ppo_kl": -0.25, **of_weights}
 
 
 def test_means_do_not_lose_small_terms(world):

@@ -56,8 +56,12 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Models and their folders.
     # Engines and pushes of weights.
     # Samplers, the ledger and partial rollouts.
+    ("core", 72, "Every message to a run is checked; the sender of a wrong one is named and sent home."),
+    ("core", 53, "Only a prompt that loses its sampler alone is dropped; only what was begun is blamed."),
+    ("core", 9, "--weights-dir is tried before a model is loaded, and excludes --weights-transfer over the network."),
     # Rewards and judges.
     # Flags.
+    ("core", 30, "Texts and what takes memory have limits, and a flag whose capability is off is refused."),
     # Checkpoints, resuming and trackers.
     # Ranks, stops and processes.
 ]

@@ -323,7 +323,8 @@ def test_in_the_warm_up_only_the_critic_learns(ppo, task, capsys):
     of_the_actor = second.keys() - first.keys()
     assert of_the_actor == {
         *(f"actor/{name}" for name in "loss pg_loss entropy pg_clipfrac ppo_kl grad_norm lr".split()),
-        *("rollout/logprob_gap_mean", "training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl"),
+        *("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "training/rollout_probs_diff_mean"),
+        *("rollout_corr/kl", "rollout_corr/k3_kl"),
         *(f"rollout_corr/rollout_is_{name}" for name in ("mean", "min", "max", "eff_sample_size")),
         *(f"rollout_corr/{name}" for name in ("chi2_token", "chi2_seq", "ppl_ratio", "weight_mean")),
         "rollout_corr/rollout_rs_masked_fraction",

@@ -1097,7 +1097,7 @@ GRPO_MISTAKES = {
     "error share": (lambda f: dict(reward_max_error_frac=5.0), ["--reward-max-error-frac 5.0", "within 0 and 1"]),
     "KL coefficient": (lambda f: dict(use_kl_in_reward=True, kl_coef=-1.0), ["--kl-coef -1.0", "at least 0"]),
     "adaptive KL": (lambda f: dict(kl_ctrl_type="adaptive"), ["--kl-ctrl-type adaptive", "add --use-kl-in-reward"]),
-    "infinite": (lambda f: dict(lr=math.inf), ["--lr inf", "0, or between 1e-12 and 1e12"]),
+    "infinite": (lambda f: dict(lr=math.inf), ["--lr inf", "at least 0 and at most 1e6"]),
     "KL target": (lambda f: dict(kl_target=0.0), ["--kl-target 0.0", "must be positive"]),
     **{
         name: (lambda f, name=name: {name: 0}, [f"--{name.replace('_', '-')} 0", "at least 1"])

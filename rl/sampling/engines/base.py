@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.types import Completion, Request
-from rl.flags import AtLeast1, Free, Positive, PositiveShare
+from rl.flags import Few, Free, Positive, PositiveShare
 from rl.ranks import Ranks
 
 
@@ -30,9 +30,9 @@ class EngineFlags:
 
     engine: Literal["vllm", "hf"] = "vllm"  # vllm in this process, or the slow and simple sampler of transformers
     # GPUs that share one vLLM engine: for a large model, or a few long responses
-    tensor_model_parallel_size: Free[AtLeast1] = 1
+    tensor_model_parallel_size: Free[Few] = 1
     gpu_memory_utilization: Free[PositiveShare] = 0.5  # share of GPU memory that vLLM may take while it generates
-    max_num_seqs: Free[AtLeast1] = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
+    max_num_seqs: Free[Few] = 1024  # sequences an engine decodes at a time; lower it if the KV cache is small
 
 
 @dataclass(frozen=True)
