@@ -22,6 +22,7 @@ Row = dict[str, Any]
 
 BLOCK_BYTES = 2**14  # items that are compressed together have at least so many bytes
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 2**20  # `derive` works on rows until they are so many, or have so many characters
+TRIM_BYTES = 2**26  # of items, after which what was freed meanwhile is given back to the system
 KEPT_BYTES = 2**28  # what `derive` keeps in any case of what it made, compressed
 
 
@@ -45,6 +46,8 @@ class Packed(Generic[T]):
         if self.last_bytes >= BLOCK_BYTES:
             block = pickle.dumps(self.last, pickle.HIGHEST_PROTOCOL)
             self.blocks.append((len(block), pa.compress(block, codec="zstd", asbytes=True)))
+            if (self.num_bytes + self.saved_bytes) % TRIM_BYTES + len(block) >= TRIM_BYTES:
+                pa.system_memory_pool().release_unused()  # trims the heap, where blocks lie between what was freed
             self.num_bytes += len(self.blocks[-1][1])
             self.saved_bytes += len(block) - len(self.blocks[-1][1])
             self.firsts.append(len(self))

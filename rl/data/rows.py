@@ -95,6 +95,7 @@ def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: boo
 
 def _read_parquet(file: Path) -> Iterator[Row]:
     """The rows of a file, of which BATCH_BYTES or one row are in memory at a time."""
+    pa.set_memory_pool(pa.system_memory_pool())  # others keep much of what was freed
     try:
         # A whole row group would be read at once without a buffer, or with the one that is filled ahead.
         with pq.ParquetFile(
