@@ -1,7 +1,10 @@
 """Rows that are read, kept and tokenized bit by bit: the same as at once, and in little memory."""
 
 import json
+import random
+import string
 
+import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -244,3 +247,17 @@ def test_rows_far_over_the_limit_are_dropped_from_their_beginning():
     rows = [{"prompt": "a", "response": x, "row_index": i} for i, x in enumerate(["b", HUGE, "c"])]
     assert [x.row_index for x in sft.encode(tokenizer, rows, 50, filter_overlong=True)] == [0, 2]
     assert tokenizer.count < 20_000
+
+
+@pytest.mark.thorough
+def test_reading_a_file_takes_no_more_memory_than_its_size(tmp_path):
+    """What was freed between the blocks that stay is given back, or it would be as much again."""
+    letters = "".join(random.Random(0).choices(string.ascii_letters, k=10**6))
+    with open(tmp_path / "x.jsonl", "w") as file:
+        for i in range(2000):
+            start = i * 7919 % 900_000
+            file.write(json.dumps(rl_row(letters[start : start + 100_000])) + "\n")
+    code = "import sys; from rl.data.rows import read_rows; rows = sys.argv[1:] and read_rows(sys.argv[1])\n"
+    code += "print([x for x in open('/proc/self/status') if x.startswith('VmHWM')][0].split()[1])"
+    peaks = [int(launch.run("-c", code, *files)) for files in ([], [tmp_path / "x.jsonl"])]  # KiB
+    assert (peaks[1] - peaks[0]) * 1024 < (tmp_path / "x.jsonl").stat().st_size + 2**25
