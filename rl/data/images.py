@@ -148,8 +148,7 @@ def rgb(source: Source) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _in_8_bits(image, has_16=image.mode.startswith("I;16") or form in ("PNG", "PPM"))
-    if image.mode == "La":
-        image = image.convert("LA")
+    image = image.convert("LA") if image.mode == "La" else image
     if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")

@@ -6,7 +6,6 @@ rows = packed.items()                           a sequence of them: len(rows), r
 samples = derive(rows, make, "tokenize")        what `make` makes of the rows, without those that it leaves out
 """
 
-import operator
 import pickle
 from array import array
 from bisect import bisect_right
@@ -87,7 +86,8 @@ class Lazy(Sequence[T]):
         return Lazy(range(n + len(other)), lambda i: self[i] if i < n else other[i - n])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+        same = isinstance(other, Sequence) and len(self) == len(other)
+        return same and all(x == other[i] for i, x in enumerate(self))
 
 
 def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]], name: str) -> Lazy[T]:

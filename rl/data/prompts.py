@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
@@ -113,19 +114,15 @@ def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = Fal
     rows = read_rows(files, in_turns=in_turns)
     if not needs_truth:
         return rows
-    empty, places = [], array("i")
-    for i, row in enumerate(rows):
-        if no_ground_truth(row):
-            empty.append(named(row))
-        else:
-            places.append(i)
+    places = array("q", (i for i, row in enumerate(rows) if not no_ground_truth(row)))
+    empty = np.setdiff1d(np.arange(len(rows)), places)
     names = ", ".join(map(str, as_paths(files)))
-    if len(empty) == len(rows):
+    if not places:
         raise ValueError(
             f"{names}: reward_model.ground_truth is empty in every row; fill it in, or give a "
             "--custom-reward-function that does without"
         )
-    if empty and os.environ.get("RANK", "0") == "0":
-        shown_rows = ", ".join(empty[:10] + ["..."] * (len(empty) > 10))
+    if len(empty) and os.environ.get("RANK", "0") == "0":
+        shown_rows = ", ".join([named(rows[i]) for i in empty[:10]] + ["..."] * (len(empty) > 10))
         say(f"{len(empty)} of {len(rows)} rows left out, since their ground_truth is empty: {shown_rows}")
     return Lazy(places, rows.get, rows.kept_bytes)
