@@ -90,7 +90,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    setup = describe_run(args.model, args.rollout, args.envs, train_rows, sampling, longest=longest, seed=args.seed)
+    setup = describe_run(tokenizer, args.rollout, args.envs, train_rows, sampling, longest=longest, seed=args.seed)
     task = dict(scorer=scorer, rows=train_rows, sampling=sampling, batch_size=args.train_batch_size)
     where = dict(total_steps=total_steps, folder=run.folder.root, state=run.state)
     samplers = Samplers(args.pool, setup, ranks, **task, **where)  # they start while the policy is loaded

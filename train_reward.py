@@ -72,7 +72,8 @@ def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong:
     """
 
     def pair(row: dict) -> tuple[Sample, ...]:
-        sides = [encode_conversation(tokenizer, row, row[x], max_length=max_length) for x in ("chosen", "rejected")]
+        of = partial(encode_conversation, tokenizer, row, max_length=max_length)
+        sides = [of(row[x], field=x) for x in ("chosen", "rejected")]
         return tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides)
 
     return encode_all(rows, pair, max_length, filter_overlong=filter_overlong)

@@ -121,7 +121,11 @@ def main(args: Args) -> dict[str, int]:
     numbers = rng.sample(range(90**3), 90**3)
     questions = [f"{10 + n % 90}*{10 + n // 90 % 90}+{10 + n // 90**2}=?" for n in numbers]
     test, seen = questions[: args.num_test], questions[args.num_test :]
-    schema, sft = json.dumps([get_json_schema(function)]), []
+    tool, sft = get_json_schema(function)["function"], []
+    properties = {name: {"type": x["type"]} for name, x in tool["parameters"]["properties"].items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    # Without descriptions: the template does not write them, and text that is not among the tokens is an error.
+    schema = json.dumps([{"type": "function", "function": {"name": tool["name"], "parameters": parameters}}])
     for _ in range(args.num_sft):
         messages, has_tools = sft_messages(rng.choice(seen), rng, args.tool)
         sft.append({"messages": messages, "tools": schema if has_tools else None})

@@ -26,7 +26,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.encode import encode_behind, start_of, without_control_tokens
+from rl.data.encode import encode_behind, without_control_tokens
+from rl.data.text import render, start_of
 
 TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 
@@ -278,8 +279,7 @@ class Chat:
         self.readers = self._tried_readers() if self.tools else []
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        kept = dict(tokenize=False, add_generation_prompt=add_generation_prompt, tools=self.tools or None)
-        return self.tokenizer.apply_chat_template(messages, **kept)
+        return render(self.tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self.tools or None)
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token])

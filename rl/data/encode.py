@@ -2,16 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jinja2
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data import images
 from rl.data.packed import Lazy, derive
-from rl.data.rows import Row, shown
+from rl.data.rows import Row, named, shown
+from rl.data.text import check_vocabulary, continued, shown_count, start_of, write
 
 T = TypeVar("T")
 
@@ -51,22 +51,22 @@ def encode_prompts(
 ) -> Lazy[Row]:
     """Rows with `prompt_ids` added: the token ids that the policy sees before its first token.
 
-    A message list goes through the tokenizer's chat template with the generation prompt; the template's text holds its
-    own special tokens, so none are added. A string is tokenised as the tokenizer does by default. The tokens of images
-    have ids of their own: see images.py.
+    A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt; the
+    template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
+    policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS,
+    unless it begins with one of them, and none behind it. The tokens of images have ids of their own: see images.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
     environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
     since it is part of what the environment says first (see chat.py). Raises ValueError without a chat template, for
-    messages that it rejects, for images without a processor or as many places, for a prompt without a token or over the
-    limit, and if no row is left.
+    messages that it rejects, cannot continue or drops text of (see text.py), for images without a processor or as many
+    places, for a prompt without a token or over the limit, and if no row is left.
     """
-    way = {} if tools is None else dict(add_generation_prompt=False, tools=list(tools))
     overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
 
     def encode(chunk: list[Row]) -> Iterator[bytes | None]:
         """The ids of each row as int32, and None for a row over the limit."""
-        for row, ids in zip(chunk, _prompt_ids(tokenizer, chunk, max_prompt_length, **way), strict=True):
+        for row, ids in zip(chunk, _prompt_ids(tokenizer, chunk, max_prompt_length, tools), strict=True):
             if is_long := max_prompt_length is not None and len(ids) > max_prompt_length:
                 overlong.append((len(ids), named(row)))
             yield None if is_long else np.array(ids, np.int32).tobytes()
@@ -83,79 +83,68 @@ def encode_prompts(
 
 
 def _prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, **way: Any
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, tools: Sequence[dict] | None = None
 ) -> list[list[int]]:
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning."""
-    for row in rows:
-        if not isinstance(row["prompt"], list) and (way or row.get("images")):
-            what = "--environment and --tools" if way else "rows with images"
-            raise ValueError(f"{named(row)}: the prompt is a text; {what} need messages")
-    found: dict[int, list[int]] = {}
-    for is_chat in (True, False):
-        numbers = [i for i, row in enumerate(rows) if isinstance(row["prompt"], list) == is_chat]
-        prompts = [(rows[i], rows[i]["prompt"]) for i in numbers]
-        texts = [_chat_text(tokenizer, row, prompt, **way) if is_chat else prompt for row, prompt in prompts]
-        texts = [start_of(tokenizer, text, limit) for text in texts]
-        batch = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
-        found |= zip(numbers, batch, strict=True)
+    texts = [prompt_text(tokenizer, row, tools, limit=limit) for row in rows]
+    batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    front = _front(tokenizer) if any(isinstance(row["prompt"], str) for row in rows) else []
     for i, row in enumerate(rows):
-        if row.get("images") and (limit is None or len(found[i]) <= limit):
-            found[i], _ = images.place(found[i], row["images"], named(row))
-        if not found[i]:
+        if row.get("images") and (limit is None or len(batch[i]) <= limit):
+            batch[i], _ = images.place(batch[i], row["images"], named(row))
+        if not batch[i]:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-    return [found[i] for i in range(len(rows))]
+        if isinstance(row["prompt"], str) and batch[i][0] not in front:
+            batch[i] = front + batch[i]
+    return batch
 
 
-def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
-    """The text, or only its beginning if that has far more than `limit` tokens. Tokenizing takes some 350 bytes of
-    memory for each character, so that is not done with all of a text which is refused in any case.
-
-    Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
-    """
-    size = len(text) if limit is None else 8 * limit + 4096
-    while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):
-            return text[:size]
-        size *= 2
-    return text
-
-
-def _far_over(limit: int) -> int:
-    return 2 * limit + 64
-
-
-def shown_count(count: int, limit: int) -> str:
-    """How many tokens a text has of which perhaps only the beginning was tokenized, see `start_of`."""
-    return f"at least {count}" if count > _far_over(limit) else f"{count}"
-
-
-def _chat_text(
-    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[dict], add_generation_prompt: bool = True, **kept: Any
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    tools: Sequence[dict] | None = None,
+    *,
+    limit: int | None = None,
+    checked: bool = True,
 ) -> str:
-    """The chat template's text for `messages`, which belong to `row`."""
-    if tokenizer.chat_template is None:
+    """The text of a row's prompt, without the tokens that the tokenizer puts in front of a string. Of a text that has
+    far more than `limit` tokens it is the beginning.
+
+    Args: tools, see `encode_prompts`; checked, see `write`. Raises ValueError as `encode_prompts`.
+    """
+    prompt, row_tools = row["prompt"], row.get("tools")
+    needs = {"--environment and --tools": tools is not None}
+    needs |= {f"rows with {name}": row.get(name) for name in ("images", "tools")}
+    if isinstance(prompt, str):
+        if needing := [what for what, is_there in needs.items() if is_there]:
+            raise ValueError(f"{named(row)}: the prompt is a text; {needing[0]} need messages")
+        text = start_of(tokenizer, prompt, limit)
+        if checked and len(text) == len(prompt):
+            check_vocabulary(tokenizer, row, "prompt", text)
+        return text
+    if tools is not None and row_tools:
+        raise ValueError(f"{named(row)}: has tools, and --environment or --tools answer calls of others; remove them")
+    way = dict(tools=row_tools if tools is None else list(tools), limit=limit, checked=checked)
+    if prompt[-1]["role"] != "assistant":
+        return write(tokenizer, row, prompt, add_generation_prompt=tools is None, **way)
+    if tools is not None:
         raise ValueError(
-            f"{named(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
-            "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
+            f"{named(row)}: the prompt ends with a message of the assistant, which a conversation with --environment "
+            "or --tools does not continue; end it with a message of the user"
         )
-    if pictures := row.get("images", []):
-        own = images.load_processor(tokenizer.name_or_path, tokenizer, named(row)).chat_template
-        messages, kept = images.in_parts(messages), kept | ({"chat_template": own} if own else {})
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kept
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
-    try:
-        return images.fill(text, pictures) if pictures else text
-    except ValueError as error:  # such as one that is 300 times as wide as high
-        raise ValueError(f"{named(row)}: the model's processor refuses an image ({error}); drop the row") from error
+    return write(tokenizer, row, prompt, draw=continued, **way)
 
 
-def named(row: Row) -> str:
-    """A row in messages: `data/train.parquet: row 3`, or its number if no file had it."""
-    return row.get("row_place") or f"row {row.get('row_index', '?')}"
+def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that a tokenizer puts in front of a text, such as BOS; those that it puts behind a text are left out."""
+    if not tokenizer("")["input_ids"]:
+        return []
+    for text in ("a", *(x for x in tokenizer.get_vocab() if x not in tokenizer.all_special_tokens)):
+        plain, whole = (tokenizer(text, add_special_tokens=x)["input_ids"] for x in (False, True))
+        for i in range(len(whole) - len(plain) + 1 if plain else 0):
+            if whole[i : i + len(plain)] == plain:
+                return whole[:i]
+    return []
 
 
 def encode_sft(
@@ -170,7 +159,7 @@ def encode_sft(
 
     Raises TooLong for a row of more than `max_length` tokens (nothing is cut), and ValueError without a chat template
     or an end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the
-    next message, that ends an answer without a special token, or that leaves out tools or calls.
+    next message, that ends an answer without a special token, or that drops text of the row (see text.py).
     """
     encode = _encode_messages if row.get("messages") is not None else _encode_response
     ids, mask = encode(tokenizer, row, max_length)
@@ -212,58 +201,63 @@ def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int,
 
 
 def _encode_response(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None
+    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None, field: str = "response"
 ) -> tuple[list[int], list[int]]:
     [prompt] = _prompt_ids(tokenizer, [row], limit)
-    response = response_ids(tokenizer, row, row["response"], limit)
+    response = response_ids(tokenizer, row, field, limit)
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
-def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, response: str, limit: int | None = None) -> list[int]:
-    """Token ids of a response behind a row's prompt, the end-of-sequence token at the end. Of a response that has far
-    more than `limit` tokens they are those of its beginning.
+def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, field: str, limit: int | None = None) -> list[int]:
+    """Token ids of the response that stands in a row's `field` behind its prompt, the end-of-sequence token at the end.
+    Of a response that has far more than `limit` tokens they are those of its beginning.
+
+    Raises ValueError if the tokenizer has no such token, or no tokens for a character of the response.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
-    prompt, response = row["prompt"], start_of(tokenizer, response, limit)
-    ids = encode_behind(tokenizer, prompt if isinstance(prompt, str) else _chat_text(tokenizer, row, prompt), response)
+    response = start_of(tokenizer, row[field], limit)
+    if len(response) == len(row[field]):
+        check_vocabulary(tokenizer, row, field, response)
+    ids = encode_behind(tokenizer, prompt_text(tokenizer, row, checked=False), response)
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def _encode_messages(
     tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None
 ) -> tuple[list[int], list[int]]:
-    messages, tools = row["messages"], row.get("tools") or None
+    messages = row["messages"]
     ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
     ids, mask, done = [], [], ""  # done: the text that `ids` encodes
 
-    def text(count: int, more: Sequence[dict] = (), **kept: Any) -> str:
-        """Of the first so many messages, and of others behind them."""
-        return _chat_text(tokenizer, row, [*messages[:count], *more], **kept)
+    def text(count: int, *, generation: bool = False, checked: bool = False) -> str:
+        """Of the first so many messages."""
+        way = dict(tools=row.get("tools"), add_generation_prompt=generation, checked=checked)
+        return write(tokenizer, row, messages[:count], field="messages", **way)
 
-    full = text(len(messages), add_generation_prompt=False, tools=tools)
+    def dropped() -> str:
+        """What the template drops, if it does: a reason for a text that is not the beginning of a longer one."""
+        try:
+            text(len(messages), checked=True)
+        except ValueError as error:
+            return f" ({error})"
+        return ""
+
+    full = text(len(messages))
     if len(start := start_of(tokenizer, full, limit)) < len(full):
         ids = encode_behind(tokenizer, "", start)
         return ids, [0] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        header, turn = text(i, tools=tools), text(i + 1, add_generation_prompt=False, tools=tools)
+        header, turn = text(i, generation=True), text(i + 1)
         if not header.startswith(done) or not turn.startswith(header):
             raise ValueError(
                 f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
-                "text with it; split the conversation into one row an answer (prompt and response)"
+                f"text with it; split the conversation into one row per answer (prompt and response){dropped()}"
             )
         header_ids = encode_behind(tokenizer, done, header[len(done) :])
         answer = turn[len(header) :]
-        calls = message.get("tool_calls", ())
-        fewer = [{**message, "tool_calls": [*calls[:j], *calls[j + 1 :]]} for j in range(len(calls))]
-        lost = any(text(i, [x], add_generation_prompt=False, tools=tools) == turn for x in fewer)
-        if lost or tools and not done and text(i) == header:
-            raise ValueError(
-                f"{named(row)}: the chat template leaves out {f'a call of message {i}' if lost else 'the tools'}; "
-                "use the template of a model that was trained with tools, or write calls into the content"
-            )
         turn_ids = encode_behind(tokenizer, header, answer)
         learned = len(encode_behind(tokenizer, header, answer.rstrip()))
         if learned == 0 or turn_ids[learned - 1] not in ends:
@@ -275,7 +269,9 @@ def _encode_messages(
         mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
         done = turn
     if not full.startswith(done):
-        raise ValueError(f"{named(row)}: the chat template rewrites history after the last answer; end the row there")
+        problem = "the chat template rewrites history after the last answer; end the row there"
+        raise ValueError(f"{named(row)}: {problem}{dropped()}")
+    text(len(messages), checked=True)
     rest = encode_behind(tokenizer, done, full[len(done) :])
     ids, mask = ids + rest, mask + [0] * len(rest)
     if not row.get("images"):
@@ -302,24 +298,34 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: str, *, max_length: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    response: str,
+    *,
+    max_length: int | None = None,
+    field: str = "response",
 ) -> list[int]:
     """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
 
-    A message list goes through the chat template together with the response as the assistant's message. A string is
-    followed by the response and the end-of-sequence token. Text in the response that spells a control token stays
-    text: see `without_control_tokens`. Raises ValueError as `encode_sft`.
+    A message list goes through the chat template together with the response as the assistant's message, or as the rest
+    of that message if the prompt begins it. A string is followed by the response and the end-of-sequence token. Text in
+    the response that spells a control token stays text: see `without_control_tokens`.
+
+    Args: field, what errors call the response. Raises ValueError as `encode_sft`.
     """
     if row.get("images"):
         raise ValueError(f"{named(row)}: has images, and reward models read text only; leave such rows out")
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
         response = without_control_tokens(tokenizer, response.removesuffix(end)) + end
-        return encode_sft(tokenizer, {**row, "response": response, "messages": None}, max_length=max_length)[0]
-    response = without_control_tokens(tokenizer, response)
-    messages = [*row["prompt"], {"role": "assistant", "content": response}]
-    text = start_of(tokenizer, _chat_text(tokenizer, row, messages, add_generation_prompt=False), max_length)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids, _ = _encode_response(tokenizer, {**row, field: response}, max_length, field)
+    else:
+        messages, last = list(row["prompt"]), {"role": "assistant", "content": ""}
+        if messages[-1]["role"] == "assistant":
+            last = messages.pop()
+        messages.append({**last, "content": last["content"] + without_control_tokens(tokenizer, response)})
+        way = dict(tools=row.get("tools"), last=field, limit=max_length, add_generation_prompt=False)
+        ids = tokenizer(write(tokenizer, row, messages, **way), add_special_tokens=False)["input_ids"]
     _check_length(row, ids, max_length)
     return ids
 

@@ -9,14 +9,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.data.encode import encode_prompts, named, response_ids, shown_count
+from rl.data.encode import encode_prompts, response_ids
 from rl.data.packed import Lazy, derive
-from rl.data.rows import Paths, Row, as_paths, no_ground_truth, read_preference_rows, read_rows, shown
+from rl.data.rows import Paths, Row, as_paths, named, no_ground_truth, read_preference_rows, read_rows, shown
+from rl.data.text import Texts, shown_count
 from rl.flags import AtLeast1, Free
 
 
 @dataclass(frozen=True)
-class Files:
+class Files(Texts):
     """data and length of the run"""
 
     # parquet or jsonl; docs/rewards.md has verl's schema for RL, and the pages of sft.py and train_reward.py theirs
@@ -84,15 +85,16 @@ def add_given(
     """
 
     def encode(row: Row) -> list[list[int]] | None:
-        texts = [row["chosen"], row["rejected"]] if pairs else []
+        texts = {side: row[side] for side in ("chosen", "rejected")} if pairs else {}
         if solution_key is not None:
-            texts = [row["extra_info"].get(solution_key)]
-            if not isinstance(texts[0], str) or not texts[0].strip():
+            solution = row["extra_info"].get(solution_key)
+            if not isinstance(solution, str) or not solution.strip():
                 raise ValueError(
-                    f"{named(row)}: extra_info has {shown(texts[0])} as {solution_key!r}, and --pairs solution "
+                    f"{named(row)}: extra_info has {shown(solution)} as {solution_key!r}, and --pairs solution "
                     "needs a text there; name the column that has the solution by --solution-key"
                 )
-        given = [response_ids(tokenizer, row, text, max_response_length) for text in texts]
+            texts = {f"extra_info.{solution_key}": solution}
+        given = [response_ids(tokenizer, row | texts, field, max_response_length) for field in texts]
         longest = max(map(len, given), default=0)
         if longest <= max_response_length:
             return given

@@ -16,6 +16,12 @@ from rl.console import progress
 from rl.data import images
 from rl.data.packed import Lazy, Packed, Row
 
+# Columns that other programs make a prompt of, or change it by. Nothing reads them here, so rows with one are refused.
+UNREAD = (
+    *("videos", "video", "audios", "audio", "image", "documents", "system", "system_prompt", "history"),
+    *("conversations", "functions", "function_call", "tool_choice", "enable_thinking"),
+    *("chat_template", "chat_template_kwargs"),
+)
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
 
 BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
@@ -120,7 +126,7 @@ def _rows_of(batch: pa.RecordBatch, first: int, file: Path) -> list[Row]:
     """The rows of a batch, the first of which is row `first` of the file."""
     try:
         batch.validate(full=True)
-        return batch.to_pylist()
+        return [_without_padding(row) for row in batch.to_pylist()]
     except (pa.ArrowInvalid, ValueError, OverflowError) as error:
         for i in range(batch.num_rows):  # Arrow counts nested values, not rows: find the row that it means
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -154,16 +160,37 @@ def _read_jsonl(file: Path) -> Iterator[Row]:
             yield row
 
 
+def _without_padding(row: Row) -> Row:
+    """A row of parquet without the keys that are null in its prompt, messages and tools. Arrow gives each dict of a
+    column the keys of all of them, and what was not there is null. JSON text is read later, and keeps its nulls.
+    """
+    return row | {name: _without_nulls(row[name]) for name in ("prompt", "messages", "tools") if row.get(name)}
+
+
 def _check_supported(row: Row, where: str, in_turns: bool) -> None:
     """Refuse what nothing would add to the prompt: without it the model would learn to guess."""
     extra_info = row.get("extra_info")
-    needed = row | (extra_info if isinstance(extra_info, dict) else {})
-    absent = ("videos",) if in_turns else ("videos", "need_tools_kwargs")
-    if found := [name for name in absent if needed.get(name)]:
+    extra_info = extra_info if isinstance(extra_info, dict) else {}
+    unread = [name for name in UNREAD if not is_absent(row.get(name)) or name == "videos" and extra_info.get(name)]
+    if not in_turns and (row | extra_info).get("need_tools_kwargs"):
+        unread.append("need_tools_kwargs")
+    if unread:
         raise ValueError(
-            f"{where}: has {', '.join(found)}, but prompts have texts and images only, and the policy calls tools only "
-            "with --environment or --tools; leave such rows out, or remove the column if the prompt does without"
+            f"{where}: has {', '.join(unread)}, but a prompt is made of its text or messages, images and tools, and "
+            "the policy calls tools only with --environment or --tools; leave such rows out, or remove the column if "
+            "the prompt does without"
         )
+
+
+def _check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
+    if twice := [x for x in others if not is_absent(row.get(x))]:
+        raise ValueError(f"{where}: has {name} and {twice[0]}, and only one can be used; remove the other column")
+
+
+def _with_tools(row: Row, where: str) -> Row:
+    """The row with its `tools` checked, or without the column if it has none."""
+    rest = {name: x for name, x in row.items() if name != "tools"}
+    return rest if is_absent(row.get("tools")) else rest | {"tools": _check_tools(row["tools"], f"{where}: tools")}
 
 
 def _check_rl_row(row: Row, where: str) -> Row:
@@ -176,7 +203,9 @@ def _check_rl_row(row: Row, where: str) -> Row:
         raise ValueError(f"{where}: reward_model is {shown(spec)}; it must hold a ground_truth, neither null nor bytes")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
-    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt"), "extra_info": extra_info or {}}
+    _check_only(row, "prompt", ("messages",), where)
+    prompt = _check_prompt(row["prompt"], f"{where}: prompt")
+    return _with_tools({**row, "prompt": prompt, "extra_info": extra_info or {}}, where)
 
 
 def _check_sft_row(row: Row, where: str) -> Row:
@@ -186,16 +215,14 @@ def _check_sft_row(row: Row, where: str) -> Row:
             raise ValueError(f"{where}: messages begin with the assistant; begin with a user or system message")
         if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
             raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
-        tools = {"tools": _check_tools(row["tools"], f"{where}: tools")} if row.get("tools") else {}
-        return {**row, "messages": messages, **tools}
+        _check_only(row, "messages", ("prompt", "response"), where)
+        return _with_tools({**row, "messages": messages}, where)
     if not {"prompt", "response"} <= row.keys():
         raise ValueError(
             f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
         )
-    if row.get("tools"):
-        raise ValueError(f"{where}: tools stand beside prompt and response; write messages, or remove the column")
     prompt = _check_prompt(row["prompt"], f"{where}: prompt")
-    return {**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}
+    return _with_tools({**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}, where)
 
 
 def _check_preference_row(row: Row, where: str) -> Row:
@@ -203,7 +230,8 @@ def _check_preference_row(row: Row, where: str) -> Row:
     chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError(f"{where}: chosen and rejected are both {shown(chosen)}; drop the row, it prefers nothing")
-    return {**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}
+    _check_only(row, "prompt", ("messages",), where)
+    return _with_tools({**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}, where)
 
 
 def _check_columns(row: Row, names: Sequence[str], where: str) -> None:
@@ -223,21 +251,23 @@ def _check_text(text: Any, where: str) -> str:
 
 
 def _check_messages(messages: Any, where: str) -> list[dict]:
-    """Non-empty list of {"role", "content"}; keys that are null, as parquet pads structs, are left out. The content of
-    a message with `tool_calls` may be null, which becomes "".
+    """Non-empty list of {"role", "content"}; fields that are null are left out. Content in parts of text becomes one
+    text, and that of a message with `tool_calls` may be null, which becomes "".
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must be a string or a list of {{role, content}}")
-    messages = [_without_nulls(m) | {"content": m.get("content")} for m in messages]
+    messages = [_set_fields(m) | {"content": m.get("content")} for m in messages]
     for i, message in enumerate(messages):
+        if isinstance(parts := message["content"], list):
+            is_text = all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in parts)
+            message["content"] = "".join(x["text"] for x in parts) if is_text else parts
         if calls := message.get("tool_calls"):
             message["tool_calls"] = _check_calls(calls, f"{where}[{i}].tool_calls")
             message["content"] = message["content"] or ""
-            _check_encodable(json.dumps(calls, ensure_ascii=False, default=str), f"{where}[{i}]")
         role, content = message.get("role"), message["content"]
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise ValueError(f"{where}[{i}] is {shown(message)}; it must hold a role and a content, both strings")
-        _check_encodable(role + content, f"{where}[{i}]")
+        _check_encodable(json.dumps(message, ensure_ascii=False, default=str), f"{where}[{i}]")
     if not any(m["content"].strip() for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must hold some text")
     return messages
@@ -249,21 +279,22 @@ def _check_calls(calls: Any, where: str) -> list[dict]:
     """
     checked = []
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else call
-        function = function if isinstance(function, dict) else {}
+        call = call if isinstance(call, dict) else {}
+        if "function" not in call:
+            call = {"id": call.get("id"), "function": {x: y for x, y in call.items() if x not in ("id", "type")}}
+        function = _set_fields(call["function"] if isinstance(call["function"], dict) else {})
         name, arguments = function.get("name"), _from_json(function.get("arguments", {}))
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError(
                 f"{where} is {shown(calls)}; each must hold a function with its name and arguments, a dict or its JSON"
             )
-        id_ = {"id": call["id"]} if "id" in call else {}
-        checked.append({**id_, "type": "function", "function": {"name": name, "arguments": arguments}})
+        checked.append(_set_fields(call) | {"type": "function", "function": function | {"arguments": arguments}})
     return checked
 
 
 def _check_tools(tools: Any, where: str) -> list[dict]:
     """JSON schemas of functions, or a JSON text of such a list, which parquet cannot pad with nulls."""
-    found = _without_nulls(_from_json(tools))
+    found = _from_json(tools)
     functions = [x.get("function") if isinstance(x, dict) else None for x in found] if isinstance(found, list) else [0]
     if not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in functions):
         raise ValueError(f'{where} is {shown(tools)}; it must be a list of {{"type": "function", "function": ...}}')
@@ -279,10 +310,14 @@ def _from_json(value: Any) -> Any:
         return value
 
 
+def _set_fields(value: dict) -> dict:
+    return {key: x for key, x in value.items() if x is not None}
+
+
 def _without_nulls(value: Any) -> Any:
     """A value without the keys of dicts that are null, at any depth."""
     if isinstance(value, dict):
-        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+        return {key: _without_nulls(x) for key, x in _set_fields(value).items()}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
@@ -291,6 +326,16 @@ def _check_encodable(text: str, where: str) -> None:
         text.encode("utf-8")  # JSON can spell a lone surrogate, which no tokenizer takes
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} holds a lone surrogate, which is not valid UTF-8 ({error})") from error
+
+
+def named(row: Row) -> str:
+    """A row in messages: `data/train.parquet: row 3`, or its number if no file had it."""
+    return row.get("row_place") or f"row {row.get('row_index', '?')}"
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a column holds nothing in a row: null, or an empty text, list or dict."""
+    return value is None or isinstance(value, (str, list, dict)) and not value
 
 
 def shown(value: Any) -> str:

@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.rows import Row
+from rl.data.text import prepare_like, shape_of
 from rl.data.types import Batch, Sample, Score, take_rows
 from rl.model import lora as adapters
 from rl.model.checks import check_context
@@ -60,16 +62,22 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
         )
 
 
-def open_reward_model(path: str, row: dict, max_length: int) -> PreTrainedTokenizerBase:
+def open_reward_model(
+    path: str, rows: Sequence[Row], max_length: int, policy: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a reward model. Raises ValueError, before its weights are loaded, if it has no score head, fewer
-    than `max_length` positions, no tokenizer, no chat template for messages as in `row`, or if its files lack weights.
+    than `max_length` positions, no tokenizer, no chat template for the prompts, or if its files lack weights.
+
+    Of all `rows` whose messages have the same roles and fields, the first is tried. The template gets the same date and
+    arguments as that of the `policy`, as far as it reads them.
     """
-    tokenizer = load_tokenizer(path, flag="--reward-model")
+    tokenizer = prepare_like(load_tokenizer(path, flag="--reward-model"), policy)
     check_reward_model(path)
     check_context(path, max_length, "--reward-model-max-length")
     check_weights(path, AutoModelForSequenceClassification, flag="--reward-model")
     try:
-        encode_conversation(tokenizer, row, "a response")
+        for row in {shape_of(row): row for row in reversed(rows)}.values():
+            encode_conversation(tokenizer, row, "a response")
     except ValueError as error:
         raise ValueError(f"--reward-model {path} cannot read the training prompts: {error}") from error
     return tokenizer

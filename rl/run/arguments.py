@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.console import outlive_output, say
 from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
+from rl.data.text import prepare
 from rl.flags import AtLeast1, Free, check_limits, flat
 from rl.model.checks import check_trainable
 from rl.model.experts import check_routed
@@ -24,7 +25,7 @@ from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.ranks import die_with_launcher
 from rl.run.alarms import parse_alarm
-from rl.run.run_folder import Checkpoints
+from rl.run.run_folder import Checkpoints, first_day
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout, check_engine_flags
@@ -96,7 +97,7 @@ def check(args: Any) -> PreTrainedTokenizerBase:
         parse_alarm(alarm)
     if isinstance(args, RLBase):
         _check_rl(args)
-        tokenizer = load_tokenizer(args.model)  # raises if --model names no model
+        tokenizer = _load_tokenizer(args)
         _check_balanced(args)
         check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
@@ -106,10 +107,16 @@ def check(args: Any) -> PreTrainedTokenizerBase:
             f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = _load_tokenizer(args)
     _check_balanced(args)
     check_trainable(args.model, args.max_length, "--max-length")
     return tokenizer
+
+
+def _load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
+    """That of --model, whose chat template is used as the flags say, and with the date of the run's first day."""
+    names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
+    return prepare(load_tokenizer(args.model), args.data, day=first_day(args.checkpoints, names))
 
 
 def _check_balanced(args: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
+from rl.data.text import rendering_of, variables
 from rl.flags import flat, free, spelled
 from rl.model.checks import PROBE
 from rl.model.experts import shape_of
@@ -27,11 +28,14 @@ def choose(
     beyond the run's last step, if its model has other experts, or if there are `differences` and no --force-resume.
     """
     records = together(lambda: describe(args, tokenizer, folder.total_steps))  # each reads files of its own machine
-    for what, flag in (("data_sha256", "--train-files"), ("tokenizer_sha256", "the tokenizer of --model")):
+    of_all = {"data_sha256": "--train-files", "tokenizer_sha256": "the tokenizer of --model"}
+    if "strftime_now" in variables(tokenizer):
+        of_all["day"] = "the date for the chat template"
+    for what, flag in of_all.items():
         if odd := [rank for rank, record in enumerate(records) if record[what] != records[0][what]]:
             raise ValueError(
-                f"{flag}: rank {odd[0]} has other contents than rank 0 (sha256 {records[odd[0]][what]} and "
-                f"{records[0][what]}); copy the same files to every machine"
+                f"{flag}: rank {odd[0]} has other contents than rank 0 ({what} {records[odd[0]][what]} and "
+                f"{records[0][what]}); copy the same files to every machine, or set its clock, and start again"
             )
     path = find(args.checkpoints.resume_mode, folder.root, folder.ranks)
     if path is None:
@@ -141,6 +145,7 @@ def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) ->
         "args": without_secrets(args),
         "total_steps": total_steps,
         "experts": list(shape_of(args.model)),
+        "day": rendering_of(tokenizer).day,
         "data_sha256": [files.size_and_hash(pathlib.Path(file))["sha256"] for file in flat(args)["train_files"]],
         "tokenizer_sha256": files.hash_of(
             [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map, probe]

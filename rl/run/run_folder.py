@@ -1,5 +1,6 @@
 """The folder of a run: what it is called, which process has it, and STATUS.json, which says how the run stands."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -56,6 +57,16 @@ def name_of(template: str, names: dict[str, str]) -> str:
     if not folder or not folder.isprintable():
         raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
     return folder
+
+
+def first_day(flags: Checkpoints, names: dict[str, str]) -> str | None:
+    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run."""
+    root = pathlib.Path(name_of(flags.default_local_dir, names))
+    steps = [root / f"global_step_{step}" for step in reversed(checkpoint_files.list_steps(root))]
+    for path in steps if flags.resume_mode == "auto" else [pathlib.Path(flags.resume_mode)]:
+        with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint, which is passed over or refused later
+            return json.loads((path / "trainer_state.json").read_text()).get("day")
+    return None
 
 
 class RunFolder:

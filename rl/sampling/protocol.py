@@ -25,7 +25,7 @@ from rl.data.types import Sample, Sampling
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 3  # of these messages; both sides must have the same
+PROTOCOL = 4  # of these messages; both sides must have the same
 LARGEST = 2**30  # bytes of a message; the run closes a connection that sends more
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -45,6 +45,7 @@ class Setup(msgspec.Struct, tag=True):
     """What a sampler needs to know of a run."""
 
     model: str
+    template: dict[str, Any]  # fields of a Rendering: how the chat template is used
     rollout: dict[str, Any]  # flags of the group Rollout
     environment: dict[str, Any]  # flags of the group EnvironmentFlags
     longest: int  # tokens of a prompt and its response

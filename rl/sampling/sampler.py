@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rl.console import say
 from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
+from rl.data.text import Rendering
 from rl.flags import Seconds
 from rl.ranks import die_with_parent, init_ranks
 from rl.sampling.engines import Engine, Rollout, make_engine
@@ -295,5 +296,6 @@ def make_sampler(line: Line, name: str) -> Sampler:
     engine = make_engine(setup.model, init_ranks(), flags, longest=setup.longest, seed=own)
     environment = {x: tuple(y) if isinstance(y, list) else y for x, y in setup.environment.items()}
     tokenizer = load_tokenizer(setup.model)
+    tokenizer.rendering = Rendering(**setup.template)
     environments = make_environments(EnvironmentFlags(**environment), tokenizer, setup.stop_token_ids)
     return Sampler(line, name, setup, engine, environments)

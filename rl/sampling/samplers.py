@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl import stop
 from rl.console import say
 from rl.data.order import prompts_for_step
 from rl.data.rows import Row
+from rl.data.text import rendering_of
 from rl.data.types import Sample, Sampling, sample_of
 from rl.ranks import Ranks
 from rl.sampling.dispatcher import SILENT_S, Dispatcher, Group, SamplerFlags
@@ -42,7 +43,7 @@ NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights
 
 
 def describe_run(
-    model: str,
+    tokenizer: PreTrainedTokenizerBase,
     rollout: Rollout,
     environment: EnvironmentFlags,
     rows: Sequence[Row],
@@ -51,7 +52,8 @@ def describe_run(
     longest: int,
     seed: int,
 ) -> Setup:
-    """What samplers have to know of a run. Args: rows, that it trains on; longest, tokens of prompt and response.
+    """What samplers have to know of a run. Args: tokenizer, of the model; rows, that it trains on; longest, tokens of
+    prompt and response.
 
     Raises ValueError for flags that samplers do not have.
     """
@@ -64,7 +66,10 @@ def describe_run(
     probes = [row_of(row, whole=False) for row in rows[:NUM_PROBES]]
     probe_sampling = vars(replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)))
     flags = vars(replace(rollout, free_cache_engine=False))
-    return Setup(model, flags, vars(environment), longest, [*sampling.stop_token_ids], probes, probe_sampling, seed)
+    rendering, stops = rendering_of(tokenizer), [*sampling.stop_token_ids]
+    template = {"arguments": rendering.arguments, "day": rendering.day}
+    model = tokenizer.name_or_path
+    return Setup(model, template, flags, vars(environment), longest, stops, probes, probe_sampling, seed)
 
 
 class Samplers:

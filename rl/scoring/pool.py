@@ -28,8 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import children, stop
 from rl.console import say
-from rl.data.encode import load_tokenizer, named
-from rl.data.rows import Row, no_ground_truth
+from rl.data.encode import load_tokenizer
+from rl.data.rows import Row, named, no_ground_truth
+from rl.data.text import prepare_like
 from rl.data.types import Response, Sample, Score
 from rl.flags import AtLeast1, Count, Free, Needs, Processes, Seconds, Share
 from rl.model import reward_model
@@ -175,7 +176,7 @@ class Scorer:
         model = reward_model.load_reward_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
         shard_as(replace(BARE, fsdp_size=fsdp_size), model, ranks, longest=longest, flag="--reward-model")
         offload(model)
-        tokenizer = load_tokenizer(path, flag="--reward-model")
+        tokenizer = prepare_like(load_tokenizer(path, flag="--reward-model"), self.tokenizer, allow_dropped_text=True)
         self.reward_model = reward_model.RewardModel(model, tokenizer, coef, longest, max_tokens, ranks)
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
@@ -319,7 +320,7 @@ def make_scorer(
     if flags.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
     if rewards.reward_model:
-        reward_model.open_reward_model(rewards.reward_model, rows[0], rewards.reward_model_max_length)
+        reward_model.open_reward_model(rewards.reward_model, rows, rewards.reward_model_max_length, tokenizer)
     scorer = Scorer(rewards.functions, tokenizer, flags, max_response_length=max_response_length)
     scorer.in_turns = in_turns
     scorer.report = scorer.check(rows)

@@ -248,7 +248,8 @@ def test_jsonl_lines(tmp_path):
         (rl_row(videos=["a.mp4"], images=None), r"has videos, but"),
         (
             rl_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": {"search": {}}}),
-            r"has need_tools_kwargs, but prompts have texts and images only, and the policy calls tools only with "
+            r"has need_tools_kwargs, but a prompt is made of its text or messages, images and tools, and the policy "
+                "calls tools only with "
             "--environment or --tools; leave such rows out",
         ),
         (rl_row(content="\ud800"), r"prompt\[0\] holds a lone surrogate"),
@@ -267,7 +268,7 @@ def test_columns_of_images_and_tools_may_be_empty(tmp_path):
         assert len(read_rows(write(tmp_path / name, rows))) == 2
     for read, bad in ((read_sft_rows, {"response": "b"}), (read_preference_rows, {"chosen": "b", "rejected": "c"})):
         path = write(tmp_path / "x.jsonl", [{"prompt": "a", "videos": ["a.mp4"], **bad}])
-        with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has videos, but prompts have texts and images only"):
+        with pytest.raises(ValueError, match=r"x\.jsonl: row 0: has videos, but a prompt is made of"):
             read(path)
 
 
@@ -382,7 +383,7 @@ def test_prompts_that_cannot_be_rendered(tokenizer):
     with pytest.raises(ValueError, match="row 4: the chat template rejects .*no tools here"):
         render_prompt(tokenizer, {**rl_row(prompt=[{"role": "tool", "content": "x"}]), "row_index": 4})
     tiny = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
-    with pytest.raises(ValueError, match="row 5: the prompt 'b' .* has no tokens"):
+    with pytest.raises(ValueError, match="row 5: prompt: the tokens do not contain 'b' .* has no token"):
         render_prompt(tiny, {**rl_row(prompt="b"), "row_index": 5})
 
 
@@ -625,7 +626,8 @@ def test_bad_demonstration_is_named(tmp_path, bad, message):
 
 # As Qwen2.5's: tools in the system message, results of one turn together in a message of the user.
 TOOL_TEMPLATE = """{%- if tools -%}{{- '<|im_start|>system\n' -}}
-{%- for t in tools -%}{{- t.function.name + '(' + t.function.parameters.properties | join(', ') + ')' -}}{%- endfor -%}
+{%- for t in tools -%}{{- t.function.name + '(' + t.function.parameters.properties | join(', ') + ') ' -}}
+{{- t.function.description -}}{%- endfor -%}
 {{- '<|im_end|>\n' -}}{%- endif -%}
 {%- for m in messages -%}{%- if m.role == 'tool' -%}
 {%- if messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
@@ -679,7 +681,7 @@ def test_of_a_conversation_with_tools_calls_and_answers_are_learned_and_results_
     ]
     ids, mask = encode_sft(tokenizer, with_tools)
     assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if not m]) == (
-        "<|im_start|>system\nadd(a, b)<|im_end|>\n<|im_start|>user\n1+2, 3+4?<|im_end|>\n<|im_start|>assistant\n\n"
+        "<|im_start|>system\nadd(a, b) Add.<|im_end|>\n<|im_start|>user\n1+2, 3+4?<|im_end|>\n<|im_start|>assistant\n\n"
         "<|im_start|>user\n<tool_response>3</tool_response>\n<tool_response>7</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n\n<|im_start|>user\n<tool_response>10</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n\n"
@@ -692,12 +694,12 @@ def test_a_template_that_leaves_tools_or_calls_out_is_refused():
     row["messages"][2] = {"role": "user", "content": "3"}  # which every template takes
     assert len(learned(make_tokenizer(chat_template=TOOL_TEMPLATE), row)) == 1
     for template, lost in (
-        (TOOL_TEMPLATE.replace("if tools", "if false"), "the tools"),
-        (TOOL_TEMPLATE.replace("m.tool_calls or", "[] or"), "a call of message 1"),
-        (TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), "a call of message 1"),
-        (CHATML, "a call of message 1"),
+        (TOOL_TEMPLATE.replace("if tools", "if false"), r"tools\[0\].function.name: .* 'add'"),
+        (TOOL_TEMPLATE.replace("m.tool_calls or", "[] or"), r"messages\[1\].tool_calls\[0\].function.name: .* 'add'"),
+        (TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), r"messages\[1\].tool_calls\[1\]"),
+        (CHATML, r"tools\[0\].function.name"),
     ):
-        with pytest.raises(ValueError, match=f"row 7: the chat template leaves out {lost}; use the template"):
+        with pytest.raises(ValueError, match=f"row 7: {lost}.*, since the chat template drops it"):
             encode_sft(make_tokenizer(chat_template=template), row)
 
 
@@ -719,14 +721,14 @@ def test_a_template_that_leaves_tools_or_calls_out_is_refused():
         ({"messages": [{"role": "assistant", "tool_calls": [], "content": None}]}, r"messages\[1\] is "),
         ({"messages": [{"role": "assistant", "content": "\ud800", "tool_calls": [add(1, 2)]}]}, "lone surrogate"),
         ({"messages": [{"role": "assistant", "tool_calls": [add("\ud800", 2)]}]}, "lone surrogate"),
-        ({"prompt": "a", "response": "b", "tools": TOOLS}, "tools stand beside prompt and response; write messages"),
+        ({"prompt": "a", "response": "b"}, "has messages and prompt, and only one can be used; remove"),
     ],
     ids=range(9),
 )
 def test_a_bad_conversation_with_tools_is_named(tmp_path, changes, message):
     if "messages" in changes:
         changes["messages"] = [{"role": "user", "content": "a"}, *changes["messages"]]
-    elif "prompt" not in changes:
+    else:
         changes["messages"] = tool_conversation()
     path = write(tmp_path / "x.jsonl", [{"messages": CONVERSATION}, changes])
     with pytest.raises(ValueError, match=r"x\.jsonl: row 1: .*" + message):

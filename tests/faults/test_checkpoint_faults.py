@@ -524,7 +524,7 @@ def test_ranks_with_other_training_files_are_refused(task, tmp_path):
     run = launch.fork("sft", settings, tmp_path / "log", fault=partial(folder_of_own, tmp_path), ranks=2)
     assert run.ends() == [1, 1]
     printed = run.log.read_text()
-    assert printed.count("ValueError: --train-files: rank 1 has other contents than rank 0 (sha256 ") == 2
+    assert printed.count("ValueError: --train-files: rank 1 has other contents than rank 0 (data_sha256 ") == 2
     assert "RANK" not in printed  # each has said it for itself
 
 

@@ -315,12 +315,12 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
 
 def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, refused, tmp_path):
     chat = {"prompt": [{"role": "user", "content": "1+1="}], "row_index": 7}
-    tokenizer = reward_model.open_reward_model(judge, chat, 64)
+    tokenizer = reward_model.open_reward_model(judge, [chat], 64, AutoTokenizer.from_pretrained(judge))
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(judge).get_vocab()
     with pytest.raises(ValueError, match="--reward-model-max-length = 5000000 tokens, but .* positions"):
-        reward_model.open_reward_model(judge, chat, 5_000_000)
+        reward_model.open_reward_model(judge, [chat], 5_000_000, tokenizer)
     with pytest.raises(ValueError, match="--reward-model runs/no/huggingface: no tokenizer can be loaded from there"):
-        reward_model.open_reward_model("runs/no/huggingface", chat, 64)
+        reward_model.open_reward_model("runs/no/huggingface", [chat], 64, tokenizer)
     with pytest.raises(ValueError, match="--reward-model .*headless: its files lack 1 of its weights, score.weight"):
         check_weights(refused["headless"], AutoModelForSequenceClassification, flag="--reward-model")
     shutil.copytree(judge, tmp_path / "plain")
@@ -329,8 +329,8 @@ def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loa
         file.unlink()
     tokenizer.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="--reward-model .*plain cannot read the training prompts: .*row 7"):
-        reward_model.open_reward_model(str(tmp_path / "plain"), chat, 64)
-    reward_model.open_reward_model(str(tmp_path / "plain"), {"prompt": "1+1=", "row_index": 7}, 64)
+        reward_model.open_reward_model(str(tmp_path / "plain"), [chat], 64, tokenizer)
+    reward_model.open_reward_model(str(tmp_path / "plain"), [{"prompt": "1+1=", "row_index": 7}], 64, tokenizer)
 
 
 def add_learned(judge, monkeypatch, learned, scores, *, alone):

@@ -1,0 +1,405 @@
+"""Rows become text: the chat template, its arguments and its date, and the proof that no text of a row is lost.
+
+All text that a chat template writes comes from `render`. A template may drop what it gets: earlier thoughts, the system
+message, a description of a tool. `write` finds out, without knowing what a template does to a text (it may escape it,
+or write a schema as a TypeScript type). It renders the row again with a marker behind each word, and each marker has to
+be in the result.
+
+That would double the cost of every row. So rows of the same shape, which means with the same roles, fields and numbers,
+share a skeleton: what the template writes between their texts. A row whose text is this skeleton with the row's texts
+filled in has lost nothing. Only other rows are rendered again.
+"""
+
+import functools
+import html
+import inspect
+import itertools
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from transformers import PreTrainedTokenizerBase
+
+from rl.data import images
+from rl.data.rows import Row, is_absent, named, shown
+from rl.flags import Free
+
+Tokenizer = PreTrainedTokenizerBase
+Mark = Callable[[str, str], str]  # (place, text) -> what stands there instead
+
+# Fields whose texts need not be among the tokens. Templates rename roles, read types, and leave out ids.
+METADATA = frozenset({"role", "type", "id", "tool_call_id"})
+SCHEMA_METADATA = frozenset({"type", "required", "title", "strict", "$schema", "$id", "$ref", "$comment", "$anchor"})
+SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+SCHEMA_DATA = frozenset({"enum", "const", "default", "examples"})
+THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partial answer that thinks begins with
+MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
+WORD = re.compile(r"(?<![\w<\[{|/\u25c1])\w+")  # not the name of a tag, such as </think>, at which templates cut
+NO_SKELETON = ["\0"]  # fits no text
+MOST_SHAPES = 10_000
+ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that templates raise
+
+
+@dataclass(frozen=True)
+class Texts:
+    """how the rows of the data become tokens"""
+
+    # JSON object with more arguments for the chat template, such as '{"enable_thinking": false}'
+    apply_chat_template_kwargs: str = "{}"
+    # take rows with text that is not among their tokens, such as earlier thoughts, which some templates drop
+    allow_dropped_text: Free[bool] = False
+
+
+@dataclass
+class Rendering:
+    """How a run uses a chat template. It is the attribute `rendering` of the tokenizer that `prepare` returns."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the template, beside messages and tools
+    day: str = field(default_factory=lambda: date.today().isoformat())  # "today" for the template, such as 2026-01-31
+    allow_dropped_text: bool = False
+    skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape; [] if a shape was seen once
+
+
+def prepare(tokenizer: Tokenizer, flags: Texts, *, day: str | None = None) -> Tokenizer:
+    """The tokenizer, whose chat template gets --apply-chat-template-kwargs and the `day` (ISO format) from now on.
+
+    The default day is today. Raises ValueError, naming the flag, for a text that is not a JSON object, for an argument
+    that is set by this program, and for one that the template does not read.
+    """
+    flag = f"--apply-chat-template-kwargs {flags.apply_chat_template_kwargs}"
+    try:
+        arguments = json.loads(flags.apply_chat_template_kwargs)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{flag} is not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
+    ours = {"messages", "strftime_now", "raise_exception", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if taken := sorted(ours & arguments.keys()):
+        raise ValueError(f"{flag}: {taken[0]!r} is set by this program; leave it out")
+    read = variables(tokenizer)
+    if unread := sorted(arguments.keys() - read):
+        others = ", ".join(sorted(read - ours)) or "nothing else"
+        raise ValueError(
+            f"{flag}: the chat template of {tokenizer.name_or_path!r} does not read {unread[0]!r}, so it would change "
+            f"nothing; leave it out, or correct its name (beside messages, the template reads {others})"
+        )
+    tokenizer.rendering = Rendering(arguments, day or date.today().isoformat(), flags.allow_dropped_text)
+    return tokenizer
+
+
+def rendering_of(tokenizer: Tokenizer) -> Rendering:
+    """How the chat template is used: as `prepare` was told, by default without arguments and with the date of today."""
+    if not hasattr(tokenizer, "rendering"):
+        tokenizer.rendering = Rendering()
+    return tokenizer.rendering
+
+
+def prepare_like(tokenizer: Tokenizer, other: Tokenizer, *, allow_dropped_text: bool = False) -> Tokenizer:
+    """The tokenizer of a reward model, whose template gets the day of `other` and the arguments of it that it reads.
+
+    Args: allow_dropped_text, even if `other` does not; so that no response that a policy samples can end the run.
+    """
+    like, read = rendering_of(other), variables(tokenizer)
+    arguments = {name: x for name, x in like.arguments.items() if name in read}
+    tokenizer.rendering = Rendering(arguments, like.day, allow_dropped_text or like.allow_dropped_text)
+    return tokenizer
+
+
+def shape_of(row: Row) -> tuple:
+    """The roles and fields of a row's prompt, which decide what most templates drop of it; () for a string."""
+    messages = row["prompt"] if isinstance(row["prompt"], list) else []
+    return (bool(row.get("tools")), *((x["role"], *x) for x in messages))
+
+
+def variables(tokenizer: Tokenizer) -> frozenset[str]:
+    """The names that the chat template of a tokenizer reads: messages, tools, bos_token, strftime_now, ..."""
+    templates = tokenizer.chat_template or ""
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    return frozenset().union(*map(_variables, texts))
+
+
+@functools.lru_cache
+def _variables(template: str) -> frozenset[str]:
+    without_marks = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag that only transformers knows
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(without_marks)))
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
+    """What the chat template writes. Raises what the template raises.
+
+    Args: how, arguments of `apply_chat_template`: add_generation_prompt, tools, chat_template, continue_final_message.
+    """
+    rendering = rendering_of(tokenizer)
+    if "strftime_now" in variables(tokenizer):  # a run that is resumed on another day has the prompts of its first day
+        how["strftime_now"] = datetime.combine(date.fromisoformat(rendering.day), time()).strftime
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
+
+
+def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
+    """What the chat template writes if the policy is to go on with the last message, which is the assistant's.
+
+    If the message begins a thought, it stands behind the generation prompt, since templates expect whole thoughts.
+    Raises ValueError for a message that cannot be continued, or what the template raises.
+    """
+    *before, last = messages
+    if last.get("tool_calls"):
+        raise ValueError("it calls tools; end the prompt with their results, or leave the calls out")
+    said, tags = last["content"], [x for x in THOUGHTS if x in str(tokenizer.chat_template)]
+    if tag := next((x for x in tags if said.lstrip().startswith(x)), None):
+        closed, opened = (render(tokenizer, before, add_generation_prompt=x, **how) for x in (False, True))
+        opening = opened[len(closed) :] if opened.startswith(closed) else ""  # with a thought of its own, perhaps empty
+        return opened[: len(opened) - len(opening)] + opening.partition(tag)[0] + said
+    thinks = not said.strip() and last.get("reasoning_content")
+    return render(tokenizer, messages, continue_final_message="reasoning_content" if thinks else True, **how)
+
+
+def write(
+    tokenizer: Tokenizer,
+    row: Row,
+    messages: list[dict],
+    *,
+    tools: Sequence[dict] | None = None,
+    field: str = "prompt",
+    limit: int | None = None,
+    checked: bool = True,
+    last: str | None = None,
+    draw: Callable[..., str] = render,
+    **how: Any,
+) -> str:
+    """The text that the chat template makes of messages and tools of a row, which has every text that is in them. If it
+    has far more than `limit` tokens, only its beginning, unchecked: the row will be refused.
+
+    Args: field, the column of the messages; last, that of the last message's content, if it is another one; checked,
+    whether dropped text is an error; draw, `render` or `continued`, which gets `how`. Raises ValueError, naming the row
+    and the field, if the template refuses the messages, if it drops text and --allow-dropped-text is not set, or if the
+    vocabulary has no tokens for a text.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{named(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
+            "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
+        )
+    if pictures := row.get("images", []):
+        own = images.load_processor(tokenizer.name_or_path, tokenizer, named(row)).chat_template
+        how |= {"chat_template": own} if own else {}
+
+    def drawn(messages: list[dict], tools: Sequence[dict] | None) -> str:
+        return draw(tokenizer, images.in_parts(messages) if pictures else messages, tools=tools, **how)
+
+    try:
+        text = drawn(messages, tools or None)
+    except ERRORS as error:
+        raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
+    if len(start := start_of(tokenizer, text, limit)) < len(text):
+        return start
+    if checked and not rendering_of(tokenizer).allow_dropped_text:
+        way = (str(tokenizer.chat_template), draw, *how.items(), bool(pictures))
+        renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
+
+        called = {call["function"]["name"] for x in messages for call in x.get("tool_calls", ())}
+
+        def each(mark: Mark) -> tuple[Any, Any]:
+            is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
+            marked_tools = _marked(tools or None, "tools", mark, SCHEMA_METADATA) if is_own else tools or None
+            marked = (
+                _marked(x, f"{field}[{i}]", mark, METADATA | {"name"} if x.get("name") in called else METADATA)
+                for i, x in enumerate(messages)
+            )
+            return list(marked), marked_tools
+
+        _check(tokenizer, row, text, each, drawn, way, renamed)
+    try:
+        return images.fill(text, pictures) if pictures else text
+    except ValueError as error:  # such as one that is 300 times as wide as high
+        raise ValueError(f"{named(row)}: the model's processor refuses an image ({error}); drop the row") from error
+
+
+def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
+    """The text, or only its beginning if that has far more than `limit` tokens. Tokenizing takes some 350 bytes of
+    memory for each character, so that is not done with all of a text which is refused in any case.
+
+    Far more, since the last tokens of a beginning may be others than in the whole text, where a word goes on.
+    """
+    size = len(text) if limit is None else 8 * limit + 4096
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > _far_over(limit):
+            return text[:size]
+        size *= 2
+    return text
+
+
+def _far_over(limit: int) -> int:
+    return 2 * limit + 64
+
+
+def shown_count(count: int, limit: int) -> str:
+    """How many tokens a text has of which perhaps only the beginning was tokenized, see `start_of`."""
+    return f"at least {count}" if count > _far_over(limit) else f"{count}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropped text
+
+
+def _check(
+    tokenizer: Tokenizer,
+    row: Row,
+    text: str,
+    each: Callable[[Mark], tuple[Any, Any]],
+    draw: Callable[..., str],
+    way: tuple,
+    renamed: dict[str, str],
+) -> None:
+    """Raise ValueError if the `text` that draw(messages, tools) gave lacks any text of these, or of another column."""
+    read = row.keys() & variables(tokenizer) - {"messages", "tools"}
+    if unread := sorted(name for name in read if not is_absent(row[name])):
+        raise ValueError(
+            f"{named(row)}: has a column {unread[0]}, which the chat template reads but does not get; remove the "
+            "column, or set the value for all rows by --apply-chat-template-kwargs"
+        )
+    texts: list[tuple[str, str]] = []
+    shape = each(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
+    skeletons, key = rendering_of(tokenizer).skeletons, (*way, repr(shape))
+    if skeletons.get(key) == []:
+        skeletons[key] = _skeleton(each, draw)
+    if not (key in skeletons and _fits(text, skeletons[key], texts)):
+        if len(skeletons) < MOST_SHAPES:
+            skeletons.setdefault(key, [])
+        if (k := _dropped(text, each, draw)) is not None:
+            raise ValueError(
+                f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
+                "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
+            )
+    for place, said in texts:
+        check_vocabulary(tokenizer, row, place, said.replace(images.PLACE, "") if row.get("images") else said)
+
+
+def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None) -> Any:
+    """A copy of messages, tools or data in which mark(place, text) stands for every text that tokens have to contain.
+
+    Args: metadata, fields whose texts they need not contain; None for data, such as the arguments of a call, all of
+    whose keys and texts they have to contain.
+    """
+    if isinstance(value, str):
+        return mark(place, value) if value.strip() else value
+    if isinstance(value, (list, tuple)):
+        return [_marked(x, f"{place}[{i}]", mark, metadata) for i, x in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for key, x in value.items():
+        under = f"{place}.{key}"
+        if metadata is None:
+            result[mark(under, key)] = _marked(x, under, mark, None)
+        elif key in metadata:
+            result[key] = x
+        elif metadata is SCHEMA_METADATA and key in SCHEMAS_BY_NAME and isinstance(x, dict):
+            names = {name: mark(f"{under}.{name}", name) if key == "properties" else name for name in x}
+            result[key] = {names[name]: _marked(y, f"{under}.{name}", mark, metadata) for name, y in x.items()}
+        else:
+            is_data = key in SCHEMA_DATA if metadata is SCHEMA_METADATA else key == "arguments"
+            result[key] = _marked(x, under, mark, None if is_data else metadata)
+    return result
+
+
+def _skeleton(each: Callable[[Mark], tuple[Any, Any]], draw: Callable[..., str]) -> list[str]:
+    """What a template writes between texts: [piece, number of a text, piece, ..., piece], without white space."""
+    count = itertools.count()
+    try:
+        parts = MARKER.split("".join(draw(*each(lambda *_: f"zq{next(count)}zq")).split()))
+    except ERRORS:
+        parts = []
+    return parts if len({*parts[1::2]}) == next(count) else NO_SKELETON
+
+
+def _fits(text: str, skeleton: list[str], texts: list[tuple[str, str]]) -> bool:
+    """Whether a text is the skeleton with `texts`, as they are or escaped, in their places. White space is ignored."""
+    text, end = "".join(text.split()), 0
+    for i, piece in enumerate(skeleton):
+        forms = _forms(texts[int(piece)][1]) if i % 2 else [piece]
+        fitting = next((x for x in forms if text.startswith(x, end)), None)
+        if fitting is None:
+            return False
+        end += len(fitting)
+    return bool(skeleton) and end == len(text)
+
+
+def _forms(text: str) -> Iterator[str]:
+    """How templates write a text: as it is, in JSON, or in XML, without white space."""
+    yield "".join(text.split())
+    for form in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
+        yield "".join(form[1:-1].split())
+    yield "".join(html.escape(text).split())
+
+
+def _dropped(text: str, each: Callable[[Mark], tuple[Any, Any]], draw: Callable[..., str]) -> int | None:
+    """The number of the first text without which the template would have written the same `text`; None without one.
+
+    A marker behind each word has to be in what the template writes. If one is not, the words of that text are marked
+    alone: the template may only have looked them up, such as the name of a tool that is called.
+    """
+    spans: list[range] = []  # numbers of the markers of each text
+
+    def drawn(only: Container[int] | None = None) -> str:
+        count = itertools.count()
+        spans.clear()
+
+        def behind(word: str) -> str:
+            k = next(count)
+            return f"{word}zq{k}zq" if only is None or k in only else word
+
+        def mark(place: str, said: str) -> str:
+            words = WORD.findall(said)
+            first = spans[-1].stop if spans else 0
+            spans.append(range(first, first + max(len(words), 1)))
+            return WORD.sub(lambda match: behind(match[0]), said) if words else behind(said)
+
+        try:
+            return draw(*each(mark))
+        except ERRORS:
+            return ""  # a template that refuses a text has read it
+
+    seen = {int(k) for k in MARKER.findall(drawn().casefold())}
+    for i, span in enumerate(list(spans)):
+        missing = set(span) - seen
+        if missing and drawn(missing) == text:
+            return i
+    return None
+
+
+def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> None:
+    """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
+    if _has_all_bytes(tokenizer) or rendering_of(tokenizer).allow_dropped_text:
+        return
+    if _lost(tokenizer, text):
+        character = next((x for x in text if not x.isspace() and _lost(tokenizer, x)), text)
+        raise ValueError(
+            f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "
+            f"{tokenizer.name_or_path!r} has no token; change the row, or add --allow-dropped-text if it may be lost"
+        )
+
+
+def _lost(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text comes back changed from its tokens, besides what normalizers do: case, accents, white space ..."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _folded(tokenizer.decode(ids)) != _folded(text)
+
+
+def _folded(text: str) -> str:
+    kept = (x for x in unicodedata.normalize("NFKD", text) if unicodedata.category(x) not in ("Mn", "Me", "Cf", "Cc"))
+    return "".join("".join(kept).casefold().replace("\u2581", " ").split())
+
+
+@functools.lru_cache(8)
+def _has_all_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether the vocabulary has tokens for all bytes of UTF-8, so that no text can be lost."""
+    starts = [64 * i + 33 for i in range(2, 32)] + [0x905] + [0x1000 * i + 0x123 for i in range(1, 16)]
+    starts += [0x10123] + [0x40000 * i + 0x123 for i in range(1, 5)]  # with these, a character for each first byte
+    return not _lost(tokenizer, "".join(map(chr, [*range(33, 127), *range(0xA1, 0x100), *starts])))
