@@ -72,8 +72,7 @@ def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong:
     """
 
     def pair(row: dict) -> tuple[Sample, ...]:
-        of = partial(encode_conversation, tokenizer, row, max_length=max_length)
-        sides = [of(row[x], field=x) for x in ("chosen", "rejected")]
+        sides = [encode_conversation(tokenizer, row, row[x], max_length, x) for x in ("chosen", "rejected")]
         return tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides)
 
     return encode_all(rows, pair, max_length, filter_overlong=filter_overlong)

@@ -11,21 +11,26 @@ from rl.console import say
 from rl.data import images
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
-from rl.data.text import check_vocabulary, continued, shown_count, start_of, write
+from rl.data.text import Texts, check_vocabulary, continued, prepare, shown_count, start_of, write
 
 T = TypeVar("T")
 
 
-def load_tokenizer(model: str, *, flag: str = "--model") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder or Hugging Face id. Raises ValueError naming `flag` if there is none."""
+def load_tokenizer(
+    model: str, texts: Texts | None = None, *, day: str | None = None, flag: str = "--model"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder or Hugging Face id, whose chat template is used as `texts` and `day` say, see
+    `prepare`. Raises ValueError naming `flag` if there is none.
+    """
     try:
-        return AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{flag} {model}: no tokenizer can be loaded from there ({reason}); give the folder of a model, such as a "
             "checkpoint's global_step_N/huggingface, or an id of the Hugging Face Hub"
         ) from error
+    return prepare(tokenizer, texts or Texts(), day)
 
 
 def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -301,7 +306,6 @@ def encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     row: Row,
     response: str,
-    *,
     max_length: int | None = None,
     field: str = "response",
 ) -> list[int]:

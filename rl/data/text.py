@@ -66,10 +66,10 @@ class Rendering:
     skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape; [] if a shape was seen once
 
 
-def prepare(tokenizer: Tokenizer, flags: Texts, *, day: str | None = None) -> Tokenizer:
+def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     """The tokenizer, whose chat template gets --apply-chat-template-kwargs and the `day` (ISO format) from now on.
 
-    The default day is today. Raises ValueError, naming the flag, for a text that is not a JSON object, for an argument
+    None stands for today. Raises ValueError, naming the flag, for a text that is not a JSON object, for an argument
     that is set by this program, and for one that the template does not read.
     """
     flag = f"--apply-chat-template-kwargs {flags.apply_chat_template_kwargs}"
@@ -127,8 +127,11 @@ def variables(tokenizer: Tokenizer) -> frozenset[str]:
 @functools.lru_cache
 def _variables(template: str) -> frozenset[str]:
     without_marks = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag that only transformers knows
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(without_marks)))
+    tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
+    assigned = {x.name for x in tree.find_all(jinja2.nodes.Name) if x.ctx == "store"}
+    tried = (x for x in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)) if x.name in ("defined", "default"))
+    optional = {x.node.name for x in tried if isinstance(x.node, jinja2.nodes.Name)}
+    return frozenset(jinja2.meta.find_undeclared_variables(tree) - (assigned - optional))
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
@@ -343,7 +346,8 @@ def _dropped(text: str, each: Callable[[Mark], tuple[Any, Any]], draw: Callable[
     """The number of the first text without which the template would have written the same `text`; None without one.
 
     A marker behind each word has to be in what the template writes. If one is not, the words of that text are marked
-    alone: the template may only have looked them up, such as the name of a tool that is called.
+    alone: the template may only have looked them up, such as the name of a tool that is called. The first and the last
+    of them are tried too, for a template that cuts texts at a length, which markers change.
     """
     spans: list[range] = []  # numbers of the markers of each text
 
@@ -368,8 +372,8 @@ def _dropped(text: str, each: Callable[[Mark], tuple[Any, Any]], draw: Callable[
 
     seen = {int(k) for k in MARKER.findall(drawn().casefold())}
     for i, span in enumerate(list(spans)):
-        missing = set(span) - seen
-        if missing and drawn(missing) == text:
+        missing = sorted(set(span) - seen)
+        if missing and any(drawn(only) == text for only in (missing, missing[:1], missing[-1:])):
             return i
     return None
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from rl.console import outlive_output, say
 from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
-from rl.data.text import prepare
 from rl.flags import AtLeast1, Free, check_limits, flat
 from rl.model.checks import check_trainable
 from rl.model.experts import check_routed
@@ -25,7 +24,7 @@ from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.ranks import die_with_launcher
 from rl.run.alarms import parse_alarm
-from rl.run.run_folder import Checkpoints, first_day
+from rl.run.run_folder import Checkpoints, first_day, folder_of
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout, check_engine_flags
@@ -115,8 +114,8 @@ def check(args: Any) -> PreTrainedTokenizerBase:
 
 def _load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
     """That of --model, whose chat template is used as the flags say, and with the date of the run's first day."""
-    names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
-    return prepare(load_tokenizer(args.model), args.data, day=first_day(args.checkpoints, names))
+    root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
+    return load_tokenizer(args.model, args.data, day=first_day(args.checkpoints, root))
 
 
 def _check_balanced(args: Any) -> None:

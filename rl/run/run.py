@@ -23,7 +23,7 @@ from rl.run.clock import Clock
 from rl.run.memory import rehearse
 from rl.run.metrics import of_staleness
 from rl.run.prometheus import Exporter
-from rl.run.run_folder import RunFolder, name_of
+from rl.run.run_folder import RunFolder, folder_of
 from rl.run.tracking import Tracker
 from rl.sampling.engines.base import Engine
 from rl.sampling.evaluation import Evaluation
@@ -57,8 +57,8 @@ class Run:
         stop.start(args.checkpoints.max_hours)
         self.exporter = Exporter(args.logging, self.ranks)
         resume.check_mode(args.checkpoints.resume_mode)
-        names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
-        self.folder = RunFolder(name_of(args.checkpoints.default_local_dir, names), self.ranks, total_steps)
+        root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
+        self.folder = RunFolder(root, self.ranks, total_steps)
         self.resume_from, record = resume.choose(args, tokenizer, self.folder)
         keep = args.checkpoints.max_ckpt_to_keep
         self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)

@@ -38,11 +38,12 @@ class Checkpoints:
     stall_timeout: Free[Seconds] = 3600.0
 
 
-def name_of(template: str, names: dict[str, str]) -> str:
-    """--default-local-dir, which is `template`, with its placeholders filled in by project_name and experiment_name.
+def folder_of(flags: Checkpoints, project_name: str, experiment_name: str) -> pathlib.Path:
+    """--default-local-dir with the names in the places of its placeholders.
 
     Raises ValueError for another placeholder, and for a name that is no plain file name.
     """
+    template, names = flags.default_local_dir, {"project_name": project_name, "experiment_name": experiment_name}
     for name, value in names.items():
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
             raise ValueError(
@@ -56,12 +57,14 @@ def name_of(template: str, names: dict[str, str]) -> str:
         raise ValueError(f"--default-local-dir {template!r}: the placeholders are {known}, not {error}") from error
     if not folder or not folder.isprintable():
         raise ValueError(f"--default-local-dir {folder!r} is empty or holds control characters; choose another folder")
-    return folder
+    return pathlib.Path(folder)
 
 
-def first_day(flags: Checkpoints, names: dict[str, str]) -> str | None:
-    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run."""
-    root = pathlib.Path(name_of(flags.default_local_dir, names))
+def first_day(flags: Checkpoints, root: pathlib.Path) -> str | None:
+    """The date (ISO format) on which the run began that --resume-mode continues; None for a new run.
+
+    Args: root, the run's folder.
+    """
     steps = [root / f"global_step_{step}" for step in reversed(checkpoint_files.list_steps(root))]
     for path in steps if flags.resume_mode == "auto" else [pathlib.Path(flags.resume_mode)]:
         with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint, which is passed over or refused later
