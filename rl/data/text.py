@@ -42,7 +42,7 @@ THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partia
 MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
 WORD = re.compile(r"(?<![\w<\[{|/\u25c1])\w+")  # not the name of a tag, such as </think>, at which templates cut
 NO_SKELETON = ["\0"]  # fits no text
-MOST_SHAPES = 10_000
+MOST_SHAPES = 1000
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that templates raise
 
 
@@ -82,7 +82,7 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     ours = {"messages", "strftime_now", "raise_exception", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if taken := sorted(ours & arguments.keys()):
         raise ValueError(f"{flag}: {taken[0]!r} is set by this program; leave it out")
-    read = variables(tokenizer)
+    read = variables(tokenizer) if arguments else frozenset()
     if unread := sorted(arguments.keys() - read):
         others = ", ".join(sorted(read - ours)) or "nothing else"
         raise ValueError(
@@ -127,7 +127,10 @@ def variables(tokenizer: Tokenizer) -> frozenset[str]:
 @functools.lru_cache
 def _variables(template: str) -> frozenset[str]:
     without_marks = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag that only transformers knows
-    tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks)
+    except jinja2.TemplateSyntaxError:  # an error as soon as there are messages to render
+        return frozenset()
     assigned = {x.name for x in tree.find_all(jinja2.nodes.Name) if x.ctx == "store"}
     tried = (x for x in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)) if x.name in ("defined", "default"))
     optional = {x.node.name for x in tried if isinstance(x.node, jinja2.nodes.Name)}
@@ -205,8 +208,7 @@ def write(
     if checked and not rendering_of(tokenizer).allow_dropped_text:
         way = (str(tokenizer.chat_template), draw, *how.items(), bool(pictures))
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
-
-        called = {call["function"]["name"] for x in messages for call in x.get("tool_calls", ())}
+        called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
 
         def each(mark: Mark) -> tuple[Any, Any]:
             is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
@@ -269,7 +271,7 @@ def _check(
         )
     texts: list[tuple[str, str]] = []
     shape = each(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
-    skeletons, key = rendering_of(tokenizer).skeletons, (*way, repr(shape))
+    skeletons, key = rendering_of(tokenizer).skeletons, (*way, hash(repr(shape)))
     if skeletons.get(key) == []:
         skeletons[key] = _skeleton(each, draw)
     if not (key in skeletons and _fits(text, skeletons[key], texts)):

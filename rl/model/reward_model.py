@@ -146,11 +146,13 @@ def add_scores(
     score gets none here either, and one for which the model gives NaN or infinity loses its own. Unless the model is
     `alone`, the accuracy of an evaluation stays that of the functions: the component `acc`. All ranks must enter.
     """
-    prompts = {row["row_index"]: row["prompt"] for row in rows}
+    by_index = {row["row_index"]: row for row in rows}
+    prompts = {index: row["prompt"] for index, row in by_index.items()}
     onload(judge.model, judge.ranks.device)
     asked = [prompts[s.row_index] for s in samples]
     asked = [[*prompt, *s.messages[:-1]] if s.messages else prompt for s, prompt in zip(samples, asked, strict=True)]
-    learned = score_conversations(judge, asked, [score.text for score in scores])
+    tools = [by_index[s.row_index].get("tools") for s in samples]
+    learned = score_conversations(judge, asked, [score.text for score in scores], tools)
     offload(judge.model)
     result = []
     if failed := sum(not math.isfinite(x) for x in learned):
@@ -189,13 +191,19 @@ def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[in
 
 
 def score_conversations(
-    judge: RewardModel, prompts: Sequence[str | list[dict]], responses: Sequence[str]
+    judge: RewardModel,
+    prompts: Sequence[str | list[dict]],
+    responses: Sequence[str],
+    tools: Sequence[list[dict] | None] | None = None,
 ) -> list[float]:
     """The model's scores of this rank's responses to prompts (text or messages), in their order. How many were too long
     is printed. All ranks must enter, with any number of responses each.
+
+    Args: tools, of the prompts' rows, by default none.
     """
-    pairs, ranks = enumerate(zip(prompts, responses, strict=True)), judge.ranks
-    ids = [encode_conversation(judge.tokenizer, {"prompt": p, "row_index": i}, response) for i, (p, response) in pairs]
+    ranks = judge.ranks
+    rows = [{"prompt": x, "tools": y} for x, y in zip(prompts, tools or [None] * len(prompts), strict=True)]
+    ids = [encode_conversation(judge.tokenizer, row, x) for row, x in zip(rows, responses, strict=True)]
     if overlong := sum(len(x) > judge.max_length for x in ids):
         found = f"{overlong} of {len(ids)} conversations have more than {judge.max_length} tokens for the reward model"
         say(f"rank {ranks.rank}: {found}; their beginning was cut off", sys.stderr)
