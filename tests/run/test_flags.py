@@ -55,7 +55,7 @@ MAY_CHANGE = set(
     train_files val_files total_epochs total_training_steps
     reward_workers reward_timeout reward_memory_mb reward_max_error_frac allow_unsafe_code_execution
     tensor_model_parallel_size gpu_memory_utilization max_num_seqs free_cache_engine max_logprob_gap log_stats
-    ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
+    allow_dropped_text ppo_max_token_len_per_gpu max_token_len_per_gpu activation_checkpointing fsdp_size compile
     optimizer_offload param_offload rollout_quantization router_replay
     val_before_train val_n val_temperature val_top_p val_top_k val_min_p
     test_freq log_val_generations log_samples_freq log_freq logger project_name experiment_name prometheus_port
@@ -320,7 +320,7 @@ def test_a_resumed_run_may_change_these_and_no_other(name):
 def test_what_decides_what_a_supervised_run_learns_is_kept():
     kept = """model train_batch_size max_length filter_overlong lr beta2 lr_warmup_steps lr_scheduler_type weight_decay
         grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower
-        router_aux_loss_coef""".split()
+        router_aux_loss_coef apply_chat_template_kwargs""".split()
     for script in (sft, train_reward):
         assert names_of(script) - flags.free(script.Args()) == set(kept)
 
