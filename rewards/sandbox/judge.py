@@ -692,14 +692,14 @@ def run_tests(
         code: Python source, from anybody.
         tests: Python with an assert statement each, such as `assert f(1) == 2`, trusted. If the setup has some, as in
             `def check(candidate): ...`, a test may be `check(f)`.
-        setup: code that the tests need: imports, constants; trusted. It runs in the test process, with the standard
-            library: the candidate's code does not see its names. It may use the candidate's.
+        setup: code that the tests need: imports, constants; trusted. It runs in the test process, anew for each test,
+            with the standard library: the candidate's code does not see its names. It may use the candidate's.
         timeout_s: CPU seconds for loading the code, and for each test, on a fast machine; see `_slowness`. What the
             processes sleep is counted over all tests, up to 4 times this. After two timeouts no further test is run.
         total_s: the same for the whole evaluation, however often the code crashes; default: 4 times timeout_s.
         memory_mb: address space of the candidate's process in MiB; an interpreter alone takes about 40.
-        own_eq: let == and hash() of the candidate's own classes decide. Then a class that is equal to everything passes
-            `assert f(2) == Point(4, 6)`; use it only for tests that compare objects of a class with an own __eq__.
+        own_eq: let ==, hash() and all operators of the candidate's own classes decide. Then a class that is equal to
+            everything passes `assert f(2) == Point(4, 6)`; use it only for tests of a class with an own __eq__.
         in_place: a test sees how every call changed its arguments; else only if the call returned None. With it,
             `assert f(x) == sorted(x)` holds for code that empties x and returns [].
 

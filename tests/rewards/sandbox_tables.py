@@ -280,4 +280,24 @@ FIELDS = [
     (_DATA + "@dataclass\nclass P:\n    a: int = field(compare=False)\n    b: int = field(compare=False)\n    c: int = 0\ndef f(): return P(1, 2)", {}, "", ["assert P(1, 2) == P(1, 2)", "assert f() == P(1, 2)"], ["assert f() == P(4, 6)", "assert f() == P(1, 3)", "assert f() in [P(4, 6)]", "assert not f() != P(b=4, a=2)"]),
 ]  # fmt: skip
 
-TABLES = {"answers": ANSWERS, "operators": OPERATORS, "threads": THREADS, "odds": ODDS, "fields": FIELDS}
+# More ways to an object with operators that lie, and programs that hand objects around.
+_B = "class B:\n    def __init__(s, r): s.self = s\n    __truediv__ = lambda s, o: 1.0\n    __enter__ = area = lambda s: s\n    __exit__ = lambda s, *a: None\n    areas = lambda s: [s]\n    put = lambda s, out: out.append(s)\nclass A: pass\nA.f = B\nclass C:\n    __new__ = lambda c, *a: B(1)\n"
+HANDED = [
+    (_B, {}, "", [], ["assert abs(B(2).self / 12.56 - 1) < 1e-9", "assert abs(B(2).areas()[0] / 12.56 - 1) < 1e-9", "b = B(2)\nx = b.area()\nassert x is b and abs(x / 12.56 - 1) < 1e-9", "b, o = B(2), []\nb.put(o)\nassert abs(o[0] / 12.56 - 1) < 1e-9", "with B(2) as b: assert abs(b / 12.56 - 1) < 1e-9", "import copy\nassert abs(copy.copy(B(2)) / 12.56 - 1) < 1e-9", "assert abs(A.f(2) / 12.56 - 1) < 1e-9", "assert abs(C(3) / 12.56 - 1) < 1e-9"]),
+    (_VALUE + _NEW + "def add(a, b): return P(0, 0)", {}, "", [], ["w = P(4, 6)\nassert w.x == 4 and str(w) and repr(w) and w == w\nassert add(P(1, 2), P(3, 4)) == w"]),
+    (_VALUE, {}, "", ["w = P(4, 6)\nassert w.x == 4 and str(w) and repr(w) and w == P(4, 6)"], []),
+    ("class Node:\n    def __init__(s, val, next=None): s.val, s.next = val, next\ndef rev(h):\n    p = None\n    while h: h.next, p, h = p, h, h.next\n    return p", {}, "", ["h, out = rev(Node(1, Node(2, Node(3)))), []\nwhile h: out.append(h.val); h = h.next\nassert out == [3, 2, 1]"], ["assert rev(Node(1, Node(2))).val == 1"]),
+    ("class Query:\n    def __init__(s): s.parts = []\n    def add(s, x):\n        s.parts.append(x)\n        return s", {}, "", ["q = Query()\nassert q.add(1) is q and q.add(2).add(3).parts == [1, 2, 3] and q.add(1) == q"], ["assert Query().add(1) is Query()"]),
+    ("class Subject:\n    def __init__(s): s.all = []\n    def on(s, o): s.all.append(o)\n    def fire(s, x):\n        for o in s.all: o.got = x\nclass Observer:\n    def __init__(s, n): s.n, s.got = n, None", {}, "", ["s, o = Subject(), Observer('a')\ns.on(o)\ns.fire(5)\nassert o.got == 5 and o in s.all and s.all == [o]"], ["s, o = Subject(), Observer('a')\ns.on(Observer('a'))\nassert o in s.all"]),
+    (_DATA + "@dataclass\nclass Account:\n    n: int\n    def move(s, o, x): s.n -= x; o.n += x", {}, "", ["a, b = Account(5), Account(1)\na.move(b, 2)\nassert (a, b) == (Account(3), Account(3)) and a == b and a is not b"], ["a, b = Account(5), Account(1)\na.move(b, 2)\nassert (a, b) == (Account(5), Account(1))"]),
+    ("def f():\n    e, g = ValueError('x'), KeyError('y')\n    e.__cause__, g.__cause__, e.__context__, g.__context__ = g, e, g, e\n    raise e", {}, "", ["try: f()\nexcept ValueError as e:\n    try: f()\n    except ValueError as g: assert isinstance(g.__cause__.__cause__, ValueError)"], ["import unittest\nclass T(unittest.TestCase):\n    def test(s): s.assertEqual(f(), 3)\nr = unittest.TestResult()\nunittest.TestSuite([T('test')]).run(r)\nassert not r.errors"]),
+]  # fmt: skip
+
+TABLES = {
+    "answers": ANSWERS,
+    "operators": OPERATORS,
+    "threads": THREADS,
+    "odds": ODDS,
+    "fields": FIELDS,
+    "handed": HANDED,
+}

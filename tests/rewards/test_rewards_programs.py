@@ -1,7 +1,9 @@
-"""rewards/programs.py: programs that read and print, and functions that are called, in the real sandbox. About 3 s."""
+"""rewards/programs.py: programs that read and print, and functions that are called, in the real sandbox. About 6 s."""
+# ruff: noqa: E501
 
 import importlib
 import json
+import math
 import sys
 import textwrap
 
@@ -65,6 +67,43 @@ HONEST = {
         sys.stdin, sys.stdout = Reader(sys.stdin), Writer(sys.stdout)
         sys.stdin.readline()
         print(sum(map(int, sys.stdin.readline().split())))""",
+}
+
+READS = {  # expressions that are the whole input, as text or bytes
+    "the size of the file": ("os", "os.read(0, os.fstat(0).st_size)"),
+    "the size by name": ("os", "os.read(0, os.path.getsize('/dev/stdin'))"),
+    "a stream in memory": ("io, os", "io.BytesIO(os.read(0, os.fstat(0).st_size)).read()"),
+    "mmap": ("mmap", "mmap.mmap(0, 0, access=mmap.ACCESS_READ).read()"),
+    "mmap by name": ("mmap", "mmap.mmap(fileno=0, length=0, prot=mmap.PROT_READ)[:]"),
+    "fileinput": ("fileinput", "''.join(fileinput.input())"),
+    "raw": ("sys", "sys.stdin.buffer.raw.readall()"),
+    "FileIO": ("io", "io.BufferedReader(io.FileIO(0)).read()"),
+    "detached": ("sys", "sys.stdin.detach().read()"),
+    "fdopen": ("os", "os.fdopen(0, 'rb').read()"),
+    "unbuffered": ("os", "open(0, 'rb', 0).read()"),
+    "/dev/fd/0": ("os", "open('/dev/fd/0').read()"),
+    "peek": ("sys", "sys.stdin.buffer.peek() and sys.stdin.read()"),
+    "readinto": ("sys", "sys.stdin.buffer.readinto(b := bytearray(99)) and b.strip(bytes(1))"),
+    "select": ("select, sys", "select.select([sys.stdin], [], [], 0)[0][0].read()"),
+    "not a terminal": ("sys", "'' if sys.stdin.isatty() else ''.join(iter(sys.stdin.readline, ''))"),
+}
+HONEST |= {
+    way: f"import {modules}\nprint(sum(map(int, ({read}).split()[1:])))" for way, (modules, read) in READS.items()
+}
+HONEST |= {
+    "next of lines": "input = iter(open(0).read().splitlines()).__next__\ninput()\n" + TOTAL,
+    "open(1)": "with open(1, 'wb') as f: f.write(b'%d' % sum(map(int, open(0).read().split()[1:])))",
+    "raw output": "import sys\nsys.stdout.buffer.raw.write(b'%d' % sum(map(int, sys.stdin.read().split()[1:])))",
+    "a large stack": f"""
+        import sys, threading
+        sys.setrecursionlimit(10**7)
+        threading.stack_size(2**30)
+        def f(n): return n and 1 + f(n - 1)
+        def main():
+            assert f(90_000) == 90_000
+            input()
+            {TOTAL}
+        threading.Thread(target=main).start()""",
 }
 
 
@@ -152,6 +191,63 @@ def test_functions_and_methods():
     assert score("def shift(a, b): return [4, 5]", truth)["score"] == 0.5
     assert score("def other(a, b): return [4, 5]", truth) == RIGHT | {"score": 0.0, "acc": 0.0}
     assert same_value({1: (2, 3)}, {"1": [2, 3]}) and not same_value([4, 5], [4]) and same_value(4, [4])
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    "returned, expected, same",
+    [
+        (0.1 + 0.2, 0.3, True),
+        ([1, (0.1 + 0.2,)], [1, [0.3]], True),
+        ({"a": 0.1 + 0.2, 1: "x"}, {"a": 0.3, "1": "x"}, True),
+        (0.1 + 0.2, [0.3], True),  # in a list of its own
+        (1.000001, 1.0, True),
+        (3, 3.0, True),
+        (3.0, 3, True),
+        (NAN, NAN, True),
+        ([-INF], [-INF], True),
+        (-0.0, 0.0, True),
+        (True, 1, True),  # as in the judges of these data sets
+        (0.31, 0.3, False),
+        ([1, [0.31]], [1, [0.3]], False),
+        (3.0000001, 3, False),  # integers are exact
+        (10**17 + 1, 10**17, False),
+        ("0.30000000000000004", "0.3", False),
+        ("0.3", 0.3, False),
+        (NAN, 1.0, False),
+        (INF, 1e308, False),
+        (10**400, 1e308, False),
+        (-1.0, 1.0, False),
+        (None, 0.0, False),
+        ([0.3, 0.3], [0.3], False),
+        ({"a": 0.3}, {"b": 0.3}, False),
+    ],
+)
+def test_floats_of_calls_have_the_tolerance_of_printed_ones(returned, expected, same):
+    assert same_value(returned, expected) is same
+    if expected in (0.3, 3, "0.3"):  # in the sandbox, too
+        truth = {"fn_name": "f", "inputs": [[0]], "outputs": [expected]}
+        assert score(f"def f(x): return {returned!r}", truth)["acc"] == same
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["print(10**int(input()))", "print(int('1' + '0' * int(input())))", "print(f'{10**int(input()):d}')", "import json\nprint(json.dumps(10**int(input())))", "print('%d' % 10**int(input()))"],
+)  # fmt: skip
+def test_integers_have_any_number_of_digits(program):
+    truth = {"inputs": ["5000"], "outputs": ["1" + "0" * 5000]}
+    assert score(program, truth) == RIGHT
+    assert score(program.replace("10**int", "11**int").replace("'1' +", "'2' +"), truth)["acc"] == 0
+
+
+def test_long_integers_of_calls():
+    long = "7" * 5000
+    truth = {"fn_name": "f", "inputs": [long, f"[{long}, 1]"], "outputs": [long, f"[{long}, 1]"]}
+    assert score("def f(x): return x", truth) == RIGHT
+    assert score("def f(x): return x + 1 if type(x) is int else [x[0] + 1, 1]", truth)["acc"] == 0
+    assert score("def f(x): return int(str(x)) if type(x) is int else x", json.dumps(truth)) == RIGHT
 
 
 def test_lines_may_be_lists():
