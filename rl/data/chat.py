@@ -60,7 +60,8 @@ _MARKS = re.compile(
 
 
 USER = {"role": "user", "content": "x"}
-FAULTS = (TemplateError, TypeError, ValueError, LookupError)  # what a template may raise
+# What a template may raise.
+FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Calls = list[tuple[str, Any]]  # name and arguments, a dict, or None if they could not be read
 Tools = Mapping[str, dict]  # the JSON schemas of parameters, by the names of the tools
@@ -139,7 +140,8 @@ def _qwen_xml(text: str, tools: Tools | None = None) -> Calls:
     for name, body, _, _, broken_name in _FUNCTION.findall(text):
         values = {key.strip(): x for key, x in re.findall(_PARAMETER, body, re.DOTALL)}
         schema = (tools or {}).get(name.strip(), {})
-        arguments = {key: _typed(x, schema.get("properties", {}).get(key, {}), schema) for key, x in values.items()}
+        known, others = schema.get("properties") or {}, schema.get("additionalProperties")
+        arguments = {key: _typed(x, known.get(key, others), schema) for key, x in values.items()}
         calls.append((name.strip(), arguments) if body else (broken_name.strip(), None))
     return calls
 
@@ -186,7 +188,7 @@ def _types(schema: Any, whole: dict, depth: int = 0) -> set[str]:
         return set().union(*(_types(x, whole, depth + 1) for x in schemas))
 
     limits = [any_of(schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)]
-    limits += [any_of([x]) for x in schema.get("allOf", ())]
+    limits += [any_of([x]) for x in schema.get("allOf") or ()]
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = whole
         for key in reference.removeprefix("#").split("/")[1:]:
@@ -194,8 +196,8 @@ def _types(schema: Any, whole: dict, depth: int = 0) -> set[str]:
         limits.append(any_of([target]))
     values = [schema["const"]] if "const" in schema else schema.get("enum", ())
     limits.append({JSON_TYPES.get(type(x), "string") for x in values})
-    named = schema.get("type") or ()
-    kinds = {named} if isinstance(named, str) else {x for x in named if isinstance(x, str)}
+    named = schema.get("type")
+    kinds = {x for x in (named if isinstance(named, list) else [named]) if isinstance(x, str)}
     limits.append(_ALL & (kinds | {"integer"} if "number" in kinds else kinds))
     return _ALL.intersection(*filter(None, limits)) | ({"null"} if schema.get("nullable") else set())
 
@@ -329,7 +331,7 @@ class Chat:
         try:
             header = self.opening.removesuffix(self.thought)
             message = self.tokenizer.parse_response(text + stop, prefix=header, tools=self.tools)
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except FAULTS:
             return None
         return _json_calls(message.get("tool_calls") or [])
 

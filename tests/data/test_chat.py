@@ -716,6 +716,19 @@ def test_a_value_in_xml_has_the_type_that_the_tools_schema_says(schema, text, va
     assert name == "f" and repr(arguments) == repr({"x": value})
 
 
+def test_a_parameter_that_the_schema_does_not_name(make):
+    text = "<function=f>\n<parameter=x>\n5\n</parameter>\n</function>"
+    for schema, value in [
+        ({}, 5),
+        ({"properties": None}, 5),
+        ({"additionalProperties": {"type": "string"}}, "5"),
+        ({"properties": {"y": {"type": "integer"}}, "additionalProperties": False}, 5),
+        ({"properties": {"x": {"type": 7, "allOf": None}}}, 5),
+    ]:
+        assert chat._qwen_xml(text, {"f": schema}) == [("f", {"x": value})], schema
+    assert chat._qwen_xml(text) == [("f", {"x": 5})]
+
+
 def test_the_arithmetic_tasks_own_template_is_taken():
     tokenizer = arithmetic.make_tokenizer()
     c = Chat(tokenizer, [], [2])
