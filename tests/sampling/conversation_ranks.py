@@ -38,7 +38,8 @@ def partial_conversations(engine, environments, ranks, rows) -> list[int]:
     then a step that is asked to stop while one rank has its groups and the other has not.
     """
     rows = [row | {"extra_info": {"turns": 1 + 2 * (i % 2), "latency": 0.2 * (i % 2)}} for i, row in enumerate(rows)]
-    rows = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once
+    halves = [rows[i] for half in (0, 1) for i in range(half, 10, 2)]  # the first rank's environments answer at once
+    rows = [row | {"row_index": i} for i, row in enumerate(halves)]
     way, found = Sampling(1, TEMPERATURE, max_tokens=200, stop_token_ids=STOPS), []
     flight = InFlight(Decoding(partial_rollouts=0.5), rows, 2, ranks, [], 3)
     for step in range(3):
