@@ -9,11 +9,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import sft
 from rl.data.chat import Chat
 from rl.data.encode import encode_conversation, encode_prompts, encode_sft
 from rl.data.prompts import add_given
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.data.text import Texts, prepare, prepare_like, rendering_of, variables
+from rl.flags import build
+from rl.run.arguments import _load_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>", "[CLS]", "[SEP]"]
 
@@ -609,3 +612,22 @@ def test_the_date_is_that_of_the_day_that_is_asked_for():
     tokenizer = prepare(make_tokenizer(LLAMA), Texts('{"date_string": "today"}'), None)
     assert "Date: today" in tokenizer.decode(encode_prompts(tokenizer, [{"prompt": [user("a")]}])[0]["prompt_ids"])
     assert {"strftime_now", "date_string"} <= variables(tokenizer)
+
+
+def test_a_resumed_run_has_the_date_of_its_first_day(tmp_path):
+    make_tokenizer(LLAMA).save_pretrained(tmp_path / "model")
+    flag = dict(model=str(tmp_path / "model"), default_local_dir=str(tmp_path / "run"))
+
+    def day(**more):
+        return rendering_of(_load_tokenizer(build(sft.Args, **flag, **more))).day
+
+    today = datetime.date.today().isoformat()
+    assert day() == today
+    for step, state in ((1, '{"day": "2020-01-31"}'), (2, '{"day": "2020-01-31"}'), (3, "{broken")):
+        (tmp_path / f"run/global_step_{step}").mkdir(parents=True)
+        (tmp_path / f"run/global_step_{step}/trainer_state.json").write_text(state)
+    assert day() == "2020-01-31"
+    assert day(resume_mode=str(tmp_path / "run/global_step_1")) == "2020-01-31"
+    assert day(resume_mode="disable") == today
+    (tmp_path / "run/global_step_2/trainer_state.json").write_text("{}")  # of a version that kept no date
+    assert day() == today
