@@ -3,7 +3,7 @@
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
 #              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
 # make thorough  install, then the suite with the further cases of each property that `make test` leaves out
-# make faults  install, then kill runs at 50 random times and break their checkpoints: 7 minutes on two cores
+# make faults  install, then kill runs at 50 random times, samplers at 60, and break checkpoints: up to 20 minutes
 # make lint    install, then ruff
 
 PYTHON ?= python3
