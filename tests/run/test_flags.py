@@ -27,6 +27,8 @@ import train_reinforce
 import train_reward
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
+from rl.model.load import check_lora
+from rl.model.lora import LoRA
 from rl.run import arguments
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
@@ -234,6 +236,12 @@ def test_an_address_is_one(address):
         flags.check_limits(build(train_async.Args, sampler_address=address))
     with pytest.raises(ValueError, match=re.escape(f"--teacher-url {address!r} must be an address that begins with")):
         flags.check_limits(build(train_distill.Args, teacher_url=address))
+
+
+def test_a_vision_tower_learns_only_if_there_are_images():
+    with pytest.raises(ValueError, match="--no-freeze-vision-tower says nothing without images in the data"):
+        check_lora(LoRA(freeze_vision_tower=False), "a model that is not even looked for")
+    assert check_lora(LoRA(), "a model that is not even looked for") is False
 
 
 def test_addresses_that_are_right():
