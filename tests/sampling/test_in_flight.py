@@ -240,7 +240,7 @@ def test_a_run_that_is_resumed_is_the_unbroken_one_bit_by_bit(ranks, tmp_path_fa
     lines = h.timeless(h.read_jsonl(tmp_path / "unbroken" / "metrics.jsonl"))
     assert lines[2:] == h.timeless(h.read_jsonl(tmp_path / "resumed" / "metrics.jsonl"))
     assert max(line["rollout/staleness_max"] for line in lines) >= 1 and lines[-1]["rollout/mixed_frac"] > 0
-    assert all(line["rollout/logprob_gap_mean"] < 1e-5 for line in lines)  # of fresh tokens
+    assert all(line.get("rollout/logprob_gap_mean", 0) < 1e-5 for line in lines)  # of fresh tokens, if there are any
     assert max(line.get("rollout/stale_gap_mean", 0) for line in lines) > 1e-3
 
 
@@ -258,7 +258,8 @@ def test_a_step_of_old_tokens_alone_does_not_take_them_for_new_ones(script, with
     first, second = h.read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert 0 < first["rollout/logprob_gap_max"] < 1e-5 and first["rollout/staleness_max"] == 0
     assert second["rollout/staleness_mean"] == second["rollout/staleness_max"] == 1
-    assert second["rollout/logprob_gap_max"] == 0 and second["rollout/stale_gap_mean"] > 1e-4
+    assert "rollout/logprob_gap_max" not in second  # no token of this step was sampled by its weights
+    assert second["rollout/stale_gap_mean"] > 1e-4
 
 
 @pytest.fixture(scope="module")
