@@ -14,13 +14,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
+from rl.data.encode import encode_prompts, stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.text import Texts
 from rl.data.types import Sampling
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
-from rl.model.checks import check_context
+from rl.model.checks import check_context, open_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.arguments import parse
 from rl.run.metrics import of_scoring
@@ -66,7 +66,8 @@ def main(args: Args) -> dict[str, float]:
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         open(args.output, "a").close()  # what cannot be written shows before anything is sampled
-    tokenizer, longest = load_tokenizer(args.model, args.texts), args.max_prompt_length + args.max_response_length
+    tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
+    longest = args.max_prompt_length + args.max_response_length
     check_engine_flags(args.rollout, args.model)
     check_context(args.model, longest)
     rewards = Rewards(custom_reward_function=args.custom_reward_function)

@@ -81,13 +81,12 @@ def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong:
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
-    tokenizer = check(args)
+    tokenizer = check(args, scores=True)
     if (max_tokens := args.memory.max_token_len_per_gpu) < 2 * args.max_length:
         raise ValueError(
             f"--max-token-len-per-gpu {max_tokens} cannot hold one pair of 2 x --max-length = "
             f"{2 * args.max_length} tokens; raise it to at least that"
         )
-    reward_model.check_reward_model(args.model, flag="--model", new_head=True)
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_preference_rows(args.data.train_files))
     val = encode_rows(read_preference_rows(args.data.val_files)) if args.data.val_files else []

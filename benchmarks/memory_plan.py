@@ -23,6 +23,7 @@ VOCABULARY = 151936
 GIB = 2**30
 OTHERS = 1.5 * GIB  # CUDA, NCCL and what compiled code needs
 ENGINE = 2 * GIB  # of vLLM besides weights and KV cache: activations and CUDA graphs
+STAGING = 2**27  # bytes of the buffer that a save copies through, see rl/run/checkpoint_tensors.py
 HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/model/logprobs.py
 USABLE = 0.93  # of a card: some of it the driver has, and torch's allocator leaves gaps
 CARDS = (24, 48, 80, 141)  # GiB
@@ -101,7 +102,7 @@ class Plan(NamedTuple):
     sampling: float
     update: float  # a forward and backward pass
     step: float  # of the optimizer
-    host: float
+    host: float  # of the first one; the others have no copy for the export
     engine: float  # of `sampling`, what vLLM takes
 
     @property
@@ -124,7 +125,9 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
         reduced     several GPUs, when activations and logits are gone: the same gradients, 6 + 4 / N bytes each
         engine      2 P / N (FP8: 1 for weights of layers), and 4 KV a token and layer of keys and values
     With --param-offload weights, gradients and AdamW are on the host. torch pins each weight and each gradient for
-    itself there, in the next power of two.
+    itself there, in the next power of two. Besides, a save in the background has there
+        copy        12 P / N of what learns and AdamW (LoRA: 12 a / N), and a buffer
+        export      on rank 0, 2 P; with LoRA or experts 4 P, of weights as they are trained and as files have them
     """
     p, a = size.total, size.adapters(flags.lora_rank)
     learned = a or p
@@ -155,6 +158,8 @@ def plan(size: Size, flags: Flags, *, gpus: int, tokens: int, sequences: int, le
         adapters = [flags.lora_rank * width for width in (*size.inputs, *size.outputs)] * size.layers if a else []
         host += pinned(size.tensors, 2 if a else 4, gpus) + pinned(adapters, 4, gpus)
         host += pinned(adapters or size.tensors, 4, gpus)
+    export = 2 * p * (2 if a or size.experts else 1)
+    host += 12 * learned / gpus + STAGING + export
     return Plan(
         sampling=there + resting + engine + OTHERS,
         update=there + resting + reduced + gathered + passing + OTHERS,

@@ -43,7 +43,8 @@ OWN_HEAD = ", with the logits of its own forward"
 WAYS = ("packed", "packed, nothing shared", "packed but in recurrent layers")  # as in rl/model/load.py
 WAYS = (*(f"{way}{head}" for way in WAYS for head in ("", OWN_HEAD)), "padded")
 SHORT = {way: way.replace(OWN_HEAD, ", own head") for way in WAYS}  # on the page
-ENGINES = ("yes", "by transformers", "no", "not tried", "")
+ENGINES = ("yes", "by transformers", "other numbers", "no", "not tried", "")
+LIMIT = 1e-4  # of the gap in float32, see `check_engine`: a larger one ends a run
 BEGIN, END = "<!-- models -->\n", "<!-- end of models -->"
 
 IDS = dict(vocab_size=80, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -488,6 +489,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             else:
                 largest[key] = max(largest[key], x.get(key, 0.0))
         by = "by transformers" if x.get("engine", "").startswith("Transformers") else "yes"
+        by = "other numbers" if x.get("engine_gap", 0.0) > LIMIT else by
         engine = "no" if "engine_error" in x else by if "engine_gap" in x else "not tried"
         groups.setdefault((SHORT[x["way"]], engine), []).append(name)
     order = [(way, engine) for way in (*SHORT.values(), "refused") for engine in ENGINES if (way, engine) in groups]

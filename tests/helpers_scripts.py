@@ -355,6 +355,19 @@ def load_in_double(load: Callable = models.load_causal_lm) -> Callable:
     return lambda path, ranks, **_: load(path, ranks, dtype=torch.float64)
 
 
+def headers_only(auto_class: type) -> tuple[type, str, Callable]:
+    """For `monkeypatch.setattr` and `mock.patch.object`: a `from_pretrained` of an auto class that reads the headers of
+    files, and fails if weights are read.
+    """
+    own = auto_class.from_pretrained
+
+    def read(*args: Any, **options: Any) -> Any:
+        assert options["device_map"] == "meta", "weights are read"
+        return own(*args, **options)
+
+    return auto_class, "from_pretrained", read
+
+
 def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """A forward of transformers' norm in the precision of `x`.
 

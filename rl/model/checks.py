@@ -1,25 +1,170 @@
-"""Whether a model fits its purpose, found from its config and tokenizer alone, before any weights are loaded."""
+"""Whether the folder of a model is whole and fits its purpose, before any weights are loaded."""
 
+import contextlib
 import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from rl.data import images
 from rl.data.encode import load_tokenizer
+from rl.data.text import Texts
+from rl.model import vision
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
 REFUSED = {  # model_type -> why
     "gpt_oss": "its files hold experts of four bits, and vLLM copies the experts of a push past its own weight loaders"
 }
 LENGTHS = "--max-prompt-length + --max-response-length"  # flags that limit the tokens of a sequence
+WHOLE = (
+    "give the folder of a whole model as save_pretrained of transformers writes it, such as a checkpoint's "
+    "global_step_N/huggingface, or an id of the Hugging Face Hub"
+)
 
 
-def check_same_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, flag: str, model: str) -> None:
+def read_config(path: str, *, flag: str) -> PreTrainedConfig:
+    """The config of the model in `path`, a folder or an id of the Hub, which `flag` has named.
+
+    Raises ValueError naming the flag if there is no config that transformers knows, or if the folder holds adapters,
+    for which transformers would load another model.
+    """
+    if Path(path).is_file():
+        raise ValueError(f"{flag} {path}: is a file; {WHOLE}")
+    if not (path and Path(path).exists()) and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        raise ValueError(f"{flag} {path}: there is no such folder; {WHOLE}")
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(f"{flag} {path}: holds adapters; merge them into their model first, or {WHOLE}")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # transformers and the classes of configs raise whatever they meet
+        raise ValueError(_unreadable(path, flag, "config", error)) from error
+
+
+def read_model(
+    auto_class: Any, path: str, *, flag: str, new_head: bool = False, as_in_files: bool = False, **options: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model in `path`, which `flag` has named, by a transformers auto class, and the names of weights that its
+    files lack, which can only be those of a new head. With device_map="meta" only the headers of the files are read.
+
+    Args: new_head, whether the files may hold another head than the model's `score`, or none; as_in_files, whether
+    weights keep the precision of their files, whatever the dtype in `options`. Raises ValueError naming the flag if the
+    model cannot be read, or if files and model differ in the names or shapes of weights: what is missing would be
+    random, and what is left over would be dropped.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    options |= dict(output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False)
+    try:
+        with _precision_of_files() if as_in_files else contextlib.nullcontext():
+            model, info = auto_class.from_pretrained(path, **options)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers, safetensors, torch and the classes of models raise whatever they meet
+        raise ValueError(_unreadable(path, flag, "model", error)) from error
+    lacks, others, shapes = (set(info[f"{kind}_keys"]) for kind in ("missing", "unexpected", "mismatched"))
+    new = lacks & {"score.weight"} if new_head else set()
+    others = {x for x in others if not new_head or x.startswith(f"{model.base_model_prefix}.")}
+    if shapes:
+        name, there, wanted = min(shapes)
+        problem = f"{name} has the shape {list(there)} in its files and {list(wanted)} by its config"
+        raise ValueError(f"{flag} {path}: {problem}; use files that fit its config.json")
+    if lacks := lacks - new:
+        problem = f"its files lack {len(lacks)} of its weights, {min(lacks)} among them"
+        raise ValueError(f"{flag} {path}: {problem}; use a whole one")
+    if others:
+        problem = f"its files hold {len(others)} weights that a {type(model).__name__} does not have"
+        raise ValueError(f"{flag} {path}: {problem}, {min(others)} among them; use files that fit its config.json")
+    return model, new
+
+
+@contextlib.contextmanager
+def _precision_of_files() -> Iterator[None]:
+    """Let transformers read weights without casting them: float32 copies of bfloat16 files would fill the host."""
+    own = core_model_loading._materialize_copy
+    core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: own(tensor, device)
+    try:
+        yield
+    finally:
+        core_model_loading._materialize_copy = own
+
+
+def _unreadable(path: str, flag: str, what: str, error: Exception) -> str:
+    """Why `what`, "config" or "model", is loaded from `path`, with the file that is broken if one is."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    for file in sorted(Path(path).glob("*.json" if what == "config" else "*.safetensors")):
+        try:
+            with open(file, "rb") as f:
+                if f.read(20).startswith(b"version https://git"):
+                    reason = f"{file.name} is a pointer of Git LFS, so run git lfs pull"
+                    break
+            if what == "model":
+                safe_open(file, "pt").__enter__()
+        except Exception as broken:  # as above
+            reason = f"{file.name}, {file.stat().st_size} bytes: {broken}"
+            break
+    return f"{flag} {path}: no {what} can be loaded from there ({reason}); {WHOLE}"
+
+
+def open_model(
+    path: str,
+    auto_class: Any = None,
+    *,
+    flag: str = "--model",
+    new_head: bool = False,
+    is_trained: bool = True,
+    texts: Texts | None = None,
+    day: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in `path`, which `flag` has named, if all that is there fits together.
+
+    Args: auto_class, of transformers, by default that of a causal LM; new_head, see `read_model`; is_trained, False if
+    only an engine reads the model, which may know weights of fewer bits; texts, day, see `load_tokenizer`. Of an id of the Hub the weights are not looked
+    at, since that would download them on every machine. Raises ValueError naming the flag as `read_config`,
+    `read_model` and `load_tokenizer`, for a model that sees the tokens that it has to predict, for quantized weights,
+    without a tokenizer, and for one with tokens for which the model has no embedding.
+    """
+    where, config = f"{flag} {path}", read_config(path, flag=flag)
+    is_bidirectional = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if auto_class is None and (is_bidirectional or getattr(config, "is_encoder_decoder", False)):
+        raise ValueError(f"{where}: a {config.model_type} is no causal language model; choose another model")
+    parts = (config, config.get_text_config())
+    quantized = next((x.quantization_config for x in parts if getattr(x, "quantization_config", None)), None)
+    if quantized and is_trained and parts[1].model_type not in REFUSED:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+        problem = f"its weights are quantized ({method}), and only whole ones can be trained"
+        raise ValueError(f"{where}: {problem}; give the model that was quantized")
+    tokenizer = load_tokenizer(path, texts, day=day, flag=flag)
+    if not tokenizer(PROBE)["input_ids"]:  # transformers makes one without tokens if the folder has none
+        raise ValueError(f"{where}: no tokenizer is in there; add its files, such as tokenizer.json")
+    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    rows, needed = parts[1].vocab_size, max({*tokenizer.get_vocab().values()} - added, default=0) + 1
+    if needed > rows:
+        problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows"
+        raise ValueError(f"{where}: {problem}; use the tokenizer that belongs to the model")
+    if Path(path).is_dir() and not quantized and parts[1].model_type not in REFUSED:
+        kind = auto_class or vision.auto_class(path)
+        model, _ = read_model(kind, path, flag=flag, new_head=new_head, as_in_files=True, device_map="meta")
+        for name, x in model.named_parameters():
+            if x.dtype.itemsize < 2:
+                raise ValueError(f"{where}: {name} is in {x.dtype}; give a model with weights of 16 bits or more")
+    return tokenizer
+
+
+def check_same_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, *, flag: str, model: str
+) -> None:
     """Raise ValueError if the model in `path`, which `flag` has named, could not read what the policy `model` samples:
-    its tokens have other ids than in the policy's `tokenizer`, or it has no weights for some of them.
+    in `other`, its tokenizer, tokens have other ids than in the policy's `tokenizer`, or it has no weights for some.
     """
     vocabulary = tokenizer.get_vocab()
-    if load_tokenizer(path, flag=flag).get_vocab() != vocabulary:
+    if other.get_vocab() != vocabulary:
         problem = f"its tokenizer is not that of --model {model}, so it would misread every token"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
     if images.in_use() and len({AutoConfig.from_pretrained(x).model_type for x in (path, model)}) > 1:

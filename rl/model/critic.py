@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.data.batching import Update
-from rl.data.encode import load_tokenizer
 from rl.data.types import Batch
-from rl.model.load import check_second_model, check_weights
+from rl.model.load import check_second_model
 from rl.model.logprobs import over_micro_batches, run_on_responses
 from rl.model.lora import LoRA
 from rl.model.reward_model import check_reward_model, load_trained, score_head
@@ -24,11 +23,9 @@ def check_critic(path: str, tokenizer: PreTrainedTokenizerBase, lora: LoRA, *, p
     """Raise ValueError naming the flag if the model in `path` cannot be the critic: its head gives more than one
     number, or as `check_second_model`, which has the arguments (`policy`: `model`).
     """
-    kept = dict(longest=longest, flag="--critic-model", model=policy)
-    load_tokenizer(path, flag="--critic-model")  # raises if it names no model
+    kept = dict(longest=longest, flag="--critic-model", model=policy, new_head=True)
     check_reward_model(path, flag="--critic-model", new_head=True)
     check_second_model(path, tokenizer, lora, AutoModelForSequenceClassification, **kept)
-    check_weights(path, AutoModelForSequenceClassification, flag="--critic-model", new_head=True)
 
 
 def load_critic(path: str, ranks: Ranks, lora: LoRA, memory: Memory, *, longest: int, seed: int) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +23,7 @@ from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
 from rl.model import lora_experts, vision
 from rl.model.attention import choose_attention, use_attention
-from rl.model.checks import check_same_tokenizer, check_trainable
+from rl.model.checks import check_same_tokenizer, check_trainable, open_model, read_config, read_model
 from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
 from rl.model.lora import Base, LoRA
 from rl.model.recurrent import know_borders, may_have_kernels
@@ -32,17 +31,12 @@ from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
 FULL_TRAINING, DEFAULT_MEMORY = LoRA(), Memory()
-WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`. The first two are of models that share beginnings
-    "packed": dict(is_padded=False, own_head=False, apart=""),
-    "packed, with the logits of its own forward": dict(is_padded=False, own_head=True, apart=""),
-    "packed, nothing shared": dict(is_padded=False, own_head=False, apart="borders"),
-    "packed, nothing shared, with the logits of its own forward": dict(is_padded=False, own_head=True, apart="borders"),
-    "packed but in recurrent layers": dict(is_padded=False, own_head=False, apart="rows"),
-    "packed but in recurrent layers, with the logits of its own forward": dict(
-        is_padded=False, own_head=True, apart="rows"
-    ),
-    "padded": dict(is_padded=True, own_head=True, apart=""),
-}
+# How recurrent layers keep sequences apart, and that in words; those of the first one share beginnings
+APART = {"": "", "borders": ", nothing shared", "rows": " but in recurrent layers"}
+WAYS = {  # to run a model, the fastest first; see `logprobs.Packed`
+    f"packed{words}{logits}": dict(is_padded=False, own_head=bool(logits), apart=apart)
+    for (apart, words), logits in itertools.product(APART.items(), ("", ", with the logits of its own forward"))
+} | {"padded": dict(is_padded=True, own_head=True, apart="")}
 LONGEST_TEST = 2**13  # tokens of a sequence that `choose_forward` tries out
 
 
@@ -62,10 +56,11 @@ def load_policy(
     What learns is in float32: all weights but those of a vision tower (--freeze-vision-tower), or with --lora-rank the
     adapters. Frozen weights have the compute precision.
     Args: longest, tokens of the longest sequence; seed, of new adapters; flag, that has named the model. All ranks must
-    enter. Raises ValueError if the model's files lack weights, or as `lora.layers_of` or `choose_forward`.
+    enter. Raises ValueError as `load_pretrained`, `lora.layers_of` or `choose_forward`.
     """
     adapt = not frozen and check_lora(lora, path, flag=flag)
-    model = load_causal_lm(path, ranks, dtype=ranks.dtype if frozen or adapt else torch.float32, flag=flag)
+    learns = not frozen and not adapt  # all of it
+    model = load_causal_lm(path, ranks, dtype=torch.float32 if learns else ranks.dtype, flag=flag, as_in_files=learns)
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
     elif lora.freeze_vision_tower:
@@ -112,24 +107,16 @@ def check_second_model(
     longest: int,
     flag: str,
     model: str,
+    new_head: bool = False,
 ) -> None:
     """Raise ValueError if the model in `path`, which `flag` has named, cannot be trained beside the policy `model`, as
-    far as its config, tokenizer and files tell. `tokenizer` is the policy's; `longest`, tokens of the longest sequence.
+    far as its config, tokenizer and the headers of its files tell. `tokenizer` is the policy's; `longest`, tokens of
+    the longest sequence; new_head, see `read_model`.
     """
-    check_same_tokenizer(tokenizer, path, flag=flag, model=model)
+    own = open_model(path, auto_class, flag=flag, new_head=new_head)
+    check_same_tokenizer(tokenizer, own, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
-    if auto_class is None:  # of others the head may be missing
-        check_weights(path, flag=flag)
-
-
-def check_weights(path: str, auto_class: Any = None, *, flag: str, new_head: bool = False) -> None:
-    """`check_whole` of the model in `path` without loading it: only the names in its files are read. With `new_head` it
-    may be without a score head.
-    """
-    _hush_transformers()
-    _, info = (auto_class or vision.auto_class(path)).from_pretrained(path, device_map="meta", output_loading_info=True)
-    check_whole(path, set(info["missing_keys"]) - ({"score.weight"} if new_head else set()), flag=flag)
 
 
 def shard_as(
@@ -163,50 +150,62 @@ def buffers_in_files(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), x
 
 
-def load_causal_lm(path: str, ranks: Ranks, *, dtype: torch.dtype = torch.float32, flag: str = "--model") -> nn.Module:
-    """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError if the files lack weights."""
-    model, missing = load_pretrained(vision.auto_class(path), path, ranks, dtype=dtype)
-    check_whole(path, missing, flag=flag)
+def load_causal_lm(
+    path: str,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype = torch.float32,
+    flag: str = "--model",
+    as_in_files: bool = False,
+) -> nn.Module:
+    """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError as `read_config` too."""
+    read_config(path, flag=flag)
+    model, _ = load_pretrained(vision.auto_class(path), path, ranks, dtype=dtype, flag=flag, as_in_files=as_in_files)
     vision.prepare(model)
     return add_packed_forward(model)
 
 
-def check_whole(path: str, missing: set[str], *, flag: str = "--model") -> None:
-    """Raise ValueError naming `flag` if the files of the model in `path` lack weights, which would be random."""
-    if missing:
-        found = f"its files lack {len(missing)} of its weights, {min(missing)} among them"
-        raise ValueError(f"{flag} {path}: {found}; use a whole one")
-
-
 def load_pretrained(
-    auto_class: Any, path: str, ranks: Ranks, *, dtype: torch.dtype, **config_changes: Any
+    auto_class: Any,
+    path: str,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    flag: str = "--model",
+    new_head: bool = False,
+    as_in_files: bool = False,
+    **config_changes: Any,
 ) -> tuple[nn.Module, set[str]]:
-    """A model of a transformers auto class on the host, and the names of its weights that the files do not hold. Rank 0
-    reads the files; other ranks get storage that `shard` fills, and no names. `config_changes`: such as num_labels.
-    Raises ValueError if weights that the config ties differ in the files, so that ranks would have different models.
+    """A model of a transformers auto class on the host, and the names of weights that are new. Rank 0 reads the files;
+    other ranks get storage that `shard` fills. All ranks must enter.
+
+    Args: new_head, see `read_model`; as_in_files, whether rank 0 leaves parameters in the precision of the files, most
+    often bfloat16, until `shard` casts those that learn to float32: the numbers are the same, and they need no memory
+    but that of the mapped files; config_changes, such as num_labels. Raises ValueError on all ranks as `read_model`, or
+    if weights that the config ties differ in the files, so that ranks would have different models.
     """
-    _hush_transformers()
-    missing: set[str] = set()
-    if ranks.is_main:
-        model, info = auto_class.from_pretrained(path, dtype=dtype, **config_changes, output_loading_info=True)
-        missing = set(info["missing_keys"])
-        ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-        if untied := ties - model.all_tied_weights_keys.keys():
-            problem = f"its config ties {min(untied)} to another weight, and its files have two that differ"
-            raise ValueError(f"{path}: {problem}; set tie_word_embeddings to false in its config.json")
-    else:
-        config = AutoConfig.from_pretrained(path, **config_changes)
-        with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=dtype)
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        for part, own in model._get_dtype_plan(dtype).items():  # what files give in another precision
-            for x in (x for name, x in tensors if part in name):
-                x.data = x.data.to(own)
-        model.to_empty(device="cpu")
-        model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
+    options, problems = dict(flag=flag, new_head=new_head, dtype=dtype, **config_changes), []
+    as_in_files = as_in_files and dtype == torch.float32
+    try:
+        if ranks.is_main:
+            model, new = read_model(auto_class, path, as_in_files=as_in_files, **options)
+            for x in model.buffers() if as_in_files else ():
+                x.data = x.data.to(torch.promote_types(x.dtype, dtype) if x.is_floating_point() else x.dtype)
+            ties = model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+            if untied := ties - model.all_tied_weights_keys.keys():
+                differ = f"its config ties {min(untied)} to another weight, and its files have two that differ"
+                raise ValueError(f"{flag} {path}: {differ}; set tie_word_embeddings to false in its config.json")
+        else:
+            model, new = read_model(auto_class, path, device_map="meta", **options)
+            model.to_empty(device="cpu")
+            model.tie_weights()  # to_empty unties, which would halve the embedding's gradient
+    except ValueError as error:
+        problems = [str(error)]
+    if problems := ranks.all_gather(problems):  # or the other ranks would wait for this one
+        raise ValueError(problems[0])
     name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
-    return model, missing
+    return model, new
 
 
 def name_weights(model: PreTrainedModel, path: str) -> None:
@@ -217,11 +216,6 @@ def name_weights(model: PreTrainedModel, path: str) -> None:
     model.whole = None if isinstance(model.config, type(config)) else config
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [x for x in conversions if model.whole or not isinstance(x, PrefixChange)]
-
-
-def _hush_transformers() -> None:
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,12 +245,16 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
         expected = _own_outputs(model, batch)
+        if not all(x.isfinite().all() for x in expected):
+            raise ValueError(f"{flag} {model.name_or_path}: its {_kind(model)} are not finite; use undamaged weights")
         error, reason = _difference(model, batch, expected, ranks)
         errors, reasons, limit = {"padded": error}, {"padded": reason}, 1e-4
         if ranks.dtype != torch.float32:
             use_attention(model, "eager")
             other, _ = _difference(model, batch, expected, ranks)
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
+        if _distance(expected[3][:19], expected[4][:19]) > max(limit, 0.02):  # of tokens that both begin with
+            raise ValueError(f"{flag} {model.name_or_path}: it sees the tokens that it predicts; choose a causal LM")
         ways, no_borders = _ways_to_try(model)
         for way in ways:
             use_forward(model, **WAYS[way])
@@ -332,19 +330,24 @@ def _difference(model: nn.Module, batch: Batch, expected: list[Tensor], ranks: R
     reason = ""
     try:
         outputs = _outputs(model, batch)
-        # Hidden states may have any scale, log-probs are what they are.
-        errors = [
-            (x - y).square().mean().sqrt() / (y.square().mean().sqrt() if y.ndim > 1 else 1.0)
-            for x, y in zip(outputs, expected, strict=True)
-        ]
+        errors = [_distance(x, y) for x, y in zip(outputs, expected, strict=True)]
         error = torch.stack(errors).max().nan_to_num(math.inf)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # a model may fail in any way at arguments that it was not made for
         error, reason = torch.tensor(math.inf, device=ranks.device), f"{type(problem).__name__}: {problem}"
     error = ranks.all_reduce_max(error.float()).item()
-    what = "log-probs" if model.can_generate() else "hidden states"
-    return error, reason.splitlines()[0][:200] if reason else f"its {what} would differ by {error:.1g}"
+    return error, reason.splitlines()[0][:200] if reason else f"its {_kind(model)} would differ by {error:.1g}"
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """Root mean square of a difference of log-probs (n,), or of hidden states (n, H), relative to that of y."""
+    return (x - y).square().mean().sqrt() / (y.square().mean().sqrt() if y.ndim > 1 else 1.0)
+
+
+def _kind(model: nn.Module) -> str:
+    """What `_outputs` gives."""
+    return "log-probs" if model.can_generate() else "hidden states"
 
 
 def _outputs(model: nn.Module, batch: Batch) -> list[Tensor]:

@@ -12,6 +12,7 @@ finds out which way is right.
 import functools
 import itertools
 import math
+import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ class Packed:
     routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
     replays: bool = False  # whether these use the experts that a batch names
     balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
+    max_tokens: int = sys.maxsize  # of a micro-batch, which `check_engine` may not exceed either
 
 
 def token_logprobs(
@@ -153,7 +155,8 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
     experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
     experts.balance(model.packed.routers, model.packed.balance, batch.share, inputs[0])
-    out = model.packed.forward(head, inputs, place[wanted], *args)
+    # FSDP2 would round every float tensor among the arguments to the compute precision, such as a teacher's log-probs.
+    out = model.packed.forward(lambda module, hidden: head(module, hidden, *args), inputs, place[wanted])
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -243,11 +246,11 @@ def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool, apart: rec
     use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
 
 
-def _forward(self, head, inputs, wanted, *args):
+def _forward(self, head, inputs, wanted):
     """What `head` makes of the hidden states (R, H) at the places `wanted` (R,) of all tokens in `inputs`."""
     hidden = [self.base_model(**x, use_cache=False).last_hidden_state.flatten(0, 1) for x in inputs]
     hidden = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
-    return head(self, hidden[wanted], *args)
+    return head(self, hidden[wanted])
 
 
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):

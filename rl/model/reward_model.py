@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
-from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.encode import encode_conversation
 from rl.data.rows import Row
 from rl.data.text import prepare_like, shape_of
 from rl.data.types import Batch, Sample, Score, take_rows
 from rl.model import lora as adapters
-from rl.model.checks import check_context
-from rl.model.load import check_lora, check_weights, check_whole, load_pretrained, shard_as
+from rl.model.checks import check_context, open_model, read_config
+from rl.model.load import check_lora, load_pretrained, shard_as
 from rl.model.logprobs import run_packed
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory, offload, onload
@@ -45,7 +45,7 @@ def check_reward_model(path: str, *, flag: str = "--reward-model", new_head: boo
     """Raise ValueError naming `flag`, from the config alone, if `path` is no reward model. With `new_head` it may also
     be a model without a score head, which is to be trained.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path, flag=flag)
     name = (config.architectures or ["unnamed"])[0]
     if name.endswith("ForSequenceClassification"):
         if config.num_labels != 1:
@@ -71,10 +71,9 @@ def open_reward_model(
     Of all `rows` whose messages have the same roles and fields, the first is tried. The template gets the same date and
     arguments as that of the `policy`, as far as it reads them.
     """
-    tokenizer = prepare_like(load_tokenizer(path, flag="--reward-model"), policy)
     check_reward_model(path)
+    tokenizer = prepare_like(open_model(path, AutoModelForSequenceClassification, flag="--reward-model"), policy)
     check_context(path, max_length, "--reward-model-max-length")
-    check_weights(path, AutoModelForSequenceClassification, flag="--reward-model")
     try:
         for row in {shape_of(row): row for row in reversed(rows)}.values():
             encode_conversation(tokenizer, row, "a response")
@@ -90,19 +89,19 @@ def load_reward_model(
     flag: str = "--reward-model",
     dtype: torch.dtype = torch.float32,
     new_head: Callable[[Tensor], object] | None = None,
+    as_in_files: bool = False,
 ) -> nn.Module:
     """A model with a scalar head, its weights in `dtype` on the host. `new_head` fills the head's weight (1, H) of a
-    model that comes without one. Raises ValueError as `check_reward_model`, or if the files lack other weights.
+    model that comes without one. Raises ValueError as `check_reward_model` or `load_pretrained`, which has as_in_files.
     """
     check_reward_model(path, flag=flag, new_head=new_head is not None)
-    model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, dtype=dtype, num_labels=1)
+    options = dict(dtype=dtype, flag=flag, new_head=new_head is not None, as_in_files=as_in_files, num_labels=1)
+    model, missing = load_pretrained(AutoModelForSequenceClassification, path, ranks, **options)
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"{flag} {path}: a {type(model).__name__} has no linear `score` head, only such are supported")
-    if missing == {"score.weight"} and new_head is not None:
+    if missing:
         new_head(head.weight)
-    else:
-        check_whole(path, missing, flag=flag)
     return model
 
 
@@ -122,7 +121,7 @@ def load_trained(
     """
     adapt = check_lora(lora, path, AutoModelForSequenceClassification, flag=flag)
     dtype = ranks.dtype if adapt else torch.float32
-    model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head)
+    model = load_reward_model(path, ranks, flag=flag, dtype=dtype, new_head=new_head, as_in_files=not adapt)
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
         model.score.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)

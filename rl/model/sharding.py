@@ -6,7 +6,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -69,7 +69,8 @@ def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
 def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     """Shard parameters, gradients and optimizer state over all ranks with FSDP2, as the memory flags say.
 
-    Compute runs in `ranks.dtype`; master weights and gradient reduction keep the parameters' own dtype. Gradients are
+    What learns gets master weights in float32 (those of a float64 model stay as they are), and gradients are reduced in
+    it; what does not learn keeps its dtype. Compute runs in `ranks.dtype`, of a float64 model in float64. Gradients are
     SUMMED over ranks, so that a loss divided by a global denominator needs no `* world_size`. Each decoder layer is a
     unit; embedding, final norm and LM head share the root unit, so tied weights stay one parameter. Every rank gets
     rank 0's values, buffers included. The model is left in evaluation mode, which stops no gradient. Frozen weights
@@ -81,7 +82,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     comes to the device for its pass, and gradients go to the host, where an optimizer steps.
     """
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
-    master = learning[0] if learning else next(model.parameters()).dtype
+    master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
     check_size(memory.fsdp_size, ranks)
@@ -95,7 +96,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
-    options = dict(mesh=mesh, mp_policy=precision, offload_policy=home, ignored_params=plain)
+    options = dict(mesh=mesh, offload_policy=home, ignored_params=plain)
     for unit in units:
         if memory.activation_checkpointing == "full":
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -109,11 +110,16 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor) and tensor not in placed:
                 tensor.data = tensor.data.to(ranks.device)
+                if tensor.requires_grad:
+                    tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
                 if ranks.size > 1:
                     dist.broadcast(tensor.data, src=0, group=ranks.group)
                 placed |= plain & {tensor}
+        # Layers get what the model itself gives them, such as angles in float32, which FSDP2 would round. Only the root
+        # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
+        own = replace(precision, cast_forward_inputs=module is model)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
-        fully_shard(module, reshard_after_forward=False if is_whole else None, **options)
+        fully_shard(module, mp_policy=own, reshard_after_forward=False if is_whole else None, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)

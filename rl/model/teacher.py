@@ -23,8 +23,8 @@ from rl.data.types import Batch, Sampling
 from rl.flags import Free, Needs, Seconds, Url
 from rl.formulas.distillation import with_rest
 from rl.model import logprobs
-from rl.model.checks import PROBE, check_same_tokenizer, check_trainable
-from rl.model.load import check_weights, load_policy
+from rl.model.checks import PROBE, check_same_tokenizer, check_trainable, open_model
+from rl.model.load import load_policy
 from rl.model.sharding import Memory, offload, onload
 from rl.ranks import Ranks
 
@@ -53,10 +53,10 @@ def check_teacher(
     RuntimeError if a server fails. ValueError too if the teacher's files lack weights.
     """
     if flags.teacher_url is None:
-        check_same_tokenizer(tokenizer, flags.teacher_model, flag="--teacher-model", model=student)
+        own = open_model(flags.teacher_model, flag="--teacher-model")
+        check_same_tokenizer(tokenizer, own, flags.teacher_model, flag="--teacher-model", model=student)
         instead = "let vllm serve it, and give --teacher-url"
         check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
-        check_weights(flags.teacher_model, flag="--teacher-model")
         return
     where = f"--teacher-url {flags.teacher_url}"
     if flags.teacher_offload:

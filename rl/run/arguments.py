@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 import tyro
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rl.console import outlive_output, say
-from rl.data.encode import load_tokenizer
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Free, check_limits, flat
-from rl.model.checks import check_trainable
+from rl.model.checks import check_trainable, open_model
 from rl.model.experts import check_routed
 from rl.model.lora import LoRA
+from rl.model.reward_model import check_reward_model
 from rl.model.sharding import Memory
 from rl.ranks import die_with_launcher
 from rl.run.alarms import parse_alarm
@@ -85,18 +85,19 @@ class Supervised:
     logging: LoggingSupervised = LoggingSupervised()
 
 
-def check(args: Any) -> PreTrainedTokenizerBase:
+def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of --model, if nothing is wrong that can be known before data and models are loaded.
 
-    Raises ValueError, naming the flag, its value and the fix: for numbers beyond the limits of their flags, flags that
-    contradict each other, and a model that cannot be trained on sequences of the given length.
+    Args: scores, whether --model becomes a reward model, whose head may be new. Raises ValueError, naming the flag, its
+    value and the fix: for numbers beyond the limits of their flags, flags that contradict each other, and a model that
+    is broken or cannot be trained on sequences of the given length.
     """
     check_limits(args)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
     if isinstance(args, RLBase):
         _check_rl(args)
-        tokenizer = _load_tokenizer(args)
+        tokenizer = _open_model(args)
         _check_balanced(args)
         check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
@@ -106,16 +107,19 @@ def check(args: Any) -> PreTrainedTokenizerBase:
             f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
             f"--max-length {args.max_length} tokens; raise it to at least that"
         )
-    tokenizer = _load_tokenizer(args)
+    if scores:
+        check_reward_model(args.model, flag="--model", new_head=True)
+    tokenizer = _open_model(args, AutoModelForSequenceClassification if scores else None)
     _check_balanced(args)
     check_trainable(args.model, args.max_length, "--max-length")
     return tokenizer
 
 
-def _load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
-    """That of --model, whose chat template is used as the flags say, and with the date of the run's first day."""
+def _open_model(args: Any, auto_class: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of --model, whose chat template is used as the flags say, and with the date of the run's first day."""
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
-    return load_tokenizer(args.model, args.data, day=first_day(args.checkpoints, root))
+    day, new_head = first_day(args.checkpoints, root), auto_class is not None
+    return open_model(args.model, auto_class, new_head=new_head, texts=args.data, day=day)
 
 
 def _check_balanced(args: Any) -> None:

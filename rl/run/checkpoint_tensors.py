@@ -10,6 +10,8 @@ the main thread to give it back, which costs both of them time; so calls are few
 
 import itertools
 import json
+import math
+import operator
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -130,9 +132,9 @@ def read(folder: pathlib.Path, ranks: int, names: set[str] | None = None) -> dic
             with safe_open(path, "pt") as file:
                 for name, (start, shape) in json.loads(file.metadata()["shards"]).items():
                     if names is None or name in names:
-                        entry = found.setdefault(name, Saved(tuple(shape), []))
-                        entry.parts.append((start, file.get_tensor(name)))
-        except (SafetensorError, LookupError, TypeError, ValueError) as error:
+                        entry = found.setdefault(name, Saved(tuple(map(operator.index, shape)), []))
+                        entry.parts.append((operator.index(start), file.get_tensor(name)))
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not loaded: {error!r}") from error
     if missing := (names or set()) - found.keys():
         raise ValueError(f"{folder}: {min(missing)} is not there")
@@ -235,6 +237,8 @@ def _check(saved: dict[str, Saved], trained: Trained) -> dict[tuple[str, str], d
         elif (x.shape, x.dtype) != wanted[path]:
             shape, dtype = wanted[path]
             problems.append(f"{path} is {x.shape} {x.dtype}, the model wants {shape} {dtype}")
+        elif not x.shape and not 0 <= x.parts[0][1] < math.inf:
+            problems.append(f"{path} is {x.parts[0][1]}, and counts steps")
     if problems:
         shown = "\n".join(sorted(problems)[:10])
         raise ValueError(f"the checkpoint is of another model: {len(problems)} tensors differ\n{shown}")

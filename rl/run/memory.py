@@ -47,7 +47,7 @@ def rehearse(
         "lower --ppo-max-token-len-per-gpu (not below --max-prompt-length + --max-response-length), or set "
         f"--activation-checkpointing full, or {less}"
     )
-    batch = largest_micro_batch(max_tokens, max_length)
+    batch = largest_micro_batch(max_tokens, max_length, policy.config.get_text_config().vocab_size)
     torch.cuda.empty_cache()
     (free, total), reserved = torch.cuda.mem_get_info(ranks.device), torch.cuda.memory_reserved()
     try:
@@ -105,14 +105,16 @@ def _moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
 
 
-def largest_micro_batch(max_tokens: int, max_length: int) -> Batch:
+def largest_micro_batch(max_tokens: int, max_length: int, vocabulary: int) -> Batch:
     """Sequences of `max_length` tokens, all but the first sampled, as many as `max_tokens` hold but at least one, and a
-    shorter one of what is left. Neighbours have nothing in common, which would be computed once.
+    shorter one of what is left. Neighbours have nothing in common, which would be computed once. The tokens are drawn
+    from the vocabulary, always the same ones: equal tokens would all be sent to the same few experts.
     """
     count, rest = divmod(max(max_tokens, max_length), max_length)
     lengths = torch.tensor([max_length] * count + [rest] * (rest > 1))
     position = torch.arange(max_length)
-    input_ids = torch.zeros(len(lengths), max_length, dtype=torch.long)
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(vocabulary, (len(lengths), max_length), generator=generator)
     input_ids[:, 0] = torch.arange(len(lengths)) % 2
     sampled = ((position > 0) & (position < lengths[:, None])).float()
     return Batch(input_ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))

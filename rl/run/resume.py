@@ -3,6 +3,8 @@
 import inspect
 import json
 import pathlib
+import re
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,33 @@ from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
 from rl.run.tracking import without_secrets
+
+NEWER = ("script", "experts", "lora")  # fields of trainer_state.json that older checkpoints lack
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and 0 <= x < 2**53
+
+
+def _is_texts(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(y, str) for y in x)
+
+
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.json -> what they must be
+    "step": ("a whole number, at least 0", _is_count),
+    "world_size": ("a whole number, at least 1", lambda x: _is_count(x) and x > 0),
+    "total_steps": ("a whole number, at least 0", _is_count),
+    "args": ("a flag's value by its name", lambda x: isinstance(x, dict)),
+    "data_sha256": ("a list of texts", _is_texts),
+    "tokenizer_sha256": ("a text", lambda x: isinstance(x, str)),
+    "script": ("a text", lambda x: isinstance(x, str)),
+    "experts": ("three whole numbers", lambda x: isinstance(x, list) and len(x) == 3 and all(map(_is_count, x))),
+    "lora": (
+        "base and base_sha256 of each module",
+        lambda x: isinstance(x, dict)
+        and all(isinstance(y, dict) and _is_texts([y.get("base"), y.get("base_sha256")]) for y in x.values()),
+    ),
+}
 
 
 def choose(
@@ -126,15 +155,38 @@ def find(resume_mode: str, root: pathlib.Path, ranks: Ranks) -> pathlib.Path | N
 
 def _problem(path: pathlib.Path, ranks: Ranks) -> str:
     """Why a folder is not an intact checkpoint, "" if it is. Every rank reads its share. All ranks must enter."""
+
+    def own_problem() -> str:
+        if found := files.problem(path, ranks.rank, ranks.size):
+            return found
+        state, name = trainer_state(path), re.fullmatch(r"global_step_(\d+)", path.name)
+        if name and int(name[1]) != state["step"]:
+            return f"trainer_state.json: the field step is {state['step']}, and the folder is called {path.name}"
+        if (count := len([*(path / "loop").glob("rank_*.json")])) not in (0, state["world_size"]):
+            return f"trainer_state.json: the field world_size is {state['world_size']}, and loop/ is of {count} rank(s)"
+        return ""
+
     try:
-        return next(filter(None, together(lambda: files.problem(path, ranks.rank, ranks.size))), "")
+        return next(filter(None, together(own_problem)), "")
     except Failed as error:
         return str(error)
 
 
 def trainer_state(path: pathlib.Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: its step, its world size, and `describe` of the run."""
-    return json.loads((path / "trainer_state.json").read_text())
+    """What a checkpoint says of itself: its step, its world size, and `describe` of the run. Raises ValueError, naming
+    the file and the field, if that is not what `Saver` writes.
+    """
+    file = path / "trainer_state.json"
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not loaded: {error!r}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} holds a {type(state).__name__} and no fields")
+    for field, (wanted, holds) in FIELDS.items():
+        if (field in state or field not in NEWER) and not holds(state.get(field)):
+            raise ValueError(f"{file}: the field {field} is {state.get(field)!r:.60}, and must be {wanted}")
+    return state
 
 
 def describe(args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> dict[str, Any]:

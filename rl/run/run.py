@@ -113,7 +113,8 @@ class Run:
                 about += f"\nthe data ends answers with {' '.join(new)}, so the exported generation config does too"
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
-            policy.packed = replace(policy.packed, replays=engine.routing is not None)
+            limit = memory.ppo_max_token_len_per_gpu
+            policy.packed = replace(policy.packed, replays=engine.routing is not None, max_tokens=limit)
             longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
             moved = dict(offloaded=self.offloaded, visiting=visiting)
             plan = rehearse(trained, memory, max_length=longest, engine_memory=beside, ranks=self.ranks, **moved)

@@ -1,5 +1,6 @@
 """From prompts to samples, and to what every rank knows of them; and whether the engine holds the policy's weights."""
 
+import bisect
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
-from rl.data.types import Response, Sample, Sampling, Score, take_rows
+from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows
 from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
 from rl.model import experts
 from rl.model.logprobs import token_logprobs
@@ -198,6 +199,27 @@ def parts_of(responses: Sequence[Response], names: Sequence[str]) -> torch.Tenso
     return torch.tensor(found).view(len(names), len(responses))
 
 
+def _beginnings(batch: Batch, max_tokens: int) -> Batch:
+    """The beginnings of the rows of a batch (b, T), at most `max_tokens` in all, and as equal in length as can be.
+
+    Each goes at least up to its first token with response_mask 1. The last rows are left out if even that is too much,
+    but never the first one.
+    """
+    width = batch.input_ids.shape[1]
+    needed = torch.minimum(batch.lengths, batch.response_mask.argmax(1) + 1)
+    rows = max(1, int((needed.cumsum(0) <= max_tokens).sum()))
+    needed, lengths = needed[:rows], batch.lengths[:rows]
+
+    def tokens(most: int) -> int:
+        return int(torch.maximum(needed, lengths.clamp(max=most)).sum())
+
+    most = bisect.bisect_right(range(width + 1), max_tokens, key=tokens) - 1
+    lengths = torch.maximum(needed, lengths.clamp(max=most))
+    batch = take_rows(batch, range(rows))
+    mask = batch.response_mask * (torch.arange(batch.response_mask.shape[1]) < lengths[:, None])
+    return replace(batch, lengths=lengths, response_mask=mask)
+
+
 @torch.no_grad()
 def check_engine(
     policy: nn.Module,
@@ -211,7 +233,9 @@ def check_engine(
 ) -> float:
     """Score a few fresh samples of every rank with the trainer, and compare with the engine's own log-probs.
 
-    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled.
+    With `version`, `engine.policy_version`, only tokens count that the weights of the last push have sampled. The pass
+    has at most as many tokens as a micro-batch: long samples are cut, since under a causal mask what follows a token
+    does not change its log-prob.
 
     Returns the mean absolute difference over all probed tokens of all ranks, which must enter. Raises RuntimeError on
     every rank if it is not finite or exceeds --max-logprob-gap: weights that did not reach the engine, a different
@@ -228,7 +252,7 @@ def check_engine(
         fresh = [replace(s, response_mask=s.token_versions == version) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
-    batch = collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)])
+    batch = _beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
     routers = policy.packed.routers
     with experts.watched(routers) as seen:

@@ -4,6 +4,7 @@ GLASSRL_RANDOM_KILLS=N (default 1) is how often runs are killed at random times 
 """
 
 import json
+import math
 import os
 import pickle
 import random
@@ -297,6 +298,13 @@ def test_names_shapes_and_types_must_be_those_of_the_model(task, unbroken, tmp_p
         (lambda tensors, shards: shards.update({"actor/model/x": [0, [1]]}), "rank_0.safetensors is not loaded"),
         (lambda tensors, shards: shards.update({"actor/model/x": "ab"}), "rank_0.safetensors is not loaded"),
         (lambda tensors, shards: shards.pop("actor/model/model.norm.weight"), "model.norm.weight is missing"),
+        (lambda tensors, shards: shards.update({"actor/model/model.norm.weight": ["a", [96]]}), "is not loaded"),
+        (lambda tensors, shards: shards.update({"actor/model/model.norm.weight": [0, ["a"]]}), "is not loaded"),
+        (lambda tensors, shards: shards.update({"actor/model/model.norm.weight": [0.5, [96]]}), "is not loaded"),
+        (
+            lambda tensors, shards: tensors["actor/optimizer/model.norm.weight/step"].fill_(math.nan),
+            "model.norm.weight/step is nan, and counts steps",
+        ),
     ],
 )
 def test_rows_that_are_missing_or_do_not_fit_are_refused(task, unbroken, tmp_path, change, words):
@@ -304,6 +312,80 @@ def test_rows_that_are_missing_or_do_not_fit_are_refused(task, unbroken, tmp_pat
     change_state(path, change)
     with pytest.raises(ValueError, match=words):
         resume_from(task, path, tmp_path / "run")
+
+
+WRONG = (None, "x", -1, 1.5, math.nan, True, [], {}, [None], {"a": None}, 10**30, [[1]], "global_step_1")
+RIGHT = {  # of a field of trainer_state.json, what only says that the run was another one
+    "args": [{}, {"a": None}],
+    "script": ["x", "global_step_1"],
+    "total_steps": [0, 7, 10**6],
+    "data_sha256": [[], ["x"]],
+    "tokenizer_sha256": ["x", "global_step_1"],
+    "lora": [{}],
+}
+
+
+def test_every_field_that_is_read_of_a_checkpoint_is_checked(unbroken, solo, tmp_path, capsys):
+    """A forged field is named and the checkpoint is passed over, or the run is told that its settings were others."""
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    shutil.copytree(unbroken / "global_step_3", tmp_path / "global_step_3")
+    file = path / "trainer_state.json"
+    written = json.loads(file.read_text())
+    assert {"step", "world_size", "experts", *RIGHT} < written.keys()
+    count = 0
+    for field in written.keys() - {"torch"}:  # which nobody reads
+        without = {key: x for key, x in written.items() if key != field}
+        may_lack = field in ("script", "experts", "lora")  # as older checkpoints do
+        states = [(without, may_lack), *((written | {field: x}, False) for x in WRONG if x not in RIGHT.get(field, []))]
+        states += [(written | {field: x}, True) for x in RIGHT.get(field, [])]
+        for state, is_right in states:
+            file.write_text(json.dumps(state))
+            sealed(path)
+            found, printed = resume.find("auto", tmp_path, solo), capsys.readouterr().out
+            if is_right:
+                assert found == path, printed
+                assert isinstance(resume.differences(resume.trainer_state(path), written, written["args"], set()), list)
+                continue
+            count += 1
+            assert found == tmp_path / "global_step_3", (field, state.get(field))
+            assert f"passed over: {path}: {file}: the field {field} is " in printed, (field, state.get(field))
+            with pytest.raises(ValueError, match=f"not a complete checkpoint .*the field {field} is"):
+                resume.find(str(path), tmp_path, solo)
+    assert count > 70
+    for field, value in (("step", 3), ("world_size", 2)):  # which other files contradict
+        file.write_text(json.dumps(written | {field: value}))
+        sealed(path)
+        with pytest.raises(ValueError, match=f"the field {field} is {value}, and "):
+            resume.find(str(path), tmp_path, solo)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"x"', "{'a': 1}", "\udcff", "[" * 100_000])
+def test_files_that_hold_no_fields_are_named(unbroken, solo, tmp_path, text):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    data = text.encode("utf-8", "surrogateescape")
+    for name in ("trainer_state.json", "loop/rank_0.json", "MANIFEST.json"):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(data)
+        if name != "MANIFEST.json":
+            sealed(path)
+        with pytest.raises(ValueError, match=f"{name} (is damaged|is not loaded|holds a .* and no fields)"):
+            resume.find(str(path), tmp_path, solo)
+            checkpoint.load_states(path)
+        (path / name).write_bytes(whole)
+    sealed(path)
+    assert resume.find(str(path), tmp_path, solo) == path and len(checkpoint.load_states(path)) == 1
+
+
+def test_a_manifest_that_fits_itself_but_lists_no_files_is_damaged(unbroken, solo, tmp_path):
+    path = shutil.copytree(unbroken / "global_step_4", tmp_path / "global_step_4")
+    written = json.loads((path / "MANIFEST.json").read_text())
+    del written["sha256"]
+    unlisted = {name: x for name, x in written["files"].items() if name != "trainer_state.json"}
+    for listed in (None, [], {}, 7, {"trainer_state.json": None}, {"trainer_state.json": {"size": 1}}, unlisted):
+        manifest = written | {"files": listed}
+        (path / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": files.hash_of(manifest)}))
+        with pytest.raises(ValueError, match=r"not a complete checkpoint \(MANIFEST.json is damaged\)"):
+            resume.find(str(path), tmp_path, solo)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

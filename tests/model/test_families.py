@@ -192,6 +192,38 @@ def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world
             models.load_causal_lm(str(folder), world)
 
 
+def test_layers_get_angles_in_the_precision_that_the_model_gives_them(world, tmp_path):
+    """OLMo turns positions in float32 whatever the compute precision; FSDP2 would round the angles for its units."""
+    ranks, seen = replace(world, dtype=torch.bfloat16), set()
+    model = families.load(families.save("delta nets of OLMo", tmp_path), ranks)
+    for layer in model.model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, given: seen.update(
+                    (given["hidden_states"].dtype, x.dtype) for x in given["position_embeddings"]
+                ),
+                with_kwargs=True,
+            )
+    token_logprobs(model, make_batch(families.plain(model.name_or_path)))
+    assert seen == {(torch.bfloat16, torch.float32)}
+
+
+def test_weights_keep_the_precision_of_their_files_until_they_are_sharded(tiny_model, world, tmp_path):
+    """Or rank 0 would hold all of them in float32: 290 GB of a model of 72B. The numbers are the same bit by bit."""
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    weights = {name: x.bfloat16() for name, x in load_file(folder / "model.safetensors").items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() * 1.001  # which no bfloat16 is
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    read = dict(models.load_causal_lm(str(folder), world, as_in_files=True).named_parameters())
+    assert {name: x.dtype for name, x in read.items()} == {name: x.dtype for name, x in weights.items()}
+    policy = dict(models.load_policy(str(folder), world, longest=64).named_parameters())
+    assert policy.keys() == weights.keys()
+    for name, x in policy.items():
+        assert x.dtype == torch.float32 and torch.equal(x.full_tensor(), weights[name].float()), name
+    frozen = models.load_policy(str(folder), replace(world, dtype=torch.bfloat16), longest=64, frozen=True)
+    assert {x.dtype for x in frozen.parameters()} == {torch.bfloat16}
+
+
 def test_the_test_draws_from_no_generator_that_a_run_uses(tiny_model, world):
     model = shard(models.load_causal_lm(tiny_model, world), world)
     before = torch.get_rng_state()

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import helpers_servers as servers
 import pytest
@@ -15,7 +16,9 @@ from transformers import AutoTokenizer
 
 from rl import client
 from rl.data.types import Batch
-from rl.model import teacher
+from rl.formulas import distillation
+from rl.model import logprobs, teacher
+from rl.model.load import load_policy
 
 K = 2
 
@@ -239,3 +242,26 @@ def test_the_largest_answer_is_not_too_large(tokenizer):
     batch = Batch(ids, torch.tensor([2000]), torch.ones(1, 2000), torch.zeros(1, 2000))
     with servers.serving(answers(tokenizer, scores=scores)) as server:
         assert ask(batch, server.url, 20).top_ids.shape == (1, 2000, 20)
+
+
+def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_model, world):
+    """FSDP2 casts arguments of modules to the compute precision; the teacher's log-probs must not be among them."""
+    policy = load_policy(tiny_model, replace(world, dtype=torch.bfloat16), longest=64)
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(2)
+    top_ids = torch.stack([torch.randperm(80, generator=generator)[:40] for _ in range(24)]).view(2, 12, 40).int()
+
+    def student(model, hidden, targets, ids):
+        return (logprobs.logits_of(model, hidden, 1.0).log_softmax(-1).gather(-1, ids.long()),)
+
+    scored = logprobs.sampled_positions(batch)
+    [student_logps] = logprobs.run_on_responses(policy, batch, student, top_ids[scored])
+    noise = 0.06 * torch.randn(student_logps.shape, generator=generator)
+    batch = replace(batch, ref_logp=torch.zeros(2, 12), top_ids=top_ids, top_logp=student_logps + noise)
+    _, _, gap, _ = teacher.token_distances(policy, batch, distillation.forward_kl, beta=0.0)
+
+    s, t = student_logps.double(), batch.top_logp.double()
+    rest_s, rest_t = 1 - s.exp().sum(-1), 1 - t.exp().sum(-1)  # probability of the 40 other tokens
+    expected = (t.exp() * (t - s)).sum(-1) + rest_t * (rest_t / rest_s).log()
+    assert 2e-4 < expected[scored].mean() < 5e-3 and expected[scored].min() > 0
+    torch.testing.assert_close(gap[scored].double(), expected[scored], rtol=2e-3, atol=1e-6)

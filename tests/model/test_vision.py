@@ -217,7 +217,8 @@ def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):
             load_task(args)
     tokenizer = load_tokenizer(folder_of["qwen3_vl"])
     with pytest.raises(ValueError, match="the data has images, which it may not read as --model"):
-        check_same_tokenizer(tokenizer, folder_of["qwen2_5_vl"], flag="--teacher-model", model=folder_of["qwen3_vl"])
+        models = dict(path=folder_of["qwen2_5_vl"], model=folder_of["qwen3_vl"])
+        check_same_tokenizer(tokenizer, tokenizer, flag="--teacher-model", **models)
     with pytest.raises(ValueError, match="row 0: has images, and reward models read text only"):
         encode_conversation(tokenizer, read_rows(rows)[0], "#### 1")
 

@@ -364,11 +364,23 @@ def test_save_freq_and_max_ckpt_to_keep(task, tmp_path, save_freq, keep, expecte
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {f"global_step_{step}" for step in expected}
 
 
+def change_record(folder, **fields):
+    """Give a checkpoint other fields in trainer_state.json, and a manifest that fits."""
+    written = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps(written | fields))
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest["files"]["trainer_state.json"] = files.size_and_hash(folder / "trainer_state.json")
+    manifest.pop("sha256")
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": files.hash_of(manifest)}))
+
+
 def test_auto_finds_the_newest_intact_checkpoint(task, unbroken, policy_of, tmp_path, capsys):
     ranks = policy_of(task.model)[2]
     assert resume.find("auto", tmp_path, ranks) is None
     for name in ("global_step_9", "global_step_10", "global_step_2", ".tmp-global_step_12-0a", "global_step_13_backup"):
         shutil.copytree(unbroken / "global_step_2", tmp_path / name)
+    for step in (9, 10):
+        change_record(tmp_path / f"global_step_{step}", step=step)
     (tmp_path / "global_step_11" / "state").mkdir(parents=True)
     (tmp_path / "global_step_x").mkdir()
     assert files.list_steps(tmp_path) == [2, 9, 10, 11]  # as numbers, not as text
@@ -967,13 +979,8 @@ def test_another_script_and_flags_that_one_side_lacks_are_differences(task):
 def test_flags_that_a_script_no_longer_has_are_named_in_one_sentence(task, finished, tmp_path, capsys):
     """Whatever they were: their default of that time is not known. Free or not, too."""
     folder = shutil.copytree(finished, tmp_path / "run") / "global_step_2"
-    written = json.loads((folder / "trainer_state.json").read_text())
-    written["args"] |= {"adv_estimator": "grpo", "loss_mode": "vanilla"}
-    (folder / "trainer_state.json").write_text(json.dumps(written))
-    manifest = json.loads((folder / "MANIFEST.json").read_text())
-    manifest["files"]["trainer_state.json"] = files.size_and_hash(folder / "trainer_state.json")
-    manifest.pop("sha256")
-    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": files.hash_of(manifest)}))
+    args = json.loads((folder / "trainer_state.json").read_text())["args"]
+    change_record(folder, args=args | {"adv_estimator": "grpo", "loss_mode": "vanilla"})
     settings = h.sft_settings(task, tmp_path / "run", total_training_steps=4, lr_scheduler_type="constant")
     words = (
         "sft.py does not have these flags; --force-resume continues without them: --adv-estimator grpo, "

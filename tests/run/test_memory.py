@@ -1,17 +1,25 @@
 """What is rehearsed before a run is the largest micro-batch that the run can have, and vLLM takes what it can use."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config
 
-from rl.data.batching import plan_micro_batches, shared_prefix
+from rl.data.batching import collate, plan_micro_batches, shared_prefix
+from rl.data.types import Batch, Sample, Sampling
+from rl.model.load import load_policy
+from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.run import memory
 from rl.run.arguments import MemoryRL
 from rl.run.memory import largest_micro_batch
+from rl.sampling import rollout
+from rl.sampling.engines import Rollout
+from rl.sampling.rollout import _beginnings
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,7 @@ from rl.run.memory import largest_micro_batch
     ],
 )
 def test_largest_micro_batch_fills_the_budget(max_tokens, max_length, lengths):
-    batch = largest_micro_batch(max_tokens, max_length)
+    batch = largest_micro_batch(max_tokens, max_length, 1000)
     assert batch.lengths.tolist() == lengths and batch.input_ids.shape == (len(lengths), max_length)
     assert batch.response_mask.sum(1).tolist() == [length - 1 for length in lengths]
     assert all(mask[1:length].all() for mask, length in zip(batch.response_mask, lengths, strict=True))
@@ -34,6 +42,71 @@ def test_largest_micro_batch_fills_the_budget(max_tokens, max_length, lengths):
     assert shared == [0] * len(lengths)
     plan = plan_micro_batches(lengths, range(len(lengths)), world_size=1, max_tokens=max_tokens, shared=shared)
     assert plan == [[list(range(len(lengths)))]]
+    assert torch.equal(batch.input_ids, largest_micro_batch(max_tokens, max_length, 1000).input_ids)
+
+
+def test_the_rehearsal_has_tokens_that_a_router_sends_to_many_experts():
+    ids = largest_micro_batch(16384, 8320, 1000).input_ids
+    assert 0 <= ids.min() and ids.max() < 1000
+    counts = ids.flatten().bincount(minlength=1000)  # 16.6 of each on average
+    assert counts.min() > 0 and counts.max() < 50
+
+
+@pytest.mark.parametrize(
+    ("lengths", "first", "most", "expected"),
+    [  # tokens of four rows, the place of the first sampled one -> what is kept of each
+        ((10, 20, 30, 40), (4, 4, 4, 4), 100, [10, 20, 30, 40]),
+        ((10, 20, 30, 40), (4, 4, 4, 4), 99, [10, 20, 30, 39]),
+        ((10, 20, 30, 40), (4, 4, 4, 4), 40, [10, 10, 10, 10]),
+        ((10, 20, 30, 40), (4, 4, 4, 4), 43, [10, 11, 11, 11]),  # equal lengths of 11 are 43, of 12 they are 46
+        ((10, 20, 30, 40), (4, 4, 4, 4), 20, [5, 5, 5, 5]),
+        ((10, 20, 30, 40), (4, 4, 4, 4), 19, [6, 6, 6]),  # each would have four tokens: no sampled one
+        ((10, 20, 30, 40), (9, 19, 29, 39), 100, [10, 20, 30, 40]),  # only the last one was sampled
+        ((10, 20, 30, 40), (9, 19, 29, 39), 99, [10, 20, 30]),
+        ((10, 20, 30, 40), (9, 19, 29, 39), 29, [10]),
+        ((10, 20, 30, 40), (4, 15, 4, 4), 31, [5, 16, 5, 5]),  # the second has a long prompt
+        ((40, 20, 30, 10), (38, 2, 2, 2), 30, [39]),  # the prompt alone is more: one sampled token all the same
+        ((40, 40, 40, 40), (2, 2, 2, 2), 2, [3]),
+    ],
+)
+def test_the_check_of_the_engine_has_at_most_the_tokens_of_a_micro_batch(lengths, first, most, expected):
+    position = torch.arange(max(lengths))
+    mask = (position >= torch.tensor(first)[:, None]) & (position < torch.tensor(lengths)[:, None])
+    ids = torch.arange(4)[:, None] * 100 + position
+    batch = _beginnings(Batch(ids, torch.tensor(lengths), mask.float(), mask * 0.5), most)
+    assert batch.lengths.tolist() == expected
+    for i, n in enumerate(expected):
+        assert batch.input_ids[i, :n].tolist() == ids[i, :n].tolist()
+        assert batch.response_mask[i].nonzero()[:, 0].tolist() == [*range(first[i], n)]
+
+
+def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world, monkeypatch):
+    """Log-probs of an engine that are 0.01 too high in the first ten sampled tokens, and 5 behind them."""
+    policy, generator = load_policy(tiny_model, world, longest=64), torch.Generator().manual_seed(0)
+    samples, passes = [], []
+    for i in range(4):
+        ids = torch.randint(3, 80, (40,), generator=generator).tolist()
+        samples.append(Sample(ids[:8], ids[8:], [1] * 32, [0.0] * 32, "stop", i, policy_versions=((2, 32),)))
+    batch = collate(samples)
+    true = token_logprobs(policy, batch)[0].detach()
+    off = torch.tensor([0.01] * 10 + [5.0] * 22)
+    samples = [replace(s, rollout_logprobs=(true[i, 8:] + off).numpy()) for i, s in enumerate(samples)]
+
+    def watched(model, batch, **options):
+        passes.append(int(batch.lengths.sum()))
+        return token_logprobs(model, batch, **options)
+
+    monkeypatch.setattr(rollout, "token_logprobs", watched)
+
+    def gap(max_tokens, **options):
+        policy.packed = replace(policy.packed, max_tokens=max_tokens)
+        return rollout.check_engine(policy, samples, Sampling(), Rollout(max_logprob_gap=99.0), world, **options)
+
+    assert gap(4 * 18) == pytest.approx(0.01, abs=1e-5)
+    assert gap(4 * 18 - 1, version=2) == pytest.approx(0.01, abs=1e-5)
+    assert gap(2 * 18 - 18) == pytest.approx(0.01, abs=1e-5)  # of the first two only, one token of each
+    assert gap(160) == pytest.approx((10 * 0.01 + 22 * 5) / 32, rel=1e-4)
+    assert passes == [72, 68, 18, 160]
 
 
 UNIT = 1024  # bytes that stand for a GiB
@@ -51,6 +124,7 @@ def plan(monkeypatch):
 
     def run(engine, names=("actor", "critic"), stepped=(), others=1, **arguments):
         trained = {name: (model := weights(6), torch.optim.AdamW(model.parameters())) for name in names}
+        trained["actor"][0].config = Qwen2Config(vocab_size=80)
         if "reference" in trained:  # one that the run changes
             trained["reference"] = trained["reference"][0].requires_grad_(False), None
         for model, optimizer in (trained[name] for name in stepped):  # as a resumed run has it: 12 GiB of moments

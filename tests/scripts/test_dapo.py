@@ -473,10 +473,7 @@ MISTAKES = {
 def test_dapo_refuses(case, dapo, monkeypatch):
     """Before a model is loaded, and naming the flag, the value and the fix."""
 
-    def load(*args, **kwargs):
-        raise AssertionError("a model was loaded before the settings were checked")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(*h.headers_only(AutoModelForCausalLM))
     changes, words = MISTAKES[case]
     with pytest.raises(ValueError) as error:
         dapo(**changes)

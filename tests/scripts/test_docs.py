@@ -324,6 +324,19 @@ def test_every_documented_metric_is_one_of_a_run(logged, scripts):
     assert {p for p in absent if not p.startswith("memory_gb/")} == set()  # these are there on CUDA only
 
 
+def test_every_name_of_a_metric_in_the_code_is_documented():
+    """Also of those that no short run logs. A name in the code is a text such as actor/lr, perhaps with <...> in it."""
+    patterns, found = documented(METRICS + (ROOT / "docs" / "train_reward.md").read_text()), set()
+    kinds = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
+    for path in (*(ROOT / "rl").rglob("*.py"), *(ROOT / f"{script}.py" for script in (*LOGGED, "sft", "train_reward"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                texts = [x.value for x in node.keys if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+                found |= {x for x in texts if re.fullmatch(rf"({'|'.join(kinds)})/[a-z0-9_@/]+", x)}
+    assert len(found) > 60 and "reward_model/dpo_acc" in found
+    assert sorted(x for x in found if not any(fits(x, pattern) for pattern in patterns)) == []
+
+
 @pytest.mark.parametrize(
     ("title", "script"),
     [

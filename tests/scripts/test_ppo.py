@@ -559,11 +559,8 @@ MISTAKES = {
 def test_ppo_refuses(case, ppo, task, tmp_path, monkeypatch):
     """Before a model is loaded, and naming the flag, the value and the fix."""
 
-    def load(*args, **kwargs):
-        raise AssertionError("a model was loaded before the settings were checked")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", load)
+    monkeypatch.setattr(*h.headers_only(AutoModelForCausalLM))
+    monkeypatch.setattr(*h.headers_only(AutoModelForSequenceClassification))
     changes, words = MISTAKES[case]
     with pytest.raises(ValueError) as error:
         ppo(**(changes if isinstance(changes, dict) else changes(task, tmp_path)))

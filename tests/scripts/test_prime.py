@@ -334,14 +334,15 @@ MISTAKES = {
     "beta": (dict(prime_beta=0.0), ["--prime-beta 0.0", "positive"]),
     "weight": (dict(reward_dpo_coef=-1.0), ["--reward-dpo-coef -1.0", "at least 0"]),
     "no reward": (dict(reward_dpo_coef=0.0, reward_gt_coef=0.0), ["--reward-dpo-coef 0", "--reward-gt-coef 0"]),
-    "no reward model": (dict(prm_model="/nowhere"), ["--prm-model /nowhere", "no tokenizer"]),
+    "no reward model": (dict(prm_model="/nowhere"), ["--prm-model /nowhere", "no such folder"]),
 }
 
 
 def test_adapters_that_fit_the_policy_only_are_refused_before_a_model_is_loaded(task, prime, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_pretrained", None)
     other = shutil.copytree(task.model, tmp_path / "phi3")
-    Phi3Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0).save_pretrained(other)
+    config = Phi3Config(vocab_size=80, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
     with pytest.raises(ValueError, match=f"--target-modules q_proj: no linear layer of --prm-model {other}"):
         prime(prm_model=str(other), lora_rank=2, target_modules=("q_proj",))
     with pytest.raises(ValueError, match=f"--target-modules q_prj: no linear layer of --model {task.model}"):

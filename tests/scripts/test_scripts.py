@@ -10,6 +10,7 @@ import statistics
 import sys
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import helpers_scripts as h
 import launch
@@ -19,7 +20,7 @@ import pytest
 import torch
 import tyro
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, GenerationConfig
 
 import eval as evaluation
 import sft
@@ -40,6 +41,7 @@ from rl.data.prompts import Data, count_steps
 from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
+from rl.model.checks import open_model
 from rl.model.critic import check_critic
 from rl.model.lora import LoRA
 from rl.ranks import Ranks
@@ -996,16 +998,10 @@ def test_sft_drops_overlong_rows_when_told_to(task, tmp_path, capsys):
 
 
 @pytest.fixture
-def weightless(task, tmp_path, monkeypatch):
-    """A model folder without weights, in a world where loading any is an error of its own."""
-    folder = tmp_path / "weightless"
-    shutil.copytree(task.model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-
-    def load(*args, **kwargs):
-        raise AssertionError("a model was loaded before the settings were checked")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    return str(folder)
+def unread(task, monkeypatch):
+    """A model folder in a world where reading its weights is an error of its own."""
+    monkeypatch.setattr(*h.headers_only(AutoModelForCausalLM))
+    return task.model
 
 
 @pytest.fixture(scope="module")
@@ -1110,9 +1106,9 @@ GRPO_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", GRPO_MISTAKES)
-def test_grpo_refuses(case, task, weightless, broken, tmp_path):
+def test_grpo_refuses(case, task, unread, broken, tmp_path):
     changes, words = GRPO_MISTAKES[case]
-    settings = h.grpo_settings(task, tmp_path / "run", model=weightless) | changes(broken)
+    settings = h.grpo_settings(task, tmp_path / "run", model=unread) | changes(broken)
     module = train_grpo if settings.keys() <= flags.flat(train_grpo.Args()).keys() else train_grpo_variants
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         module.main(build(module.Args, **settings))
@@ -1141,9 +1137,9 @@ SFT_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", SFT_MISTAKES)
-def test_sft_refuses(case, task, weightless, broken, tmp_path):
+def test_sft_refuses(case, task, unread, broken, tmp_path):
     changes, words = SFT_MISTAKES[case]
-    settings = h.sft_settings(task, tmp_path / "run", model=weightless) | changes(broken)
+    settings = h.sft_settings(task, tmp_path / "run", model=unread) | changes(broken)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         sft.main(build(sft.Args, **settings))
     for word in words:
@@ -1167,9 +1163,9 @@ EVAL_MISTAKES = {
 
 
 @pytest.mark.parametrize("case", EVAL_MISTAKES)
-def test_eval_refuses(case, task, weightless, broken):
+def test_eval_refuses(case, task, unread, broken):
     changes, words = EVAL_MISTAKES[case]
-    settings = dict(model=weightless, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
+    settings = dict(model=unread, val_files=(task.test,), engine="hf", reward_workers=1, **GENERATE)
     with pytest.raises(FileNotFoundError if case == "missing" else ValueError) as error:
         evaluation.main(build(evaluation.Args, **settings | changes(broken)))
     for word in words:
@@ -1206,12 +1202,162 @@ def test_unknown_values_name_the_flag(name, words, capsys):
         (sft, dict(lr=-1e-5), "--lr -1e-05 must be at least 0"),
         (sft, dict(beta2=1.5), "--beta2 1.5 must be within 0 and 1"),
         (sft, dict(total_epochs=0), "--total-epochs 0 must be at least 1"),
-        (sft, dict(model="runs/no/global_step_5/huggingface"), "--model runs/no/.* no tokenizer can be loaded from"),
+        (sft, dict(model="runs/no/global_step_5/huggingface"), "--model runs/no/.* there is no such folder"),
     ],
 )
 def test_impossible_values_are_refused(task, module, settings, words):
     with pytest.raises(ValueError, match=words):
         module.main(build(module.Args, **dict(model=str(task.model), train_files=(str(task.train),)) | settings))
+
+
+def config_with(**changes):
+    """A change of the config in a folder."""
+
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps({name: x for name, x in config.items() if x is not ...}))
+
+    return change
+
+
+def weights_with(change):
+    """A change of the weights in a folder: `change` gets them by name."""
+
+    def changed(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+
+    return changed
+
+
+def file_with(name, change):
+    """A change of the bytes of a file in a folder; None removes it."""
+
+    def changed(folder):
+        data = change((folder / name).read_bytes() if (folder / name).exists() else b"")
+        (folder / name).unlink(missing_ok=True)
+        if data is not None:
+            (folder / name).write_bytes(data)
+
+    return changed
+
+
+def in_shards(change):
+    """A change of the second of many files with weights, and of their index."""
+
+    def changed(folder):
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="100KB")
+        (folder / "model.safetensors").unlink()
+        change(sorted(folder.glob("model-*.safetensors"))[1], folder / "model.safetensors.index.json")
+
+    return changed
+
+
+def rows_of(weights, count):
+    """Let the embedding, and the head tied to it, have so many rows."""
+    old = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = torch.cat([old, old])[:count]
+
+
+def of_class(config):
+    """Another model, of random weights."""
+    return lambda folder: AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+SMALL = dict(vocab_size=80, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+BROKEN = {  # a change of a model's folder -> what is said of it
+    "cut weights": (file_with("model.safetensors", lambda x: x[:5000]), "model.safetensors, 5000 bytes: .*not fully"),
+    "no bytes": (file_with("model.safetensors", lambda x: b""), "model.safetensors, 0 bytes: .*header too small"),
+    "no weights": (file_with("model.safetensors", lambda x: None), "no model can be loaded .*no file named model.safe"),
+    "pointer": (file_with("model.safetensors", lambda x: LFS), "model.safetensors is a pointer of Git LFS, so run git"),
+    "pointer for a config": (file_with("config.json", lambda x: LFS), "config.json is a pointer of Git LFS"),
+    "no config": (file_with("config.json", lambda x: None), "no config can be loaded from there"),
+    "config of nothing": (file_with("config.json", lambda x: b""), "no config can be loaded .*not a valid JSON"),
+    "config of null": (file_with("config.json", lambda x: b"null"), "no config can be loaded from there"),
+    "config of bytes": (file_with("config.json", lambda x: b"\xff\xfe"), "no config can be loaded from there"),
+    "unknown type": (config_with(model_type="qwen99"), "no config can be loaded .*model type `qwen99`"),
+    "no type": (config_with(model_type=...), "no config can be loaded from there .*model_type"),
+    "a text for a number": (config_with(num_hidden_layers="two"), "no config .*num_hidden_layers.*got str"),
+    "no such activation": (config_with(hidden_act="swoosh"), "no model can be loaded from there .*swoosh"),
+    "fewer layers": (config_with(num_hidden_layers=1, layer_types=...), "hold 12 weights .*model.layers.1.input_layer"),
+    "more layers": (config_with(num_hidden_layers=3, layer_types=...), "lack 12 of its weights, model.layers.2.input"),
+    "more rows": (config_with(vocab_size=96), r"has the shape \[80, 96\] in its files and \[96, 96\]"),
+    "fewer rows": (
+        lambda folder: (config_with(vocab_size=72)(folder), weights_with(lambda x: rows_of(x, 72))(folder)),
+        "its tokenizer has 80 tokens, and its embedding 72 rows",
+    ),
+    "another weight": (weights_with(lambda x: x.update(v_head=torch.ones(2))), "hold 1 weights that a Qwen2.*v_head"),
+    "eight bits": (
+        weights_with(lambda x: x.update({name: y.to(torch.int8) for name, y in x.items()})),
+        "model.embed_tokens.weight is in torch.int8; give",
+    ),
+    "quantized": (config_with(quantization_config=dict(quant_method="gptq", bits=4)), "quantized .gptq., and only"),
+    "missing shard": (in_shards(lambda shard, index: shard.unlink()), "no model can be loaded .*model-00002-of-"),
+    "cut shard": (in_shards(lambda shard, index: shard.write_bytes(shard.read_bytes()[:-1])), "model-00002-of"),
+    "cut index": (in_shards(lambda shard, index: index.write_text("{")), "no model can be loaded from there .*JSON"),
+    "index without files": (in_shards(lambda shard, index: index.write_text("{}")), "no model .*weight_map|metadata"),
+    "adapters beside it": (file_with("adapter_config.json", lambda x: b"{}"), "holds adapters; merge them into their"),
+    "encoder": (of_class(BertConfig(**SMALL)), "a bert is no causal language model; choose another model"),
+    "two halves": (config_with(model_type="t5"), "a t5 is no causal language model"),
+    "code of a stranger": (
+        config_with(model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
+        "no config can be loaded from there .*contains custom code",
+    ),
+    "pickle": (
+        lambda folder: (folder / "model.safetensors").replace(folder / "pytorch_model.bin"),
+        "no model can be loaded from there",
+    ),
+    "no tokenizer": (
+        lambda folder: [file.unlink() for file in folder.glob("*token*")],
+        "no tokenizer is in there; add its files",
+    ),
+}
+WHOLE = {
+    "as it is": lambda folder: None,
+    "half precision": weights_with(lambda x: x.update({name: y.bfloat16() for name, y in x.items()})),
+    "shards": in_shards(lambda shard, index: None),
+    "tensors by torch": lambda folder: (
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin"),
+        (folder / "model.safetensors").unlink(),
+    ),
+    "a tied head stored": weights_with(lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"].clone()})),
+    "padded rows": lambda folder: (
+        config_with(vocab_size=96)(folder),
+        weights_with(lambda x: rows_of(x, 96))(folder),
+    ),
+    "other files": file_with("notes.gguf", lambda x: b"GGUF"),
+    "old angles": weights_with(lambda x: x.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_is_no_whole_model_is_refused_with_flag_path_and_reason(task, tmp_path, case):
+    folder = Path(shutil.copytree(task.model, tmp_path / "model"))
+    change, words = BROKEN[case]
+    change(folder)
+    with pytest.raises(ValueError, match=f"^--critic-model {folder}: .*{words}"):
+        open_model(str(folder), flag="--critic-model")
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_folder_that_is_a_whole_model_is_opened(task, tmp_path, case):
+    folder = Path(shutil.copytree(task.model, tmp_path / "model"))
+    WHOLE[case](folder)
+    assert open_model(str(folder)).get_vocab() == load_tokenizer(task.model).get_vocab()
+
+
+@pytest.mark.parametrize("path", ["", "a/b/c", "/nowhere", "runs/x/huggingface", __file__])
+def test_what_is_no_folder_and_no_name_of_the_hub_is_refused(path):
+    with pytest.raises(ValueError, match=f"^--model {path}: (there is no such folder|is a file); give the folder of a"):
+        open_model(path)
+
+
+def test_eval_takes_quantized_weights_for_an_engine(task, tmp_path):
+    folder = Path(shutil.copytree(task.model, tmp_path / "model"))
+    config_with(quantization_config=dict(quant_method="gptq", bits=4))(folder)
+    assert open_model(str(folder), is_trained=False).get_vocab() == load_tokenizer(task.model).get_vocab()
 
 
 def test_a_model_whose_files_lack_weights_is_refused(task, tmp_path):

@@ -13,7 +13,8 @@ import torch
 
 from rl.data.types import Completion, Sampling
 from rl.model import experts, vision
-from rl.model.load import buffers_in_files, check_whole, exported, name_weights
+from rl.model.checks import read_model
+from rl.model.load import buffers_in_files, exported, name_weights
 from rl.model.logprobs import truncated
 from rl.ranks import Ranks
 from rl.sampling.engines.base import DEFAULT, OpenRequest, Rollout
@@ -28,9 +29,7 @@ class Engine(Base):
 
     def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
         super().__init__(model, ranks, longest)
-        kind = vision.auto_class(model)
-        replica, info = kind.from_pretrained(model, dtype=ranks.dtype, output_loading_info=True)
-        check_whole(model, set(info["missing_keys"]))
+        replica, _ = read_model(vision.auto_class(model), model, flag="--model", dtype=ranks.dtype)
         name_weights(replica, model)
         vision.prepare(replica)
         self.model = replica.to(ranks.device).eval().requires_grad_(False)

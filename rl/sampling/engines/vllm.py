@@ -22,6 +22,7 @@ from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import OpenRequest, Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
+PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
 ASK_EVERY = 16  # steps after which ranks that share an engine ask each other for new requests, at the latest
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
@@ -88,7 +89,9 @@ class Engine(Base):
                 quantization=QUANTIZATIONS[flags.rollout_quantization],
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
-                max_num_batched_tokens=max(8192, longest),
+                # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. An image is
+                # never cut, so a model that sees images gets room for a whole prompt.
+                max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, longest if self.sees else 0),
                 gpu_memory_utilization=flags.gpu_memory_utilization,
                 worker_cls="auto" if on_cpu else "rl.sampling.engines.vllm_worker.Worker",
                 load_format="auto" if load_weights else "dummy",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import helpers_scripts as h
 import torch
 from helpers_data import update
 from objectives import CASES, TEMPERATURE, packed_backward
@@ -31,8 +32,7 @@ def load(path: str, ranks: Ranks, dtype: torch.dtype, **options) -> torch.nn.Mod
     """The policy as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
         return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
-    refusal = AssertionError("only rank 0 reads the weights")
-    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=refusal):
+    with mock.patch.object(*h.headers_only(AutoModelForCausalLM)):
         return shard(load_causal_lm(path, ranks, dtype=dtype), ranks, replace(BARE, **options))
 
 

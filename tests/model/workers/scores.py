@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import helpers_scripts as h
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -50,8 +51,7 @@ def load(path: str, ranks: Ranks, **options) -> nn.Module:
     """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
         return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
-    refusal = AssertionError("only rank 0 reads the weights")
-    with mock.patch.object(AutoModelForSequenceClassification, "from_pretrained", side_effect=refusal):
+    with mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)):
         return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
 
 
