@@ -67,9 +67,8 @@ def main(args: Args) -> dict[str, float]:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         open(args.output, "a").close()  # what cannot be written shows before anything is sampled
     tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
-    longest = args.max_prompt_length + args.max_response_length
     check_engine_flags(args.rollout, args.model)
-    check_context(args.model, longest)
+    check_context(args.model, longest := args.max_prompt_length + args.max_response_length)
     rewards = Rewards(custom_reward_function=args.custom_reward_function)
     stops = stop_token_ids(args.model, tokenizer)
     envs = make_environments(args.envs, tokenizer, stops)

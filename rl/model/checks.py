@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from rl.data import images
 from rl.data.encode import load_tokenizer
-from rl.data.text import Texts
 from rl.model import vision
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
@@ -119,16 +118,15 @@ def open_model(
     flag: str = "--model",
     new_head: bool = False,
     is_trained: bool = True,
-    texts: Texts | None = None,
-    day: str | None = None,
+    **texts: Any,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the model in `path`, which `flag` has named, if all that is there fits together.
 
     Args: auto_class, of transformers, by default that of a causal LM; new_head, see `read_model`; is_trained, False if
-    only an engine reads the model, which may know weights of fewer bits; texts, day, see `load_tokenizer`. Of an id of the Hub the weights are not looked
-    at, since that would download them on every machine. Raises ValueError naming the flag as `read_config`,
-    `read_model` and `load_tokenizer`, for a model that sees the tokens that it has to predict, for quantized weights,
-    without a tokenizer, and for one with tokens for which the model has no embedding.
+    only an engine reads the model, which may know weights of fewer bits; others as for `load_tokenizer`. Of an id of
+    the Hub the weights are not looked at, since that would download them on every machine. Raises ValueError naming the
+    flag as `read_config`, `read_model` and `load_tokenizer`, for a model that sees the tokens that it has to predict,
+    for quantized weights, without a tokenizer, and for one with tokens for which the model has no embedding.
     """
     where, config = f"{flag} {path}", read_config(path, flag=flag)
     is_bidirectional = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
@@ -138,16 +136,15 @@ def open_model(
     quantized = next((x.quantization_config for x in parts if getattr(x, "quantization_config", None)), None)
     if quantized and is_trained and parts[1].model_type not in REFUSED:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
-        problem = f"its weights are quantized ({method}), and only whole ones can be trained"
-        raise ValueError(f"{where}: {problem}; give the model that was quantized")
-    tokenizer = load_tokenizer(path, texts, day=day, flag=flag)
+        raise ValueError(f"{where}: its weights are quantized ({method}); give the model before that, to be trained")
+    tokenizer = load_tokenizer(path, flag=flag, **texts)
     if not tokenizer(PROBE)["input_ids"]:  # transformers makes one without tokens if the folder has none
         raise ValueError(f"{where}: no tokenizer is in there; add its files, such as tokenizer.json")
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.eos_token_id, tokenizer.bos_token_id}
     rows, needed = parts[1].vocab_size, max({*tokenizer.get_vocab().values()} - added, default=0) + 1
     if needed > rows:
-        problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows"
-        raise ValueError(f"{where}: {problem}; use the tokenizer that belongs to the model")
+        problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows; use its own tokenizer"
+        raise ValueError(f"{where}: {problem}")
     if Path(path).is_dir() and not quantized and parts[1].model_type not in REFUSED:
         kind = auto_class or vision.auto_class(path)
         model, _ = read_model(kind, path, flag=flag, new_head=new_head, as_in_files=True, device_map="meta")

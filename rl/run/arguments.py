@@ -116,7 +116,7 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
 
 
 def _open_model(args: Any, auto_class: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of --model, whose chat template is used as the flags say, and with the date of the run's first day."""
+    """The tokenizer of --model. Its chat template is used as the flags say, with the date of the run's first day."""
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
     day, new_head = first_day(args.checkpoints, root), auto_class is not None
     return open_model(args.model, auto_class, new_head=new_head, texts=args.data, day=day)

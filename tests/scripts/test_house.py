@@ -60,7 +60,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 27, "A text far over a limit of tokens is refused or dropped before all of it is tokenized."),
     ("core", 135, "Rows are read, kept and tokenized in chunks, so that a million of them take at most 2 GiB."),
     # Models and their folders.
-    ("core", 103, "A folder that is no whole model is refused before anything is loaded, with flag, path and reason."),
+    ("core", 108, "A folder that is no whole model is refused before anything is loaded, with flag, path and reason."),
     ("core", 16, "The check of the engine is cut to the tokens of a micro-batch."),
     # Engines and pushes of weights.
     # Samplers, the ledger and partial rollouts.
@@ -71,7 +71,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Flags.
     ("core", 30, "Texts and what takes memory have limits, and a flag whose capability is off is refused."),
     # Checkpoints, resuming and trackers.
-    ("wall", 53, "Every field that is read of a checkpoint is checked, and named if it is not as saved."),
+    ("wall", 54, "Every field that is read of a checkpoint is checked, and named if it is not as saved."),
     # Ranks, stops and processes.
 ]
 

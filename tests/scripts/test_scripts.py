@@ -1293,7 +1293,7 @@ BROKEN = {  # a change of a model's folder -> what is said of it
         weights_with(lambda x: x.update({name: y.to(torch.int8) for name, y in x.items()})),
         "model.embed_tokens.weight is in torch.int8; give",
     ),
-    "quantized": (config_with(quantization_config=dict(quant_method="gptq", bits=4)), "quantized .gptq., and only"),
+    "quantized": (config_with(quantization_config=dict(quant_method="gptq", bits=4)), "quantized .gptq.; give"),
     "missing shard": (in_shards(lambda shard, index: shard.unlink()), "no model can be loaded .*model-00002-of-"),
     "cut shard": (in_shards(lambda shard, index: shard.write_bytes(shard.read_bytes()[:-1])), "model-00002-of"),
     "cut index": (in_shards(lambda shard, index: index.write_text("{")), "no model can be loaded from there .*JSON"),
