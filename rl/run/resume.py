@@ -20,7 +20,7 @@ from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
 from rl.run.tracking import without_secrets
 
-NEWER = ("script", "experts", "lora")  # fields of trainer_state.json that older checkpoints lack
+NEWER = ("script", "experts", "lora", "day")  # fields of trainer_state.json that older checkpoints lack
 
 
 def _is_count(x: Any) -> bool:
@@ -38,6 +38,7 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.jso
     "args": ("a flag's value by its name", lambda x: isinstance(x, dict)),
     "data_sha256": ("a list of texts", _is_texts),
     "tokenizer_sha256": ("a text", lambda x: isinstance(x, str)),
+    "day": ("a date such as 2026-01-31", lambda x: isinstance(x, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", x))),
     "script": ("a text", lambda x: isinstance(x, str)),
     "experts": ("three whole numbers", lambda x: isinstance(x, list) and len(x) == 3 and all(map(_is_count, x))),
     "lora": (

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from dataclasses import dataclass
+from datetime import date
 from typing import IO
 
 from safetensors import SafetensorError
@@ -67,8 +68,10 @@ def first_day(flags: Checkpoints, root: pathlib.Path) -> str | None:
     """
     steps = [root / f"global_step_{step}" for step in reversed(checkpoint_files.list_steps(root))]
     for path in steps if flags.resume_mode == "auto" else [pathlib.Path(flags.resume_mode)]:
-        with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint, which is passed over or refused later
-            return json.loads((path / "trainer_state.json").read_text()).get("day")
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            # Else a damaged checkpoint, which is passed over or refused later.
+            day = json.loads((path / "trainer_state.json").read_text()).get("day")
+            return day and date.fromisoformat(day).isoformat()
     return None
 
 

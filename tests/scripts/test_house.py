@@ -71,7 +71,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Flags.
     ("core", 30, "Texts and what takes memory have limits, and a flag whose capability is off is refused."),
     # Checkpoints, resuming and trackers.
-    ("wall", 54, "Every field that is read of a checkpoint is checked, and named if it is not as saved."),
+    ("wall", 57, "Every field that is read of a checkpoint is checked, and named if it is not as saved."),
     # Ranks, stops and processes.
 ]
 
