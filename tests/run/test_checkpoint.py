@@ -1031,9 +1031,8 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(task, finished, tmp_path):
 
 
 def name_of(args):
-    """The name of the folder of a run with these Args."""
-    names = {"project_name": args.logging.project_name, "experiment_name": args.logging.experiment_name}
-    return run_folder.name_of(args.checkpoints.default_local_dir, names)
+    """The folder of a run with these Args."""
+    return str(run_folder.folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name))
 
 
 @pytest.mark.parametrize(
