@@ -27,10 +27,11 @@ from rewards.sandbox import wire
 
 MAX_WORKERS = 16  # threads that answer those of the tests, beside the main one
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
-# What a stand-in for an object can do, as bits: those of these methods that the object's class has, and two more.
+# What a stand-in for an object can do, as bits: those of these methods that the object's class has, and three more. Its
+# class is a subclass of a data type; it has `_fields`; it has them and is no dataclass.
 METHODS = "call iter next len contains getitem setitem delitem reversed bytes await enter exit".split()
 METHOD_BITS = {f"__{name}__": 1 << i for i, name in enumerate(METHODS)}
-IS_DATA, HAS_FIELDS = 1 << len(METHODS), 2 << len(METHODS)  # of a subclass of a data type; a dataclass
+IS_DATA, HAS_FIELDS, IS_PLAIN = (1 << len(METHODS) + i for i in range(3))
 
 
 def lock_up(plan: dict[str, object]) -> None:
@@ -131,26 +132,19 @@ class _Objects:
         return (self.assign(x),) if self.assign(x) in self.told else self.number(x)
 
     def kind(self, cls: type) -> tuple | type:
-        """A class: its number, name, bits, base classes if it is an exception, fields of a dataclass, and `wire.like`.
+        """A class: its number, name, bits, base classes if it is an exception, fields, and `wire.like`.
 
-        A field is its name, whether arguments without a name reach it, whether == looks at it, and whether any argument
-        reaches it. A builtin exception is itself.
+        A builtin exception is itself.
         """
         if issubclass(cls, BaseException) and wire.is_type(cls):
             return cls
         has = set().union(*(vars(base) for base in type.mro(cls)))
-        fields = [(x.name, x.init and not x.kw_only, x.compare, x.init) for x in _fields(cls)]
+        fields, is_data = _fields(cls), issubclass(cls, wire.DATA_BASES)
         bits = sum(bit for name, bit in METHOD_BITS.items() if name in has)
-        bits |= IS_DATA * issubclass(cls, wire.DATA_BASES) | HAS_FIELDS * bool(fields)
+        bits |= IS_DATA * is_data | bool(fields) * (HAS_FIELDS | IS_PLAIN * (not dataclasses.is_dataclass(cls)))
         parents = [base for base in cls.__bases__ if issubclass(base, BaseException)]
-        return (
-            self.assign(cls),
-            str(cls.__name__),
-            bits,
-            tuple(map(self.kind, parents)),
-            tuple(fields),
-            wire.like(cls),
-        )
+        bases = tuple(map(self.kind, parents))
+        return self.assign(cls), str(cls.__name__), bits, bases, tuple(fields), wire.like(cls)
 
     def snapshot(self, number: int, x: object, most: int) -> bytes:
         """(number, the data in an object), if it is of a class that has some and it can cross."""
@@ -162,8 +156,8 @@ class _Objects:
             elif isinstance(x, wire.DATA_BASES):
                 tries = [wire.base(x)]
             else:
-                fields = () if isinstance(x, type) else _fields(type(x))
-                tries = [{field.name: getattr(x, field.name, None) for field in fields}] if fields else []
+                fields = _fields(type(x))
+                tries = [_attributes(x, fields)] if fields else []
         except Exception:
             tries = []
         for data in tries:
@@ -194,8 +188,27 @@ class _Objects:
         return wire.joined((wire.joined(shells), wire.joined(snapshots), *parts))
 
 
-def _fields(cls: type) -> tuple:
-    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+def _fields(cls: type) -> list[tuple[str, bool, bool, bool]]:
+    """The fields of a dataclass, or the parameters of another class that has an == of its own.
+
+    Of each: its name, whether arguments without a name reach it, whether == looks at it, whether any argument does.
+    """
+    if dataclasses.is_dataclass(cls):
+        return [(x.name, x.init and not x.kw_only, x.compare, x.init) for x in dataclasses.fields(cls)]
+    code = getattr(cls.__init__, "__code__", None)
+    if code is None or cls.__eq__ is object.__eq__ or issubclass(cls, wire.DATA_BASES):
+        return []
+    names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    return [(name, i < code.co_argcount, True, True) for i, name in enumerate(names, 1)]
+
+
+def _attributes(x: object, fields: list[tuple[str, bool, bool, bool]]) -> dict[str, object]:
+    """The fields of a dataclass's object, or all attributes of another one, where `_x` and `__x` count as `x`."""
+    if dataclasses.is_dataclass(x):
+        return {name: getattr(x, name, None) for name, *_ in fields}
+    state = object.__getstate__(x)  # attributes; with __slots__ a pair of these and of those in slots
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name.rpartition("__")[2].lstrip("_"): value for part in parts for name, value in (part or {}).items()}
 
 
 def _text(error: BaseException) -> str:

@@ -167,7 +167,12 @@ def _plain(x: object) -> object:
 
 
 def _compared(x: _Stand, given: set[str]) -> dict[str, object]:
-    """Fields of a dataclass's object: those that == looks at; all these, which a test gave, if it looks at none."""
+    """Fields of a dataclass's object: those that == looks at; all these, which a test gave, if it looks at none.
+
+    Of an object of another class all attributes count.
+    """
+    if _bits(x) & candidate.IS_PLAIN:
+        return _data(x) or {"": x}
     names = {name for name, _, compare, _ in vars(type(x))["_glassrl_fields"] if compare}
     if given and not given & names:
         names |= given
@@ -180,14 +185,18 @@ def _equal(self: object, other: object) -> bool:
     if _candidate.own_eq:
         return bool(_candidate.ask("eq", self, other))
     stands = [x for x in (self, other) if isinstance(x, _Stand)]
+    plain, same = _bits(self) & candidate.IS_PLAIN, _state(self) is _state(other)
+    if plain and (same or any(x._glassrl_made and not x._glassrl.given for x in stands)):
+        return same
     if any(x._glassrl.odd and [_data(x)] == x._glassrl.odd for x in stands):
         return False
     if (_bits(self) | _bits(other)) & candidate.IS_DATA:
         return _plain(self) == _plain(other)
     if type(self) is type(other) and _bits(self) & candidate.HAS_FIELDS:
         given = set().union(*(_given(type(x), *x._glassrl.given) for x in stands if x._glassrl.given))
-        return _compared(self, given) == _compared(other, given)
-    return _state(self) is _state(other)
+        equal = _compared(self, given) == _compared(other, given)
+        return equal and (not plain or bool(_candidate.ask("eq", self, other)))
+    return same
 
 
 def _given(cls: type, args: tuple, kwargs: dict) -> dict[str, object]:
@@ -214,7 +223,7 @@ def _keeps(x: object, args: tuple, kwargs: dict) -> bool:
 
 
 def _hash(self: object) -> int:
-    if _candidate.own_eq:
+    if _candidate.own_eq or _bits(self) & candidate.IS_PLAIN:
         return _candidate.ask("hash", self)
     if _bits(self) & candidate.IS_DATA:
         return hash(_plain(self))
@@ -282,8 +291,7 @@ _BY_METHOD = {
     "__exit__": _leave,
     **{f"__{name}__": _passed_on(name) for name in "next getitem setitem delitem bytes enter".split()},
 }
-_LOOKS = ["same", "isinstance", "issubclass", "getattr", "hash", "len", "bool", "str", "repr", "threads"]  # no changes
-_LOOKS += wire.KINDS
+_LOOKS = "same eq isinstance issubclass getattr hash len bool str repr threads".split() + wire.KINDS  # no changes
 
 
 class Candidate:
@@ -311,9 +319,7 @@ class Candidate:
         self.process, self.end, self.objects, self.own_eq, self.in_place = process, end, objects, own_eq, in_place
         self.answered, self.shared, self.clock = False, False, 0
         self.classes: list[_Kind] = []
-        self.kinds: dict[int, _Kind] = {}
-        self.states: dict[int, _State] = {}
-        self.watched, self.asked = {}, {}
+        self.kinds, self.states, self.watched, self.asked = {}, {}, {}, {}
         self.threads, self.start = {threading.get_ident(): 0}, threading.Thread.start
         self.lock = threading.RLock()  # a test's own stdout may ask, too
 
@@ -501,8 +507,10 @@ class Candidate:
         name = name if name.isidentifier() else "Object"
         bases = tuple(self._kind(*base) if isinstance(base, tuple) else _exception(base) for base in parents)
         space = {"_glassrl_bits": bits, "_glassrl_class": number, "_glassrl_fields": fields}
-        if fields:  # for the functions of dataclasses
-            space["__dataclass_fields__"] = {field: _field(field, init, compare) for field, _, compare, init in fields}
+        if fields and not bits & candidate.IS_PLAIN:  # for the functions of dataclasses
+            made = [(x, object, dataclasses.field(init=init, compare=compare)) for x, _, compare, init in fields]
+            made = dataclasses.make_dataclass(name, made, init=False, repr=False, eq=False)
+            space["__dataclass_fields__"] = made.__dataclass_fields__
         if bases:
             space["__getattr__"] = _ALWAYS["__getattr__"]
             space["__str__"] = lambda error: _state(error).text or _candidate.ask("str", error)
@@ -535,12 +543,6 @@ class _Asked:
     def __init__(self, operation: str, making: bool = False):
         self.operation, self.making, self.answer = operation, making, queue.SimpleQueue()
         self.named, self.new = set(), set()
-
-
-def _field(name: str, init: bool, compare: bool) -> dataclasses.Field:
-    field = dataclasses.field(init=bool(init), compare=bool(compare))
-    field.name, field._field_type = name, dataclasses._FIELD
-    return field
 
 
 def _exception(cls: type) -> type:

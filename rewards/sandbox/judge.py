@@ -761,9 +761,7 @@ def self_test(allow_unsafe: bool | None = None) -> dict[str, bool]:
     with _STARTING:
         layers = _probe()
     missing = [name for name, holds in layers.items() if not holds]
-    if allow_unsafe is None:
-        allow_unsafe = os.environ.get(UNSAFE) == "1"
-    if missing and not allow_unsafe:
+    if missing and not (os.environ.get(UNSAFE) == "1" if allow_unsafe is None else allow_unsafe):
         raise SandboxUnavailable(
             f"model-written code will not be run: on this machine ({platform.system()} {platform.release()} "
             f"{platform.machine()}) the sandbox lacks {', '.join(missing)}. It needs x86-64, Linux 5.13 or later with "

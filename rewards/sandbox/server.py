@@ -54,9 +54,8 @@ def _fork(main: Callable[..., None], keep: list[int], close: list[int], plan: di
         return pid
     try:
         os.setsid()
-        for fd in close:
-            if fd not in keep:
-                os.close(fd)
+        for fd in set(close) - set(keep):
+            os.close(fd)
         problem = ""
         try:
             candidate.lock_up(plan | {"parent": parent})

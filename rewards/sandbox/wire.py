@@ -63,24 +63,23 @@ def _datetime(*parts: object) -> datetime.datetime:
     return datetime.datetime(*parts[:-1], fold=parts[-1])
 
 
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath)
 # Standard-library values: {name: (type, value -> its parts, parts -> value)}. No parts: it crosses as an object.
 _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "bytearray": (bytearray, lambda x: (bytes(x),), lambda data: bytearray(memoryview(data))),
-    "range": (range, lambda x: (x.start, x.stop, x.step), range),
-    "slice": (slice, lambda x: (x.start, x.stop, x.step), slice),
+    **{x.__name__: (x, lambda value: (value.start, value.stop, value.step), x) for x in (range, slice)},
+    **{x.__name__: (x, lambda value: (str(value),), x) for x in (decimal.Decimal, *_PATHS)},
     "Ellipsis": (type(...), lambda x: (), lambda: ...),
     "dict_keys": (type({}.keys()), lambda x: (list(x),), lambda keys: dict.fromkeys(keys).keys()),
     "dict_items": (type({}.items()), lambda x: (list(x),), lambda pairs: dict(pairs).items()),
     "deque": (collections.deque, lambda x: (list(x), x.maxlen), collections.deque),
-    "Counter": (collections.Counter, lambda x: (dict(x),), collections.Counter),
-    "OrderedDict": (collections.OrderedDict, lambda x: (dict(x),), collections.OrderedDict),
+    **{x.__name__: (x, lambda value: (dict(value),), x) for x in (collections.Counter, collections.OrderedDict)},
     "defaultdict": (
         collections.defaultdict,
         lambda x: (x.default_factory if x.default_factory in _TYPES.values() else None, dict(x)),
         lambda factory, items: collections.defaultdict(factory if factory in _TYPES.values() else None, items),
     ),
     "Fraction": (fractions.Fraction, lambda x: (x.numerator, x.denominator), fractions.Fraction),
-    "Decimal": (decimal.Decimal, lambda x: (str(x),), decimal.Decimal),
     "date": (datetime.date, lambda x: (x.year, x.month, x.day), datetime.date),
     "time": (datetime.time, _clock, lambda *parts: datetime.time(*parts[:-1], fold=parts[-1])),
     "datetime": (datetime.datetime, lambda x: _clock(x, x.year, x.month, x.day), _datetime),
@@ -90,9 +89,6 @@ _STANDARD: dict[str, tuple[type, Callable, Callable]] = {
     "UUID": (uuid.UUID, lambda x: (x.int,), lambda number: uuid.UUID(int=number)),
     "array": (array.array, lambda x: (x.typecode, x.tolist()), array.array),
     "SimpleNamespace": (types.SimpleNamespace, lambda x: (vars(x),), lambda names: types.SimpleNamespace(**names)),
-    "PurePosixPath": (pathlib.PurePosixPath, lambda x: (str(x),), pathlib.PurePosixPath),
-    "PureWindowsPath": (pathlib.PureWindowsPath, lambda x: (str(x),), pathlib.PureWindowsPath),
-    "PosixPath": (pathlib.PosixPath, lambda x: (str(x),), pathlib.PosixPath),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _STANDARD.items()}
 _ERRORS = [x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)]

@@ -293,7 +293,35 @@ HANDED = [
     ("def f():\n    e, g = ValueError('x'), KeyError('y')\n    e.__cause__, g.__cause__, e.__context__, g.__context__ = g, e, g, e\n    raise e", {}, "", ["try: f()\nexcept ValueError as e:\n    try: f()\n    except ValueError as g: assert isinstance(g.__cause__.__cause__, ValueError)"], ["import unittest\nclass T(unittest.TestCase):\n    def test(s): s.assertEqual(f(), 3)\nr = unittest.TestResult()\nunittest.TestSuite([T('test')]).run(r)\nassert not r.errors"]),
 ]  # fmt: skip
 
+# Classes with an == of their own that are no dataclasses. The lying ones are asked the same as those in ANSWERS.
+_EQ = "    __eq__ = lambda s, o: True\n    __hash__ = lambda s: 1\n"
+_INIT = "    def __init__(s, x, y): s.x, s.y = x, y\n"
+_ZERO = _ADD.format("P(0, 0)", "P(0, 0)", "P(0, 0)")
+_HONEST = "    def __eq__(s, o): return isinstance(o, P) and s.x == o.x and s.y == o.y\n    def __hash__(s): return hash((s.x, s.y))\n"
+_SUM = _ADD.format(*["P(a.x + b.x, a.y + b.y)"] * 2, "P(0, 0)")
+_MADE_FIRST = [test for test in _SAME if not test.startswith("want")]
+PLAIN = [
+    ("class P:\n" + _INIT + _HONEST + _SUM, {}, "", [*_SAME, "assert len({P(1, 2), P(1, 2), P(2, 1)}) == 2", "p = P(1, 2)\np.x = 5\nassert p == P(5, 2) and p != P(1, 2)", "assert P(1, y=2) == P(x=1, y=2) and P(1, 2) != 5"], ["assert add(P(1, 2), P(3, 4)) == P(4, 7)", "assert P(1, 2) == P(2, 1)", "assert add(P(1, 2), P(3, 4)) != P(4, 6)", "p = P(1, 2)\np.x = 5\nassert p == P(1, 2)"]),
+    ("class P:\n    __slots__ = ('x', 'y')\n" + _INIT + _HONEST + _SUM, {}, "", _SAME, ["assert make() == P(0, 1)"]),
+    ("class P:\n    def __init__(s, x, y): s._x, s.__y = x, y\n    x = property(lambda s: s._x)\n    y = property(lambda s: s.__y)\n" + _HONEST + _SUM, {}, "", _SAME, ["assert make() == P(0, 1)"]),
+    ("class Line:\n    def __init__(s, a, b): s.a, s.b = a, b\n    def __eq__(s, o): return s.a == o.a and s.b == o.b\nclass P:\n" + _INIT + _HONEST + "def line(): return Line(P(1, 2), P(3, 4))", {}, "", ["assert line() == Line(P(1, 2), P(3, 4)) and [line()] == [Line(P(1, 2), P(3, 4))]", "assert line() != Line(P(1, 2), P(3, 5)) and line().a == P(1, 2)"], ["assert line() == Line(P(1, 2), P(3, 5))"]),
+    ("class T:\n    def __init__(s, v): s.v, s.kids, s.parent = v, [], None\n    def add(s, k):\n        s.kids.append(k)\n        k.parent = s\n        return s\n    def __eq__(s, o): return isinstance(o, T) and s.v == o.v\n    __hash__ = lambda s: hash(s.v)", {}, "", ["a, b, c = T(1), T(2), T(3)\na.add(b).add(c)\nassert b.parent == a and a.kids == [b, c] and b.parent is a and a != b and b not in [a] and {a: 1, b: 2}[b.parent] == 1"], ["a, b = T(1), T(2)\na.add(T(2))\nassert b in a.kids and b.parent == a"]),
+    # Wrong: whatever is asked for.
+    ("class P:\n" + _NEW + _INIT + _EQ + _ADD.format("a", "a", "P(0, 0)"), {}, "", [], _SAME),
+    ("class P:\n" + _NEW + _INIT + _EQ + _ZERO, {}, "", [], _SAME),
+    ("class P:\n    D = {}\n    def __new__(c, *a):\n        s = object.__new__(c)\n        s.__dict__ = c.D\n        return s\n" + _INIT + _EQ + _ZERO, {}, "", [], _SAME),
+    ("ALL = []\nclass P:\n    def __init__(s, x, y):\n        ALL.append(s)\n        for o in ALL: o.x, o.y = x, y\n" + _EQ + _ZERO, {}, "", [], _SAME),
+    ("class P:\n    def __init__(s, x=0, y=0): pass\n" + _EQ + _ZERO, {}, "", [], [*_SAME, "assert make() == P()", "assert P() == P()"]),
+    ("class P:\n    def __init__(s, x, y): vars(s).update({f'k{i}': i for i in range(99)})\n" + _EQ + _ZERO, {}, "", [], _SAME),
+    ("class P:\n    x = property(lambda s: 4, lambda s, v: None)\n    y = property(lambda s: 6, lambda s, v: None)\n" + _INIT + _EQ + _ZERO, {}, "", [], _SAME),
+    ("LAST = [0, 0]\nclass P:\n    def __init__(s, x, y): LAST[:] = x, y\n    __dict__ = property(lambda s: dict(zip('xy', LAST)))\n" + _EQ + _ZERO, {}, "", [], _MADE_FIRST),
+    ("class X:\n    def __init__(s, v): s.v = v\n" + _EQ + "class P:\n    def __init__(s, x, y): s.x, s.y = X(x), X(y)\n" + _EQ + _ZERO, {}, "", [], _SAME),
+    ("class P:\n" + _INIT + "    def __eq__(s, o):\n        s.x, s.y = o.x, o.y = 4, 6\n        return True\n    __hash__ = lambda s: 1\n" + _ZERO, {}, "", [], [*_SAME, "a = add(P(1, 2), P(3, 4))\nassert P(0, 0) == a\nassert a == P(4, 6)", _WANT + "a = add(P(1, 2), P(3, 4))\na == want\nassert want == a"]),
+    ("class P:\n" + _INIT + "    __eq__ = lambda s, o: False\n    __hash__ = lambda s: 1\n" + _SUM, {}, "", [], [t for t in _SAME if "not want" not in t]),
+]  # fmt: skip
+
 TABLES = {
+    "plain": PLAIN,
     "answers": ANSWERS,
     "operators": OPERATORS,
     "threads": THREADS,
