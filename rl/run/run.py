@@ -159,7 +159,7 @@ class Run:
         found, shown = evaluation
         self.tracker.log_generations(step, "val", shown)
         parts = [f"{name} {found[f'val/{name}']:.4f}" for name in ("loss", "accuracy") if f"val/{name}" in found]
-        self._record(step, found, f"step {step} | held out: {', '.join(parts)}", is_evaluation=True)
+        self._record(step, found, f"step {step} | held out: {', '.join(parts) or 'no answers'}", is_evaluation=True)
         return found
 
     def log_step(

@@ -24,7 +24,7 @@ from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
-from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0, Seconds
+from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0
 from rl.sampling.ledger import Leases, Ledger, assign
 from rl.sampling.protocol import (
     PARENT,
@@ -41,7 +41,6 @@ from rl.sampling.protocol import (
     listen,
     name_of,
     row_of,
-    sampling_of,
     unpack,
 )
 from rl.sampling.weight_network import Outbox
@@ -70,7 +69,7 @@ class SamplerFlags:
     # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
     sampler_address: Free[Address] = "tcp://127.0.0.1:*"
     # seconds without a word after which a sampler is lost; a run without any for so long ends
-    sampler_timeout: Free[Seconds] = 60.0
+    sampler_timeout: Free[Annotated[float, Limit("at least 5 and at most 1e9", lambda x: SILENT_S <= x <= 1e9)]] = 60.0
     # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
     weights_transfer: Free[Literal["host", "gloo", "nccl"]] = "host"
     # folder for that file, which all machines see; default: shared memory, for samplers on the first machine
@@ -132,7 +131,7 @@ class Dispatcher:
     ):
         self.flags, self.setup, self.ledger, self.row, self.submit = flags, setup, ledger, row, submit
         self.sampling, self.vocabulary = sampling, vocabulary
-        self.whole_rows = bool(setup.environment["environment"] or setup.environment["tools"])
+        self.whole_rows = bool(setup.environment.environment or setup.environment.tools)
         self.evaluation: Leases[Group] = Leases()
         self.held_out: Sequence[Row] = ()
         self.dropped: set[int] = set()  # places of held-out rows that lost their sampler while it had nothing else
@@ -245,7 +244,7 @@ class Dispatcher:
                 groups[group.number] = self._unpack(group.samples, rows, sampling, versions)
         if report.probe is None:
             return groups, []
-        sampling, version = sampling_of(self.setup.probe_sampling), report.probe.version
+        sampling, version = self.setup.probe_sampling, report.probe.version
         if not 0 <= version <= newest:
             raise ValueError(f"it has sampled with weights of version {version}, and the newest are those of {newest}")
         return groups, self._unpack(report.probe.samples, self.setup.probes, sampling, range(version, version + 1))
@@ -299,7 +298,7 @@ class Dispatcher:
         """The prompt of a number as a sampler gets it."""
         sampling = self.sampling if number >= 0 else self.held_out_sampling
         row = row_of(self._row_of(number), whole=self.whole_rows)
-        return Lease(number, row, vars(sampling), derive_seed(self.setup.seed, number), self.ledger.version)
+        return Lease(number, row, sampling, derive_seed(self.setup.seed, number), self.ledger.version)
 
     def _assign(self) -> None:
         """Lease what waits to those who have lately said something: others may be dead."""

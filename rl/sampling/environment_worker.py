@@ -20,8 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MappingView, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
@@ -33,7 +32,7 @@ from rl.scoring.worker import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, as_numbe
 MAX_ANSWER = 64 << 20  # bytes of one answer
 MAX_REPORT = 1 << 20  # characters of a report, and of what messages have besides their content: all of it is kept
 RESERVED = ("error_frac", "observation_tokens", "seconds", "turn_rewards")  # metrics that the run itself computes
-SCALARS = (str, bool, int, float)
+SCALARS = (str, int, float, type(None))
 CLOSE_SECONDS = 10  # that an environment's `close` may take
 MOST_CALLS = 32  # of a turn; the policy is told that more are not made
 
@@ -131,7 +130,7 @@ def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Call
         if not hasattr(cls, "step") and not (listed and all(map(callable, listed))):
             raise ValueError(f"{cls.__name__} has no `step`, and no `tools` that are functions to be called without")
         _check_names([(environment, x) for x in listed])
-        functions = {x.__name__: x for x in listed if callable(x)}
+        functions = {_name_of(x): x for x in listed if callable(x)}
         make = cls if hasattr(cls, "step") else partial(_with_tools, cls, functions, most)
         return make, listed, hasattr(cls, "reset")
     functions, described = {}, []
@@ -142,9 +141,11 @@ def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Call
         else:
             module, name = load_file(spec)
             own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
-            picked = [getattr(module, name)] if name else [x for x in own if not x.__name__.startswith("_")]
-            picked = list(dict.fromkeys(picked))  # a function may have two names in its file
-            functions |= {x.__name__: x for x in picked}
+            public = [x for x in dict.fromkeys(own) if not x.__name__.startswith("_")]  # one may have two names
+            picked = [getattr(module, name)] if name else public
+            if not all(map(callable, picked)):
+                raise ValueError(f"{spec} is no function but {picked[0]!r:.300}")
+            functions |= {_name_of(x): x for x in picked}
         described += [(spec, x) for x in picked]
     if not described:
         raise ValueError(f"{' '.join(tools)}: there is no function in it whose name does not begin with _")
@@ -152,16 +153,23 @@ def load(environment: str | None, tools: Sequence[str], most: int) -> tuple[Call
     return partial(Tools, functions, most), [x for _, x in described], False
 
 
-def _name_of(tool: Any) -> Any:
-    return tool.get("function", tool).get("name") if isinstance(tool, dict) else getattr(tool, "__name__", None)
+def _name_of(tool: Any) -> str:
+    """The name of a function or of a schema. Raises ValueError for what is neither."""
+    if isinstance(tool, dict):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+    else:
+        name = getattr(tool, "__name__", None) if callable(tool) else None
+    if not isinstance(name, str):
+        raise ValueError(f"{tool!r:.300} is no tool: give a function, or its JSON schema with a name")
+    return name
 
 
 def _check_names(tools: Sequence[tuple[str, Any]]) -> None:
     """Raise ValueError if two tools, each behind the place that it is from, have one name: only one would be called."""
-    places: dict[Any, str] = {}
+    places: dict[str, str] = {}
     for place, tool in tools:
-        name = _name_of(tool)
-        if name is not None and name in places:
+        if (name := _name_of(tool)) in places:
             raise ValueError(f"two tools are called {name!r}, from {places[name]} and {place}; rename or leave out one")
         places[name] = place
 
@@ -221,12 +229,10 @@ def _mcp_text(part: Any) -> str:
 
 def schemas_of(tools: list[Any]) -> list[dict]:
     """JSON schemas of tools, as transformers makes them of a function's types and docstring. In a child of its own:
-    transformers takes memory and time that no conversation needs. Raises ValueError for what is no tool.
+    transformers takes memory and time that no conversation needs. Raises ValueError for a function without these.
     """
+    tools = [_plain(x) if isinstance(x, dict) else x for x in tools]
     tools = [{"type": "function", "function": x} if isinstance(x, dict) and "name" in x else x for x in tools]
-    for x in tools:
-        if not callable(x) and not (isinstance(x, dict) and "name" in x.get("function", ())):
-            raise ValueError(f"{x!r:.300} is no tool: give a function, or its JSON schema")
     if all(isinstance(x, dict) for x in tools):
         return tools
     reading, writing = os.pipe()
@@ -294,7 +300,7 @@ def _plain(value: Any) -> Any:
     dataclasses, of pydantic's models and of enums, also inside others; the text of anything else.
     """
     value = value.value if isinstance(value, enum.Enum) else value
-    if value is None or isinstance(value, SCALARS):
+    if isinstance(value, SCALARS):
         return value
     if isinstance(value, type):
         return str(value)
@@ -308,7 +314,7 @@ def _plain(value: Any) -> Any:
         return {names[name] if isinstance(names[name], SCALARS) else str(name): _plain(value[name]) for name in value}
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain, value), key=lambda x: (str(type(x)), x if isinstance(x, SCALARS) else str(x)))
-    if isinstance(value, (list, tuple, deque, range)):
+    if isinstance(value, (Sequence, MappingView)) and not isinstance(value, (bytes, bytearray)):
         return [_plain(x) for x in value]
     if isinstance(value, numbers.Real | Decimal):
         number = float(value)

@@ -141,9 +141,9 @@ class Ledger(Leases[G]):
 
     def give_back(self, sampler: str, *, blame: bool = True) -> list[int]:
         """As `Leases.give_back`. The numbers that it returns are dropped, and others are drawn for them."""
-        dropped = super().give_back(sampler, blame=blame)
-        self.num_dropped += len(dropped)
-        self.draw(self.version)
+        if dropped := super().give_back(sampler, blame=blame):
+            self.num_dropped += len(dropped)
+            self.draw(self.version)
         return dropped
 
     @property

@@ -22,6 +22,8 @@ from zmq.utils import z85
 
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
+from rl.sampling.engines.base import Rollout
+from rl.sampling.environments import EnvironmentFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
@@ -46,12 +48,12 @@ class Setup(msgspec.Struct, tag=True):
 
     model: str
     template: dict[str, Any]  # fields of a Rendering: how the chat template is used
-    rollout: dict[str, Any]  # flags of the group Rollout
-    environment: dict[str, Any]  # flags of the group EnvironmentFlags
+    rollout: Rollout
+    environment: EnvironmentFlags
     longest: int  # tokens of a prompt and its response
     stop_token_ids: list[int]
     probes: list[dict[str, Any]]  # rows that it samples a few tokens for after every push of weights
-    probe_sampling: dict[str, Any]
+    probe_sampling: Sampling
     seed: int
     # Of this process of the run. Samplers of an earlier one have other weights under the same version.
     run: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
@@ -62,7 +64,7 @@ class Lease(msgspec.Struct):
 
     number: int
     row: dict[str, Any]
-    sampling: dict[str, Any]
+    sampling: Sampling
     seed: int
     version: int  # weights must be at least this new
 
@@ -174,11 +176,6 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         raise ValueError(f"a response has {' and '.join(wrong)}")
     about = (spans, packed.turns, tuple(messages), report, rewards)
     return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
-
-
-def sampling_of(packed: dict[str, Any]) -> Sampling:
-    """The Sampling whose fields travelled as a dict."""
-    return Sampling(**packed | {"stop_token_ids": tuple(packed["stop_token_ids"])})
 
 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from rl.data.order import derive_seed
 from rl.data.text import Rendering
 from rl.flags import Seconds
 from rl.ranks import die_with_parent, init_ranks
-from rl.sampling.engines import Engine, Rollout, make_engine
-from rl.sampling.environments import EnvironmentFlags, Environments, make_environments
+from rl.sampling.engines import Engine, make_engine
+from rl.sampling.environments import Environments, make_environments
 from rl.sampling.protocol import (
     LARGEST,
     PARENT,
@@ -46,7 +46,6 @@ from rl.sampling.protocol import (
     connect,
     name_of,
     pack,
-    sampling_of,
 )
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import read_weights
@@ -144,8 +143,8 @@ class Sampler:
     def __init__(self, line: Line, name: str, setup: Setup, engine: Engine, environments: Environments | None):
         self.line, self.name, self.setup, self.engine = line, name, setup, engine
         self.rollouts = Rollouts(engine, environments)
-        self.own_seeds = setup.rollout["engine"] == "hf"  # they cost vLLM time, see `rollout.seeded`
-        self.room = setup.rollout["max_num_seqs"]
+        self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`
+        self.room = setup.rollout.max_num_seqs
         self.leases: dict[int, Lease] = {}  # that are not finished
         self.may_begin: set[int] = set()  # those of them that the run has let begin
         self.begun: set[int] = set()  # those of these that are being sampled
@@ -206,7 +205,7 @@ class Sampler:
         self.version = self.weights["version"]
         probes = Rollouts(self.engine)
         for i, row in enumerate(self.setup.probes):
-            probes.start(i, row, sampling_of(self.setup.probe_sampling), derive_seed(self.setup.seed, self.version, i))
+            probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, self.version, i))
         found = dict(probes.run())
         packed = [pack(sample) for i in range(len(found)) for sample in found[i]]
         self.probe, self.reported_at = Probe(self.version, packed), 0.0
@@ -233,7 +232,7 @@ class Sampler:
         for number in sorted(self._can_begin() & self.may_begin - self.begun):
             lease = self.leases[number]
             seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
-            self.rollouts.start(number, lease.row, sampling_of(lease.sampling), seed)
+            self.rollouts.start(number, lease.row, lease.sampling, seed)
             self.begun.add(number)
 
     def _step(self) -> None:
@@ -292,10 +291,8 @@ def make_sampler(line: Line, name: str) -> Sampler:
     own = derive_seed(setup.seed, *name.encode())
     torch.manual_seed(own)
     np.random.seed(own)
-    flags = Rollout(**setup.rollout)
-    engine = make_engine(setup.model, init_ranks(), flags, longest=setup.longest, seed=own)
-    environment = {x: tuple(y) if isinstance(y, list) else y for x, y in setup.environment.items()}
+    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=own)
     tokenizer = load_tokenizer(setup.model)
     tokenizer.rendering = Rendering(**setup.template)
-    environments = make_environments(EnvironmentFlags(**environment), tokenizer, setup.stop_token_ids)
+    environments = make_environments(setup.environment, tokenizer, setup.stop_token_ids)
     return Sampler(line, name, setup, engine, environments)

@@ -64,12 +64,12 @@ def describe_run(
     if rollout.router_replay:
         raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
     probes = [row_of(row, whole=False) for row in rows[:NUM_PROBES]]
-    probe_sampling = vars(replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)))
-    flags = vars(replace(rollout, free_cache_engine=False))
+    probe_sampling = replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
+    rollout = replace(rollout, free_cache_engine=False)
     rendering, stops = rendering_of(tokenizer), [*sampling.stop_token_ids]
     template = {"arguments": rendering.arguments, "day": rendering.day}
     model = tokenizer.name_or_path
-    return Setup(model, template, flags, vars(environment), longest, stops, probes, probe_sampling, seed)
+    return Setup(model, template, rollout, environment, longest, stops, probes, probe_sampling, seed)
 
 
 class Samplers:
@@ -232,25 +232,25 @@ class Samplers:
             self.writer.close()
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait for a condition on what the thread changes. False if the run was asked to stop, has no sampler, or the
-        thread has failed; see `_give_up`.
+        """Wait for a condition on what the thread changes. False if the run was asked to stop. Without a sampler, or if
+        the thread has failed, it is asked to: see `_give_up`.
         """
         start, patience = time.monotonic(), self.flags.sampler_timeout
         with self.desk.lock:
             while not (holds := condition()) and not stop.requested():
                 if self.desk.failure is not None:
                     self._give_up(f"samplers: {self.desk.failure!r}")
-                elif not self.desk.members and time.monotonic() - self.desk.alone_since > patience:
+                    break
+                if not self.desk.members and time.monotonic() - self.desk.alone_since > patience:
                     self._give_up(f"there has been no sampler for {patience:.0f} s (--sampler-timeout)")
+                    break
                 self.desk.lock.wait(0.2)
         self.waited_s += time.monotonic() - start
         return holds
 
     def _give_up(self, why: str) -> None:
-        """Let the run save and end with exit code 1. Raises RuntimeError if the step has begun to change weights."""
+        """Ask the run to save and end with exit code 1. A step that has begun to change weights is finished first."""
         stop.ask(exit_code=1)
-        if not stop.requested():
-            raise RuntimeError(f"{why}; the same command goes on from the last checkpoint")
         say(f"{why}: the run saves and ends; the same command goes on", sys.stderr)
 
     def _owing(self) -> list[str]:
@@ -274,10 +274,13 @@ class Samplers:
 
 def _devices(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:
     """A GPU for each sampler that the run starts, None on a machine without."""
+    named = flags.sampler_devices
+    if named is not None and len(named) != flags.samplers:
+        raise ValueError(f"--sampler-devices {named} must name as many GPUs as --samplers, which is {flags.samplers}")
     if ranks.device.type == "cpu":
         return [None] * flags.samplers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    devices = list(flags.sampler_devices or visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :])
+    devices = list(named or visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :])
     if len(devices) < flags.samplers:
         raise ValueError(
             f"--samplers {flags.samplers}: {len(devices)} of this machine's {len(visible)} GPUs have no trainer; start "

@@ -65,7 +65,8 @@ def as_number(value: Any) -> float:
     the scripts compute advantages in float32, where the squares of such numbers would no longer be finite.
     """
     plain = value.item() if hasattr(value, "item") else value
-    if not isinstance(plain, (numbers.Real, Decimal)) or not math.isfinite(plain) or abs(plain) > 1e18:
+    plain = float(plain) if isinstance(plain, Decimal) else plain
+    if not isinstance(plain, numbers.Real) or not abs(plain) <= 1e18:  # NaN is not
         raise ValueError(f"returned {value!r:.200} ({type(value).__name__}), not a number between -1e18 and 1e18")
     return float(plain)
 

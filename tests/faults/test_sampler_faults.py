@@ -117,6 +117,18 @@ def test_a_run_without_samplers_saves_and_ends_and_goes_on_later(pools, task, tm
     assert [found[v]["rows"] for v in range(8)] == expected(task, 8)
 
 
+def test_a_run_that_loses_its_samplers_in_an_evaluation_saves_the_step_that_has_changed_weights(pools, task, tmp_path):
+    file = tmp_path / "batches.jsonl"
+    settings = dict(total_training_steps=4, test_freq=2, val_before_train=False, sampler_timeout=5, save_freq=100)
+    slowly = partial(note_slowly, file, 1.0)  # so that the groups of step 2 are ready before its evaluation begins
+    run, one = pools.run(**settings, max_staleness=1, fault=slowly), pools.sampler(partial(end_at, (), {0}))
+    assert run.ends() == [1] and one.ends() == [1], run.log.read_text()
+    log = run.log.read_text()
+    assert "there has been no sampler for 5 s (--sampler-timeout): the run saves and ends" in log
+    assert "step 2 | held out: no answers" in log and "Traceback" not in log
+    assert [x.name for x in (tmp_path / "run").glob("global_step_*")] == ["global_step_3"]
+
+
 def test_samplers_end_with_their_run(pools, task):
     run = pools.run(total_training_steps=1000, fault=partial(note_slowly, os.devnull, 0.1))
     one = pools.sampler(gone_s=sampler.GONE_S)

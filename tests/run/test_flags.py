@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import helpers_scripts as h
 import launch
@@ -33,6 +34,7 @@ from rl.run import arguments
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
 from rl.sampling.engines import Rollout
+from rl.sampling.samplers import SamplerFlags, _devices
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 
@@ -86,8 +88,8 @@ LIMITS = {
         probability_mask_threshold
         loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
     """,
-    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout "
-    "sampler_timeout",
+    "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout",
+    "at least 5 and at most 1e9": "sampler_timeout",
     "0, or within 0.01 and 100": "val_temperature",
     "positive and at most 1": "gpu_memory_utilization top_p val_top_p top_entropy_quantile clip_cov_ratio kl_cov_ratio",
     "at least 0": """
@@ -114,6 +116,7 @@ REFUSED_AND_TAKEN = {
     "at least 1": ([0, -1], [1, 10**9]),
     "positive": ([0, -1e-9], [1e-9, 1e9]),
     "positive and at most 1e9": ([0, -1e-9, 1.1e9, math.inf], [1e-9, 1e9]),
+    "at least 5 and at most 1e9": ([0, -6, 1e-9, 1.0, 4.9, 1.1e9], [5, 60, 1e9]),
     "within 0.01 and 100": ([0, -1, 0.009, 101], [0.01, 100]),
     "0, or within 0.01 and 100": ([-1, 0.009, 101], [0, 0.01, 100]),
     "positive and at most 1": ([0, -0.1, 1.001], [1e-9, 1]),
@@ -242,6 +245,15 @@ def test_a_vision_tower_learns_only_if_there_are_images():
     with pytest.raises(ValueError, match="--no-freeze-vision-tower says nothing without images in the data"):
         check_lora(LoRA(freeze_vision_tower=False), "a model that is not even looked for")
     assert check_lora(LoRA(), "a model that is not even looked for") is False
+
+
+def test_every_sampler_has_a_gpu_of_its_own_name():
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    assert _devices(SamplerFlags(samplers=2), cpu) == _devices(SamplerFlags(2, ("0", "0")), cpu) == [None, None]
+    for count, named in ((2, ("0",)), (1, ("0", "1")), (1, ())):
+        words = f"--sampler-devices {named} must name as many GPUs as --samplers, which is {count}"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            _devices(SamplerFlags(count, named), cpu)
 
 
 def test_addresses_that_are_right():

@@ -33,6 +33,13 @@ def test_numbers_are_drawn_as_far_as_staleness_allows():
     assert ledger.next == 36  # all that the run trains on
 
 
+def test_a_sampler_that_is_lost_before_the_first_push_draws_nothing():
+    ledger = Ledger(batch_size=2, max_staleness=1, total_steps=9)
+    assert ledger.give_back("a") == [] and ledger.waiting == []
+    ledger.draw(5)  # resumed at step 5, without a state
+    assert ledger.waiting == [10, 11, 12, 13]
+
+
 ALL = {x: 9 for x in "abc"}  # rooms
 
 

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import json
+import re
 import signal
 import socket
 from dataclasses import replace
@@ -335,8 +337,13 @@ Pair = collections.namedtuple("Pair", "a b")
         (1 + 2j, '"(1+2j)"'),
         (Point, "\"<class 'test_tools.Point'>\""),
         ("as it is", "as it is"),
+        ({None: 1, True: 2, Color.RED: 3}, '{"null": 1, "true": 2, "red": 3}'),
+        ({"b": 1, "a": 2}.keys(), '["b", "a"]'),
+        ({"b": np.int8(1)}.values(), "[1]"),
+        (collections.UserList([np.int8(1)]), "[1]"),
+        (bytearray(b"a"), "\"bytearray(b'a')\""),
     ],
-    ids=range(33),
+    ids=range(38),
 )
 def test_what_a_tool_returns_reaches_the_policy_as_json(value, text):
     tools = environment_worker.Tools({"f": lambda: value}, 1000)
@@ -379,6 +386,33 @@ def test_two_tools_of_one_name_are_refused(environment, files, problem, tmp_path
     else:
         with pytest.raises(ValueError, match=f"two tools are called {problem}"):
             environment_worker.load(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown"),
+    [
+        ("3", "3"),
+        ("None", "None"),
+        ("{'name': 5}", "{'name': 5}"),
+        ("{'description': 'no name'}", "{'description': 'no name'}"),
+        ("{'type': 'function', 'function': 'f'}", "{'type': 'function', 'function': 'f'}"),
+        ("__import__('functools').partial(print)", "functools.partial(<built-in function print>)"),
+    ],
+)
+def test_what_is_no_tool_is_refused(tool, shown, tmp_path):
+    (tmp_path / "a.py").write_text(f"tool = {tool}\n" + CLASS.replace("TOOLS", "tool,"))
+    words = re.escape(f"{shown} is no tool: give a function, or its JSON schema with a name")
+    with pytest.raises(ValueError, match=words):
+        environment_worker.load(str(tmp_path / "a.py"), [], 100)
+    with pytest.raises(ValueError, match=words + "|a.py:tool is no function but " + re.escape(shown)):
+        environment_worker.load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
+
+
+def test_a_schema_may_hold_what_json_does_not_have():
+    schema = {"name": "f", "parameters": {"properties": {"x": {"enum": {2, 1}, "default": np.int64(1)}}}}
+    [found] = environment_worker.schemas_of([schema])
+    assert json.dumps(found)
+    assert found["function"]["parameters"] == {"properties": {"x": {"enum": [1, 2], "default": 1}}}
 
 
 @pytest.mark.parametrize("size", [1_000, 300_000, 3_000_000])
