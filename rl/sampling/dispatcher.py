@@ -25,29 +25,13 @@ from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0
+from rl.sampling import protocol
 from rl.sampling.ledger import Leases, Ledger, assign
-from rl.sampling.protocol import (
-    PARENT,
-    PROTOCOL,
-    TOKEN,
-    End,
-    Join,
-    Lease,
-    Orders,
-    PackedSample,
-    Report,
-    Setup,
-    ToRun,
-    listen,
-    name_of,
-    row_of,
-    unpack,
-)
 from rl.sampling.weight_network import Outbox
 from rl.scoring.pool import Ticket
 
 POLL_MS = 20
-SILENT_S = 5.0  # nobody waits for the probe of a sampler that has said nothing for so long
+SILENT_S = 5.0  # a sampler that has said nothing for so long gets no prompt, and nobody waits for its probe
 START_S = 900.0  # in which a sampler builds its engine
 MAX_RESTARTS = 3  # of a sampler on this machine, in a row in which it finishes no group
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -101,7 +85,7 @@ class Local:
     @property
     def name(self) -> str:
         """How its sampler calls itself."""
-        return name_of(self.process.pid) if self.process is not None else ""
+        return protocol.name_of(self.process.pid) if self.process is not None else ""
 
 
 Group = tuple[Row, list[Sample], Ticket]
@@ -120,7 +104,7 @@ class Dispatcher:
     def __init__(
         self,
         flags: SamplerFlags,
-        setup: Setup,
+        setup: protocol.Setup,
         ledger: Ledger[Group],
         row: Callable[[int], Row],
         sampling: Sampling,
@@ -144,9 +128,9 @@ class Dispatcher:
         self.alone_since = time.monotonic() + START_S - flags.sampler_timeout
         self.lock, self.closing = threading.Condition(), False
         self.failure: Exception | None = None
-        self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToRun)
-        self.token = os.environ.get(TOKEN) or secrets.token_hex(16)
-        self.socket, self.address = listen(flags.sampler_address, self.token, zmq.Context())
+        self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(protocol.ToRun)
+        self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
+        self.socket, self.address = protocol.listen(flags.sampler_address, self.token, zmq.Context())
         self.outbox: Outbox | None = None
         if flags.weights_transfer != "host":
             self.outbox = Outbox(flags.weights_transfer, self.address, device, flags.sampler_timeout)
@@ -160,6 +144,11 @@ class Dispatcher:
             self.held_out, self.held_out_sampling = rows, sampling
             first = -len(rows) * (self.ledger.version + 1)
             self.evaluation = Leases(first + i for i in range(len(rows)) if i not in self.dropped)
+
+    def heard(self) -> dict[str, Member]:
+        """The samplers that have lately said something; others may be dead."""
+        now = time.monotonic()
+        return {identity: member for identity, member in self.members.items() if now - member.seen_at < SILENT_S}
 
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
@@ -188,7 +177,7 @@ class Dispatcher:
         except Exception as error:  # the main thread raises it
             self.failure = error
         for identity in self.members:
-            self._send(identity, End("the run is complete" if self.failure is None else "the run has failed"))
+            self._send(identity, protocol.End("the run is complete" if self.failure is None else "the run has failed"))
         for process in filter(None, (local.process for local in self.locals)):
             try:
                 process.wait(5)
@@ -196,7 +185,7 @@ class Dispatcher:
                 process.kill()
         self.socket.close(linger=1000)
 
-    def _send(self, identity: str, message: Setup | Orders | End) -> None:
+    def _send(self, identity: str, message: protocol.Setup | protocol.Orders | protocol.End) -> None:
         self.socket.send_multipart([bytes.fromhex(identity), self.encoder.encode(message)])
 
     def _hear(self, identity: str, frames: list[zmq.Frame]) -> None:
@@ -207,16 +196,16 @@ class Dispatcher:
             if len(frames) != 1:
                 raise ValueError(f"it has {len(frames)} parts")
             message = self.decoder.decode(frames[0].buffer)
-            if isinstance(message, Join):
-                if message.protocol != PROTOCOL:
-                    raise ValueError(f"it speaks protocol {message.protocol}, not {PROTOCOL}")
+            if isinstance(message, protocol.Join):
+                if message.protocol != protocol.PROTOCOL:
+                    raise ValueError(f"it speaks protocol {message.protocol}, not {protocol.PROTOCOL}")
                 self._send(identity, self.setup)
                 self.alone_since = time.monotonic() + START_S - self.flags.sampler_timeout  # it builds its engine now
                 return
             groups, probe = self._samples_of(identity, message)
         except (ValueError, msgspec.DecodeError) as error:
             self.refused.add(identity)
-            self._send(identity, End(str(error)))
+            self._send(identity, protocol.End(str(error)))
             if identity in self.members:
                 self._lose(identity, f"its message is wrong: {error}")
             else:
@@ -225,7 +214,7 @@ class Dispatcher:
             return
         self._note(identity, message, groups, probe)
 
-    def _samples_of(self, identity: str, report: Report) -> tuple[Groups, list[Sample]]:
+    def _samples_of(self, identity: str, report: protocol.Report) -> tuple[Groups, list[Sample]]:
         """The groups of a report that are leased to its sampler, and its probe. A group may also be nobody's, or come
         twice: then nothing happens. Raises ValueError if a number cannot be right.
         """
@@ -235,28 +224,31 @@ class Dispatcher:
         if not -1 <= report.version <= newest:
             raise ValueError(f"it has weights of version {report.version}, and the newest are those of {newest}")
         groups: Groups = {}
-        for group in report.groups:
-            leases, sampling, oldest = self.ledger, self.sampling, max(self.ledger.oldest(group.number), 0)
-            if group.number < 0:
-                leases, sampling, oldest = self.evaluation, self.held_out_sampling, newest
-            if leases.leased.get(group.number) == identity:
-                rows, versions = [self._row_of(group.number)] * sampling.n, range(oldest, newest + 1)
-                groups[group.number] = self._unpack(group.samples, rows, sampling, versions)
+        for number, samples in ((group.number, group.samples) for group in report.groups):
+            leases, sampling = self._pool(number)
+            if leases.leased.get(number) == identity:
+                oldest = max(self.ledger.oldest(number), 0) if number >= 0 else newest
+                rows, versions = [self._row_of(number)] * sampling.n, range(oldest, newest + 1)
+                groups[number] = self._unpack(samples, rows, sampling, versions)
         if report.probe is None:
             return groups, []
-        sampling, version = self.setup.probe_sampling, report.probe.version
-        if not 0 <= version <= newest:
+        if not 0 <= (version := report.probe.version) <= newest:
             raise ValueError(f"it has sampled with weights of version {version}, and the newest are those of {newest}")
-        return groups, self._unpack(report.probe.samples, self.setup.probes, sampling, range(version, version + 1))
+        rows, sampling, versions = self.setup.probes, self.setup.probe_sampling, range(version, version + 1)
+        return groups, self._unpack(report.probe.samples, rows, sampling, versions)
 
     def _unpack(
-        self, packed: list[PackedSample], rows: Sequence[Row], sampling: Sampling, versions: range
+        self, packed: list[protocol.PackedSample], rows: Sequence[Row], sampling: Sampling, versions: range
     ) -> list[Sample]:
         if len(packed) != len(rows):
             raise ValueError(f"{len(packed)} responses have come, where {len(rows)} are due")
-        return [unpack(x, row, sampling, self.vocabulary, versions) for x, row in zip(packed, rows, strict=True)]
+        return [protocol.unpack(x, rows[i], sampling, self.vocabulary, versions) for i, x in enumerate(packed)]
 
-    def _note(self, identity: str, report: Report, groups: Groups, probe: list[Sample]) -> None:
+    def _pool(self, number: int) -> tuple[Leases[Group], Sampling]:
+        """Where a number belongs, and how its prompt is answered."""
+        return (self.ledger, self.sampling) if number >= 0 else (self.evaluation, self.held_out_sampling)
+
+    def _note(self, identity: str, report: protocol.Report, groups: Groups, probe: list[Sample]) -> None:
         """Take what a sampler says of itself, and answer it."""
         now = time.monotonic()
         if identity not in self.members:
@@ -269,8 +261,8 @@ class Dispatcher:
         if report.probe is not None:
             member.probe = report.probe.version, probe
         for number, samples in groups.items():
-            row, leases = self._row_of(number), self.ledger if number >= 0 else self.evaluation
-            leases.finish(number, identity, (row, samples, self.submit(row, samples)))
+            row = self._row_of(number)
+            self._pool(number)[0].finish(number, identity, (row, samples, self.submit(row, samples)))
             for local in self.locals:
                 local.starts = 1 if local.name == member.name else local.starts
         for leases in (self.evaluation, self.ledger):
@@ -289,21 +281,19 @@ class Dispatcher:
         if newer is not None and self.outbox is not None:
             newer = self.outbox.offer(identity, newer)
         new, old = [self._lease(n) for n in held if n not in member.holding], member.holding.difference(held)
-        self._send(identity, Orders(new, begin, sorted(old), newer))
+        self._send(identity, protocol.Orders(new, begin, sorted(old), newer))
 
     def _row_of(self, number: int) -> Row:
         return self.row(number) if number >= 0 else self.held_out[number % len(self.held_out)]
 
-    def _lease(self, number: int) -> Lease:
+    def _lease(self, number: int) -> protocol.Lease:
         """The prompt of a number as a sampler gets it."""
-        sampling = self.sampling if number >= 0 else self.held_out_sampling
-        row = row_of(self._row_of(number), whole=self.whole_rows)
-        return Lease(number, row, sampling, derive_seed(self.setup.seed, number), self.ledger.version)
+        row, (_, sampling) = protocol.row_of(self._row_of(number), whole=self.whole_rows), self._pool(number)
+        return protocol.Lease(number, row, sampling, derive_seed(self.setup.seed, number), self.ledger.version)
 
     def _assign(self) -> None:
-        """Lease what waits to those who have lately said something: others may be dead."""
-        now = time.monotonic()
-        members = {x: member for x, member in self.members.items() if now - member.seen_at < SILENT_S}
+        """Lease what waits to samplers."""
+        members = self.heard()
         rooms = {identity: member.room for identity, member in members.items()}
         idle = {identity for identity, member in members.items() if not member.holding}
         pools = (self.evaluation, self.held_out_sampling.n), (self.ledger, self.sampling.n)
@@ -356,10 +346,9 @@ class Dispatcher:
 
     def _start(self, device: str | None) -> subprocess.Popen:
         """Start a sampler on this machine."""
-        of_a_rank = {name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC")}
-        kept = {name: x for name, x in os.environ.items() if name not in of_a_rank}
-        own = {TOKEN: self.token, PARENT: str(os.getpid())}
-        if device is not None:
-            own["CUDA_VISIBLE_DEVICES"] = device
+        kept = [x for x in os.environ if x not in OF_A_RANK and not x.startswith("TORCHELASTIC")]
+        env = {name: os.environ[name] for name in kept}
+        env |= {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
+        env |= {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         here = self.address.replace("0.0.0.0", "127.0.0.1")
-        return children.start("rl.sampler.run", "--connect", here, env=kept | own)
+        return children.start("rl.sampler.run", "--connect", here, env=env)

@@ -185,38 +185,40 @@ def _with_tools(cls: type, functions: dict[str, Callable], most: int) -> Any:
 
 def _mcp_tools(url: str) -> list[dict]:
     """The schemas of a tool server's tools."""
-    from mcp import Client
 
-    async def ask() -> list[Any]:
-        async with Client(url) as client:
-            page = await client.list_tools()
-            found, cursors = [*page.tools], set()
-            while page.next_cursor is not None:
-                if page.next_cursor in cursors:
-                    raise ValueError(f"{url} lists its tools in a circle: page {page.next_cursor!r} came before")
-                cursors.add(page.next_cursor)
-                page = await client.list_tools(cursor=page.next_cursor)
-                found += page.tools
-            return found
+    async def ask(client: Any) -> list[Any]:
+        page = await client.list_tools()
+        found, cursors = [*page.tools], set()
+        while page.next_cursor is not None:
+            if page.next_cursor in cursors:
+                raise ValueError(f"{url} lists its tools in a circle: page {page.next_cursor!r} came before")
+            cursors.add(page.next_cursor)
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+        return found
 
-    listed = asyncio.run(ask())
-    found = [dict(name=x.name, description=x.description or "", parameters=x.input_schema) for x in listed]
-    return [{"type": "function", "function": x} for x in found]
+    listed = _mcp_answer(url, ask)
+    return [dict(name=x.name, description=x.description or "", parameters=x.input_schema) for x in listed]
 
 
 def _mcp_call(url: str, name: str, /, **arguments: Any) -> str:
     """What a tool of a server returns, as text. Raises RuntimeError with it if that is an error."""
-    from mcp import Client
-
-    async def ask() -> Any:
-        async with Client(url) as client:
-            return await client.call_tool(name, arguments)
-
-    result = asyncio.run(ask())
+    result = _mcp_answer(url, lambda client: client.call_tool(name, arguments))
     text = "\n".join(map(_mcp_text, result.content))
     if result.is_error:
         raise RuntimeError(text)
     return text if result.content or result.structured_content is None else json.dumps(result.structured_content)
+
+
+def _mcp_answer(url: str, ask: Callable[[Any], Any]) -> Any:
+    """What `ask` gets from a client of a tool server, for which it may wait."""
+    from mcp import Client
+
+    async def connect() -> Any:
+        async with Client(url) as client:
+            return await ask(client)
+
+    return asyncio.run(connect())
 
 
 def _mcp_text(part: Any) -> str:

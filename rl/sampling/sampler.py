@@ -28,25 +28,9 @@ from rl.data.order import derive_seed
 from rl.data.text import Rendering
 from rl.flags import Seconds
 from rl.ranks import die_with_parent, init_ranks
+from rl.sampling import protocol
 from rl.sampling.engines import Engine, make_engine
 from rl.sampling.environments import Environments, make_environments
-from rl.sampling.protocol import (
-    LARGEST,
-    PARENT,
-    TOKEN,
-    End,
-    Group,
-    Join,
-    Lease,
-    Orders,
-    Probe,
-    Report,
-    Setup,
-    ToSampler,
-    connect,
-    name_of,
-    pack,
-)
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import read_weights
 from rl.sampling.weight_network import Receiving
@@ -81,33 +65,33 @@ class Line:
     def __init__(self, address: str, token: str, patience_s: float):
         self.host = urllib.parse.urlparse(address).hostname
         self.context = zmq.Context()
-        self.socket = connect(address, token, self.context)
+        self.socket = protocol.connect(address, token, self.context)
         self.events = self.socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self.patience_s, self.heard_at = patience_s, time.monotonic()
         self.lost_at: float | None = None  # since when there is no connection; None: there is one
         self.is_known, self.refusals = False, 0  # whether the run ever spoke; connections that it ended before
-        self.reader, self.writer = msgspec.msgpack.Decoder(ToSampler), msgspec.msgpack.Encoder()
+        self.reader, self.writer = msgspec.msgpack.Decoder(protocol.ToSampler), msgspec.msgpack.Encoder()
 
-    def send(self, message: Join | Report) -> None:
+    def send(self, message: protocol.Join | protocol.Report) -> None:
         """Send a message, at once or when there is a connection. Raises RuntimeError if the run would not take it."""
-        if len(encoded := self.writer.encode(message)) > LARGEST:
-            raise RuntimeError(f"a group has {len(encoded)} bytes, above {LARGEST}: lower --rollout-n")
+        if len(encoded := self.writer.encode(message)) > protocol.LARGEST:
+            raise RuntimeError(f"a group has {len(encoded)} bytes, above {protocol.LARGEST}: lower --rollout-n")
         self.socket.send(encoded)
 
-    def leave(self, report: Report) -> None:
+    def leave(self, report: protocol.Report) -> None:
         """Tell the run why this sampler ends."""
         self.send(report)
         self.context.destroy(linger=2000)
 
-    def receive(self, wait_s: float) -> list[Setup | Orders]:
+    def receive(self, wait_s: float) -> list[protocol.Setup | protocol.Orders]:
         """What has come, waiting so long for the first message."""
         found = []
         while self.socket.poll(0 if found else 1000 * wait_s):
             message = self.reader.decode(self.socket.recv())
             self.heard_at, self.is_known = time.monotonic(), True
-            if isinstance(message, End):
+            if isinstance(message, protocol.End):
                 raise Gone(message.reason)
             found.append(message)
         while self.events.poll(0):
@@ -128,34 +112,35 @@ class Line:
             if not self.is_known and self.refusals == REFUSALS:
                 raise ValueError("the run refuses this sampler: --token is that of another run")
 
-    def join(self, name: str) -> Setup:
+    def join(self, name: str) -> protocol.Setup:
         """Ask for work until the run answers."""
         while True:
-            self.send(Join(name))
+            self.send(protocol.Join(name))
             for message in self.receive(wait_s=2.0):
-                if isinstance(message, Setup):
+                if isinstance(message, protocol.Setup):
                     return message
 
 
 class Sampler:
     """Leases in, groups out."""
 
-    def __init__(self, line: Line, name: str, setup: Setup, engine: Engine, environments: Environments | None):
+    def __init__(self, line: Line, name: str, setup: protocol.Setup, engine: Engine, environments: Environments | None):
         self.line, self.name, self.setup, self.engine = line, name, setup, engine
         self.rollouts = Rollouts(engine, environments)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`
         self.room = setup.rollout.max_num_seqs
-        self.leases: dict[int, Lease] = {}  # that are not finished
+        self.leases: dict[int, protocol.Lease] = {}  # that are not finished
         self.may_begin: set[int] = set()  # those of them that the run has let begin
         self.begun: set[int] = set()  # those of these that are being sampled
-        self.done: dict[int, tuple[Group, float]] = {}  # groups that the run may not have yet, and when they were sent
+        # Groups that the run may not have yet, and when they were sent.
+        self.done: dict[int, tuple[protocol.Group, float]] = {}
         self.weights: dict[str, Any] | None = None  # the newest that the run has told of
         self.version, self.probe = -1, None
         self.arriving: Receiving | None = None  # weights that come over the network
         self.tried = b""  # the transfer that was begun last
         self.unread_since: float | None = None  # since when weights could not be read
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
-        self.reported: Report | None = None
+        self.reported: protocol.Report | None = None
 
     def run(self) -> None:
         """Sample until the run ends, which raises Gone."""
@@ -168,9 +153,9 @@ class Sampler:
                 self._step()
             self._report()
 
-    def _obey(self, messages: list[Setup | Orders]) -> None:
+    def _obey(self, messages: list[protocol.Setup | protocol.Orders]) -> None:
         for orders in messages:
-            if isinstance(orders, Setup):
+            if isinstance(orders, protocol.Setup):
                 continue  # the answer to a second `Join`
             for number in orders.forget:
                 self.done.pop(number, None)
@@ -207,8 +192,8 @@ class Sampler:
         for i, row in enumerate(self.setup.probes):
             probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, self.version, i))
         found = dict(probes.run())
-        packed = [pack(sample) for i in range(len(found)) for sample in found[i]]
-        self.probe, self.reported_at = Probe(self.version, packed), 0.0
+        packed = [protocol.pack(sample) for i in range(len(found)) for sample in found[i]]
+        self.probe, self.reported_at = protocol.Probe(self.version, packed), 0.0
         self.rollouts.resume()
 
     def _read_weights(self) -> Iterator[tuple[str, Tensor]] | None:
@@ -240,7 +225,7 @@ class Sampler:
         for number, samples in self.rollouts.step():
             del self.leases[number]
             self.begun.remove(number)
-            self.done[number] = Group(number, [pack(s) for s in samples]), 0.0
+            self.done[number] = protocol.Group(number, [protocol.pack(s) for s in samples]), 0.0
         self.busy_s += is_sampling * (time.monotonic() - start)
 
     def _report(self) -> None:
@@ -254,21 +239,21 @@ class Sampler:
             self.reported, self.reported_at = report, now
             self.done |= {group.number: (group, now) for group in due}
 
-    def report(self, groups: list[Group], **ending: Any) -> Report:
+    def report(self, groups: list[protocol.Group], **ending: Any) -> protocol.Report:
         """How this sampler is. Args: ending, `problem` and `was_asked` of the last report."""
-        how = dict(version=self.version, room=self.room, probe=self.probe, busy_s=self.busy_s)
-        numbers = dict(holding=sorted([*self.leases, *self.done]), begun=sorted(self._can_begin()), groups=groups)
-        total_s = time.monotonic() - self.began_at
-        return Report(self.name, self.setup.run, **how, **numbers, total_s=total_s, **ending)
+        holding, begun = sorted([*self.leases, *self.done]), sorted(self._can_begin())
+        times = self.busy_s, time.monotonic() - self.began_at
+        numbers = self.version, self.room, holding, begun, groups, self.probe, *times
+        return protocol.Report(self.name, self.setup.run, *numbers, **ending)
 
 
 def main(flags: Args) -> None:
     """Join a run, and sample for it until it ends. Raises ValueError if it refuses the token."""
-    if PARENT in os.environ:
-        die_with_parent(int(os.environ[PARENT]))
+    if protocol.PARENT in os.environ:
+        die_with_parent(int(os.environ[protocol.PARENT]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
-    name = name_of(os.getpid())
-    line = Line(flags.connect, flags.token or os.environ.get(TOKEN, ""), flags.patience)
+    name = protocol.name_of(os.getpid())
+    line = Line(flags.connect, flags.token or os.environ.get(protocol.TOKEN, ""), flags.patience)
     try:
         sampler = make_sampler(line, name)
         try:

@@ -29,7 +29,7 @@ from rl.data.rows import Row
 from rl.data.text import rendering_of
 from rl.data.types import Sample, Sampling, sample_of
 from rl.ranks import Ranks
-from rl.sampling.dispatcher import SILENT_S, Dispatcher, Group, SamplerFlags
+from rl.sampling.dispatcher import Dispatcher, Group, SamplerFlags
 from rl.sampling.engines.base import Rollout
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Evaluation, Validation, summarize
@@ -177,7 +177,7 @@ class Samplers:
         Raises RuntimeError, naming the sampler, if it does not hold the policy's weights. All ranks must enter.
         """
         own: list[tuple[str, list[Sample]]] = []
-        if self.ranks.is_main and self._wait(lambda: not self._owing()):
+        if self.ranks.is_main and self._wait(self._has_probes):
             with self.desk.lock:
                 probes = [(x.name, *x.probe) for x in self.desk.members.values()]
                 own = [(name, samples) for name, version, samples in probes if version == self.policy_version]
@@ -253,11 +253,9 @@ class Samplers:
         stop.ask(exit_code=1)
         say(f"{why}: the run saves and ends; the same command goes on", sys.stderr)
 
-    def _owing(self) -> list[str]:
-        """Samplers that will send the probe of the newest weights, and have not yet."""
-        now = time.monotonic()
-        heard = [x for x in self.desk.members.values() if now - x.seen_at < SILENT_S]
-        return [x.name for x in heard if x.probe[0] != self.policy_version]
+    def _has_probes(self) -> bool:
+        """Whether all samplers that can be heard have sent the probe of the newest weights."""
+        return all(member.probe[0] == self.policy_version for member in self.desk.heard().values())
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""
