@@ -76,16 +76,12 @@ class Member:
 
 @dataclass
 class Local:
-    """A sampler that this run has started."""
+    """A sampler that this run starts, and starts again."""
 
     device: str | None  # None: no GPU
     process: subprocess.Popen | None = None
     starts: int = 0  # since it has finished a group
-
-    @property
-    def name(self) -> str:
-        """How its sampler calls itself."""
-        return protocol.name_of(self.process.pid) if self.process is not None else ""
+    name: str = ""  # how it calls itself
 
 
 Group = tuple[Row, list[Sample], Ticket]
@@ -174,7 +170,7 @@ class Dispatcher:
                     self._look_after()
                     self._assign()
                     self.lock.notify_all()
-        except Exception as error:  # the main thread raises it
+        except Exception as error:  # the main thread lets the run save and end
             self.failure = error
         for identity in self.members:
             self._send(identity, protocol.End("the run is complete" if self.failure is None else "the run has failed"))
@@ -310,18 +306,18 @@ class Dispatcher:
             if (process := local.process) is not None:
                 if process.poll() is None:
                     continue
-                name, local.process = local.name, None
-                why = f"its process has ended with {process.returncode}"
-                known = [identity for identity, member in self.members.items() if member.name == name]
+                local.process, why = None, f"its process has ended with {process.returncode}"
+                known = [identity for identity, member in self.members.items() if member.name == local.name]
                 for identity in known:
                     self._lose(identity, why, blame=process.returncode != 0)  # 0: it was asked to end
                 if not known:
-                    say(f"sampler {name}: {why}", sys.stderr)
+                    say(f"sampler {local.name}: {why}", sys.stderr)
                 if local.starts > MAX_RESTARTS and not self.members:
                     self.alone_since = min(self.alone_since, now)  # nobody builds an engine any more
             if local.starts <= MAX_RESTARTS:
                 local.starts += 1
                 local.process = self._start(local.device)
+                local.name = protocol.name_of(local.process.pid)
 
     def _lose(self, identity: str, why: str, *, blame: bool = True) -> None:
         """Forget a sampler, and hand its prompts out again. Args: blame, whether one of them may be the reason."""

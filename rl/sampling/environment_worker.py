@@ -277,14 +277,14 @@ def converse(connection: socket.socket, make: Callable[[], Any]) -> None:
                 if not all(isinstance(x, str) for x in texts):
                     raise ValueError(f"{method} returned {found!r:.300}: a message has a role and a content, texts")
                 report = environment.report() if hasattr(environment, "report") else {}
-                report = _plain(dict(_awaited(report, runner.run)))
+                messages, report = _plain(messages), _plain(dict(_awaited(report, runner.run)))
                 if reserved := [name for name in RESERVED if name in report]:
                     raise ValueError(f"the report has {reserved[0]!r}, a name that the run uses itself; rename it")
                 about = [{name: x for name, x in message.items() if name != "content"} for message in messages or ()]
-                if (size := len(json.dumps([report, _plain(about)]))) > MAX_REPORT:
+                if (size := len(json.dumps([report, about]))) > MAX_REPORT:
                     raise ValueError(f"the report, or messages without their content, has {size} characters of JSON")
-                answer = {"messages": _plain(messages), "reward": reward, "report": report}
-                line = json.dumps(answer, ensure_ascii=False)  # a lone surrogate becomes a "?"
+                # A lone surrogate becomes a "?".
+                line = json.dumps({"messages": messages, "reward": reward, "report": report}, ensure_ascii=False)
                 if len(line) > MAX_ANSWER:
                     raise ValueError(f"{method} answered {len(line)} characters, over the limit of {MAX_ANSWER}")
             except BaseException:  # an environment may raise anything, SystemExit included; the conversation ends

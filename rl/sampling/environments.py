@@ -113,10 +113,8 @@ class Environments:
             try:
                 self.chat.told([{"role": role, "content": "x"}], has_turn=True)
             except FAULTS as error:
-                say(
-                    f"environment: a message of the role {role!r} ends its conversation as an error: {error}",
-                    sys.stderr,
-                )
+                problem = f"a message of the role {role!r} ends its conversation as an error: {error}"
+                say(f"environment: {problem}", sys.stderr)
 
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""

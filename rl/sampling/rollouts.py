@@ -141,26 +141,22 @@ class Rollouts:
                 raise RuntimeError(f"the engine returned {which}, which it had returned before or was not asked for")
             x.take(completion)
             x.turns += 1
-            if self.environments is None:
-                done += self._finish(key)
-                continue
-            text, calls = self.environments.chat.read(x.ids[x.turn_at :])
-            x.messages.append({"role": "assistant", "content": text})
-            if completion.finish_reason == "stop":
-                self.environments.ask(key, text, calls, x.turns)
-                self.waiting.add(key)
-            else:
-                done += self._finish(key)
+            if self.environments is not None:
+                text, calls = self.environments.chat.read(x.ids[x.turn_at :])
+                x.messages.append({"role": "assistant", "content": text})
+                if completion.finish_reason == "stop":
+                    self.environments.ask(key, text, calls, x.turns)
+                    self.waiting.add(key)
+                    continue
+            done += self._finish(key)
         for answer in self.environments.answers(IDLE_WAIT_S * self.engine.is_idle) if self.environments else ():
             x = self.trajectories[answer.key]
             self.waiting.discard(answer.key)
             if answer.reward is not None and x.turns > 0:
                 x.turn_rewards += [0.0] * (x.turns - 1 - len(x.turn_rewards)) + [answer.reward]
-            x.finish_reason = "error" if answer.has_failed else x.finish_reason
-            if answer.messages is None or x.turns == self.environments.max_turns:
-                done += self._finish(answer.key)
-                continue
-            told = self.environments.ids_of(answer, x.ids, x.sampling.max_tokens - len(x.ids))
+            told: list[int] | str = "error" if answer.has_failed else x.finish_reason  # a text: why it ends
+            if answer.messages is not None and x.turns < self.environments.max_turns:
+                told = self.environments.ids_of(answer, x.ids, x.sampling.max_tokens - len(x.ids))
             if isinstance(told, str):
                 x.finish_reason = told
                 done += self._finish(answer.key)

@@ -94,8 +94,8 @@ class Samplers:
         state: dict[str, Any],
     ):
         if flags.weights_dir is not None and flags.weights_transfer != "host":
-            way = f"--weights-transfer {flags.weights_transfer}"
-            raise ValueError(f"--weights-dir and {way} are two ways to send weights; leave one of them out")
+            other = f"--weights-transfer {flags.weights_transfer}"
+            raise ValueError(f"--weights-dir {flags.weights_dir} and {other} exclude each other; leave one of them out")
         self.flags, self.setup, self.ranks, self.scorer, self.sampling = flags, setup, ranks, scorer, sampling
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None

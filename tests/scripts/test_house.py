@@ -53,7 +53,7 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 128, "Calls are read behind thoughts, typed by their tools' schemas, and tried before a model is loaded."),
     # Environments and their processes.
     ("core", 19, "A message that a chat template moves, merges or leaves out ends its conversation as an error."),
-    ("core", 60, "One tool per name, reserved names of reports, bounded answers, and results of tools as JSON."),
+    ("core", 56, "One tool per name, reserved names of reports, bounded answers, and results of tools as JSON."),
     # Images.
     ("core", 39, "Images are upright, on white and of 8 bits in trainer and engine; one that cannot be so is named."),
     # Data files and their size.
@@ -64,8 +64,8 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     ("core", 16, "The check of the engine is cut to the tokens of a micro-batch."),
     # Engines and pushes of weights.
     # Samplers, the ledger and partial rollouts.
-    ("core", 72, "Every message to a run is checked; the sender of a wrong one is named and sent home."),
-    ("core", 53, "Only a prompt that loses its sampler alone is dropped; only what was begun is blamed."),
+    ("core", 46, "Every message to a run is checked; the sender of a wrong one is named and sent home."),
+    ("core", 45, "Only a prompt that loses its sampler alone is dropped; only what was begun is blamed."),
     ("core", 9, "--weights-dir is tried before a model is loaded, and excludes --weights-transfer over the network."),
     # Rewards and judges.
     # Flags.
