@@ -247,7 +247,7 @@ _BEFORE_RENAMING = _compiled(
     (rf"\\(?:{_STYLES}){_END}|(?<!\\)\\[!/]\s*", ""),
     (rf"\{{\s*\\(?:{_SWITCHES}){_END}\s*([^{{}}]*)\}}", r"\\text{\1}"),
     (rf"\\(?:{_SWITCHES}){_END}", ""),
-    (rf"\\{_FONTS}\s+([A-Za-z]){_END}", r"\\text{\1}"),
+    (rf"(\\{_FONTS})\s+([A-Za-z]){_END}", r"\1{\2}"),
     (r"\\(?:math|text|operatorname)(?:rm|normal)?\s*\{\s*([eid])\s*\}", r"\1"),
     (rf"\\{_FONTS}\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
     (rf"\\{_FONTS}\s*\{{\s*mod\s*\}}|(?<![A-Za-z\\])mod{_END}", r"\\mod "),

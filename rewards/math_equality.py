@@ -28,9 +28,17 @@ _PARSER = dict(
 def same_latex(answer: str, truth: str) -> bool:
     """Whether two LaTeX formulas mean the same; see `same`. What cannot be read is not the same."""
     try:
-        return same(latex2sympy(answer, **_PARSER), latex2sympy(truth, **_PARSER))
+        return same(*(latex2sympy(_both_signs(x), **_PARSER) for x in (answer, truth)))
     except Exception:  # whatever the parser and sympy raise, the two are not shown to be the same
         return False
+
+
+def _both_signs(latex: str) -> str:
+    r"""`\frac{1 \pm \sqrt{5}}{2}` as a list of two, since the parser reads a single `\pm` in braces as nothing."""
+    before, sign, after = latex.partition(r"\pm")
+    if not sign or r"\pm" in after or "," in latex or before.count("{") == before.count("}"):
+        return latex
+    return f"{before}+{after}, {before}-{after}"
 
 
 def same(answer: Any, truth: Any) -> bool:
@@ -217,6 +225,8 @@ def _same_relations(answer: Any, truth: Any) -> bool:
     values for equations with a single variable on the left: `1, 2` for `x=1, y=2`, in this order.
     An equation that always holds may stand for its value.
     """
+    if isinstance(truth, Relational) and truth.has(sympy.Abs) and not answer.has(sympy.Abs):
+        truth = _without_bars(truth)
     said, meant = _relations(answer), _relations(truth)
     if said is not None and meant is not None:
         in_a_row = isinstance(answer, sympy.And), isinstance(truth, sympy.And)
@@ -238,6 +248,19 @@ def _same_relations(answer: Any, truth: Any) -> bool:
     values = [x.rhs for x in relations]
     others = list(getattr(other, "_unsorted_args", other.args)) if isinstance(other, sympy.FiniteSet) else [other]
     return (_matches if len(set(names)) == 1 else _entries)(values, others)
+
+
+def _without_bars(relation: Relational) -> Any:
+    """`|x| < 3` as `-3 < x < 3`, and `|x| > 3` as `x < -3, x > 3`; any other relation as it is."""
+    relation = relation.reversed if isinstance(relation, (sympy.Gt, sympy.Ge)) else relation
+    less, (left, right) = relation.func, relation.args
+    if isinstance(relation, (sympy.Eq, sympy.Ne)):
+        return relation
+    if isinstance(left, sympy.Abs) and right.is_positive:
+        return sympy.And(less(-right, left.args[0]), less(left.args[0], right))
+    if isinstance(right, sympy.Abs) and left.is_positive:
+        return FiniteSet(less(right.args[0], -left), less(left, right.args[0]))
+    return relation
 
 
 def _is_name(x: Any) -> bool:

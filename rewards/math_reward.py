@@ -81,6 +81,8 @@ def equal(answer: str, truth: str | int) -> bool:
       `\text{B,C}` and `C, B`.
     - Digits with a base, `204_5`, must be equal as text.
     - Else formulas are compared: expressions, tuples, intervals, sets in any order, equations, inequalities, matrices.
+      The rows of a system of equations are a list, `\{x : x > 2\}` is `x > 2`, and `40^\circ` is an angle in degrees
+      where there are sines and the like. Functions by cases must have the same rows, in any order.
       This is exact, however small or large the numbers are; only a decimal may differ by 5e-13 of its value. Equations
       are equal if they have the same solutions: see math_equality.py. Variables, functions and operators such as `!`,
       `\binom` or `\sum` may stand in the answer only if the truth has them; tuples, intervals and sets must have the
@@ -114,8 +116,8 @@ def equal(answer: str, truth: str | int) -> bool:
         return False
     if r"\equiv" in text + gold or any(text.count(sign) != gold.count(sign) for sign in _MISREAD):
         return False
-    if _brackets(text) != _brackets(gold) and not _INEQUALITY.search(text + gold):  # (5, \infty) may stand for x > 5
-        return False
+    if _brackets(text) != _brackets(gold) and not re.search(rf"{_INEQUALITY.pattern}|\\mathbb\{{R\}}", text + gold):
+        return False  # (5, \infty) may stand for x > 5, and (-\infty, \infty) for all real numbers
     if gold_number and not gold_number[1]:  # 1 000 000 has spaces, which are products elsewhere
         gold = rf"\frac{{{gold_number[0].numerator}}}{{{gold_number[0].denominator}}}"
     return _affordable(text, gold, is_number=gold_number is not None) and _same_formulas(text, gold)
@@ -129,6 +131,7 @@ _UNITS = (
     r"points?|digits?|ways|integers|edges|students|meals|people|per"
 )
 _NOT_A_UNIT = r"(?i:hundred|thousand|[mbtr]+illion|dozen|percent|\b[ap]\.?\s*m\b)"
+_BASES = dict(two="2", three="3", four="4", five="5", six="6", seven="7", eight="8", nine="9", ten="10", twelve="12")
 # In this order: each pattern relies on what those before it left.
 _REWRITES = [
     (re.compile(pattern), new)
@@ -153,11 +156,27 @@ _REWRITES = [
         (r"(\\frac|\\binom|\\sqrt(?:\s*\[[^\[\]]*\])?)\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
         (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*([0-9A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
         (r"(?<![A-Za-z}\])^_\\])\s*\{\s*\}", ""),
+        # 0.\dot{1}2\dot{3} is 0.\overline{123}.
+        (r"(?<=[0-9.])\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?", r"\\overline{\1\2\3}"),
+        (r"(?<=[0-9.])\\dot\s*\{?([0-9])\}?", r"\\overline{\1}"),
+        (r"(?<=[0-9])\s*_\s*\{\s*\(\s*([0-9]+)\s*\)\s*\}", r"_{\1}"),
+        (
+            r"(?<=[0-9])\s*_\s*(?:\{\s*)?\\text\s*\{\s*(?:base\s*)?(\w*)\s*\}\s*([0-9]*)(?:\s*\})?",
+            lambda base: f"_{{{_BASES.get(base[1], base[1])}{base[2]}}}",
+        ),
+        (r"\\wedge(?=[^=<>]*=)", ","),  # equations, not inequalities: x > 1 and x < 3 is no list
         (r"([_^])\s*\{\s*([0-9A-Za-z])\s*\}", r"\1\2"),
         (r"\s+", " "),
     )
 ]
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_ANGLE = re.compile(r"([0-9]+(?:\.[0-9]+)?|(?<![A-Za-z\\])[A-Za-z])\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
+_SIGN_BETWEEN = r"(?:[=<>]|\\[lgn]e(?![A-Za-z]))"  # the sides of an equation or inequality
+_SYSTEM = re.compile(
+    r"(?:\\\{\s*)?\\begin\s*\{(cases|aligned|align\*?|gathered|split|array)\}(?:\s*\{[lcr| ]*\})?(.*?)\\end\s*\{\1\}"
+)
 _TRAILING_TEXT = re.compile(r"(.*[^\s,])\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*(?:[23]|\{[23]\}))?\.?")
+_SET_OF_REALS = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:]((?:(?!\\in(?![a-z])|\\\}).)*)\\\}")
 _TRAILING_UNITS = re.compile(rf"(.*[0-9.}}])\s*(?<![A-Za-z\\])(?:(?:{_UNITS})\b[\s.]*)+(?:\^[23])?")
 
 
@@ -167,14 +186,33 @@ def _normalise(latex: str) -> str:
     if r"\begin" not in text and "matrix" not in text:  # there two backslashes end a row
         text = text.replace(r"\\", "\\")
     text = same_names(text)
+    if _TRIGONOMETRIC.search(text):
+        text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
-    text = text.strip().rstrip(".,;:").strip()
+    if len(set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]", text))) == 1:  # a list of what one variable may be
+        text = text.replace(r"\vee", ",")
+    text = _SYSTEM.sub(_system, text).strip().rstrip(".,;:").strip()
+    reals = _SET_OF_REALS.fullmatch(text)
+    if reals and _INEQUALITY.search(reals[1]):  # {x : x > 3} says what x > 3 says
+        text = reals[1].strip()
     trailing = _TRAILING_TEXT.fullmatch(text)
     if trailing and r"\text" not in trailing[1] and not re.search(_NOT_A_UNIT, trailing[2]):
         return trailing[1]
     trailing = _TRAILING_UNITS.fullmatch(text)
     return trailing[1] if trailing else text
+
+
+def _system(match: re.Match) -> str:
+    """Rows of equations as a list; rows of another kind, as of a function with several cases, in one form."""
+    rows = [row.strip(" ,.;") for row in re.split(r"\\\\(?:\s*\[[^\[\]]*\])?", match[2])]
+    rows = [re.sub(rf"&\s*(?={_SIGN_BETWEEN})|(?<=[=<>])\s*&", "", row) for row in rows if row]
+    if all(re.search(_SIGN_BETWEEN, row) and "&" not in row for row in rows):
+        return ", ".join(rows)
+    if match[1] != "cases":
+        return match[0]
+    rows = [re.sub(r"[\s,]*&\s*(?:\\text\s*\{\s*(?:if|for|when)\s*\}\s*)?", " & ", row) for row in rows]
+    return r"\begin{cases} " + r" \\ ".join(sorted(rows)) + r" \end{cases}"
 
 
 def _character(c: str) -> str:
@@ -200,7 +238,7 @@ _NAME = r"\\?[A-Za-z]+(?:_\w|_\{\w+\})?(?:\([A-Za-z]\))?\s*"
 _RELATION = re.compile(rf"(?:{_NAME}|\(\s*{_NAME}(?:,\s*{_NAME})+\)\s*)(?:=|\\in(?![A-Za-z]))")
 
 
-_INEQUALITY = re.compile(r"[<>]|\\[lg]e(?![A-Za-z])")
+_INEQUALITY = re.compile(r"[<>]|\\[lgn]e(?![A-Za-z])")
 _EQUALS = re.compile(r"=|\\in(?![A-Za-z])")
 
 
@@ -215,16 +253,19 @@ def _without_names(text: str, gold: str) -> tuple[str, str]:
 
 
 def _right_side(text: str) -> str:
-    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `(a, b) = (1, 2)` -> (1, 2); `x = 1, y = 2` and `2 + 3 = 5` stay."""
-    if _RELATION.match(text) is None or text.count("=") > 1 and "," in text:
+    """`x = 5` -> 5, `A = 3 + 4 = 7` -> 7, `x = 1, x = 2` -> 1, 2; `x = 1, y = 2` and `2 + 3 = 5` stay."""
+    name = _RELATION.match(text)
+    if name is None:
         return text
-    return _EQUALS.split(text)[-1].strip()
+    once = re.sub(rf",\s*{re.escape(name[0].rstrip('= '))}\s*=", ",", text)
+    return text if once.count("=") > 1 and "," in once else _EQUALS.split(once)[-1].strip()
 
 
 def _words(text: str) -> str:
     r"""The words of a text answer: `\text{ (C) }` -> `C`, `\text{Evelyn}` -> `evelyn`."""
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split()).strip(".")
     words = re.sub(r"^\(\s*(\w)\s*\)$", r"\1", words)
+    words = re.sub(r"\b([APap])\. ?([Mm])\b", r"\1\2", words)  # 3:00 p.m.
     return words if len(words) == 1 else words.casefold()
 
 
@@ -308,6 +349,8 @@ def _affordable(text: str, gold: str, *, is_number: bool) -> bool:
     letters = {x for x in tokens if x.isalpha()}
     if len(letters) == 1 and _INEQUALITY.search(text) and (_brackets(gold) or r"\cup" in gold):
         allowed |= letters  # x > 5 may stand for (5, \infty)
+    if r"\mathbb{R}" in text and (_brackets(gold) or r"\cup" in gold):
+        allowed |= {r"\mathbb", "R", r"\setminus"}
     if not tokens.keys() <= allowed or is_number and _MINUS.search(text):
         return False
     if _closing("{" + text + "}", 0, "{}") != len(text) + 1:

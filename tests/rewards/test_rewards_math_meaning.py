@@ -238,17 +238,87 @@ OTHER_SIGNS = [
 ]
 
 
+# --- lists, sets, functions by cases, angles -------------------------------------------------------------------------
+
+SAME_LISTS = [
+    (r"10\sin 40^{\circ}", r"10\cos 50^\circ"),
+    (r"\tan(40^\circ)\tan(20^\circ)", r"\tan 20^\circ \tan 40^\circ"),
+    (r"\sin^2 20^\circ", r"1 - \cos^2 20^\circ"),
+    (r"5 \sin \frac{2\pi}{9}", r"5\sin 40^\circ"),
+    ("2, 3", "x = 2, x = 3"),
+    ("3, 2", r"x = 2 \text{ or } x = 3"),
+    (r"\{2, 3\}", r"x = 2 \lor x = 3"),
+    ("a = 1, b = 2", r"a = 1 \land b = 2"),
+    (r"(-\infty, 1) \cup (2, \infty)", r"x < 1 \vee x > 2"),
+    ("x = 1, y = 2", r"\begin{cases} x=1 \\ y=2 \end{cases}"),
+    (r"\begin{cases} y=2 \\ x=1 \end{cases}", r"\left\{\begin{array}{l} x=1 \\ y=2 \end{array}\right."),
+    ("(x, y) = (1, 2)", r"\left\{\begin{aligned} x&=1 \\ y&=2 \end{aligned}\right."),
+    (
+        r"\begin{cases} x, & \text{if } x \geq 0, \\ -x, & x<0. \end{cases}",
+        r"\begin{cases} -x & x<0 \\ x & x \ge 0 \end{cases}",
+    ),
+    (r"(-\infty, \infty)", r"\mathbb{R}"),
+    (r"\mathbb{R}", r"(-\infty, \infty)"),
+    (r"(-\infty, 1) \cup (1, 2) \cup (2, \infty)", r"\mathbb{R} \setminus \{1, 2\}"),
+    (r"(-\infty, 0) \cup (0, \infty)", r"x \neq 0"),
+    (r"(2, \infty)", r"\{x \in \mathbb{R} : x > 2\}"),
+    (r"\{x \mid 1 < x \le 3\}", "(1, 3]"),
+    ("|x| < 5", "-5 < x < 5"),
+    ("|x| > 5", "x < -5, x > 5"),
+    (r"|x - 2| \le 5", "[-3, 7]"),
+    (r"\frac{3+\sqrt{17}}{4}, \frac{3-\sqrt{17}}{4}", r"\frac{3 \pm \sqrt{17}}{4}"),
+    (r"\sqrt{2 \pm \sqrt{3}}", r"\sqrt{2+\sqrt{3}}, \sqrt{2-\sqrt{3}}"),
+    (r"\frac{1}{6}", r"0.1\dot{6}"),
+    (r"\frac{163}{999}", r"0.\dot16\dot{3}"),
+    ("77_8", r"77_{\text{eight}}"),
+    ("77_{(8)}", r"77_{\text{base } 8}"),
+    (r"3:00\text{ p.m.}", r"3:00 \text{ PM}"),
+    (r"\mathbf{i}+2\mathbf{j}", r"\mathbf i + 2\mathbf j"),
+]
+
+OTHER_LISTS = [
+    (r"\sin 30^\circ", r"\sin 30"),
+    (r"10\sin 40^\circ", r"10\cos 40^\circ"),
+    ("2, 3", "x = 2, x = 4"),
+    ("x = 2, x = 3", "x = 2, y = 3"),
+    ("x = 2, y = 3", r"x = 2 \lor y = 3"),
+    (r"x < 1 \text{ or } x > 2", r"x < 1 \land x > 2"),
+    ("p, q", r"p \vee q"),
+    ("x = 1, y = 2", r"\begin{cases} x=2 \\ y=1 \end{cases}"),
+    (r"\begin{cases} x=1 \\ y=2 \end{cases}", r"\begin{cases} x=1 \end{cases}"),
+    (r"\begin{cases} x & x \ge 0 \\ -x & x<0 \end{cases}", r"\begin{cases} x & x<0 \\ -x & x \ge 0 \end{cases}"),
+    (r"(-\infty, \infty)", r"\mathbb{Z}"),
+    (r"(-\infty, 1) \cup (1, 2) \cup (2, \infty)", r"\mathbb{R} \setminus \{1\}"),
+    (r"(1, \infty)", r"x \ne 1"),
+    (r"(2, \infty)", r"\{x \in \mathbb{Z} : x > 2\}"),
+    (r"(4, \infty)", r"\{x \mid x \ge 4\}"),
+    ("|x| < 5", r"-5 \le x \le 5"),
+    ("|x| > 5", "-5 < x < 5"),
+    ("|x| > 5", "x < -5, x > 4"),
+    ("[-3, 7]", r"|x - 2| \le 5"),
+    (r"\frac{3+\sqrt{17}}{4}", r"\frac{3 \pm \sqrt{17}}{4}"),
+    (r"\frac{3 \pm \sqrt{17}}{4}", r"\frac{3 \pm \sqrt{17}}{2}"),
+    ("0.16", r"0.1\dot{6}"),
+    (r"\frac{1}{6}", r"0.\dot{1}\dot{6}"),
+    ("77_9", r"77_{\text{eight}}"),
+    ("77", r"77_{\text{eight}}"),
+    (r"3:00\text{ p.m.}", r"3:00 \text{ AM}"),
+    (r"\mathbf i + 2\mathbf j", r"\mathbf i - 2\mathbf j"),
+    (r"\mathbf i + 2\mathbf j", r"\mathbf i + 2"),
+]
+
+
 def judged(pairs: list[tuple[str, str]], verdict: bool) -> list[tuple[str, str]]:
     """The pairs of truth and answer whose verdict is another."""
     return [(truth, answer) for truth, answer in pairs if equal(answer, truth) is not verdict]
 
 
-@pytest.mark.parametrize("pairs", [SAME_VALUES, SAME_RELATIONS, SAME_FORMS], ids=["values", "relations", "forms"])
+@pytest.mark.parametrize("pairs", [SAME_VALUES, SAME_RELATIONS, SAME_FORMS, SAME_LISTS])
 def test_what_means_the_same(pairs):
     assert judged(pairs, True) == []
 
 
-@pytest.mark.parametrize("pairs", [OTHER_VALUES, OTHER_RELATIONS, OTHER_SIGNS], ids=["values", "relations", "signs"])
+@pytest.mark.parametrize("pairs", [OTHER_VALUES, OTHER_RELATIONS, OTHER_SIGNS, OTHER_LISTS])
 def test_what_does_not_mean_the_same(pairs):
     assert judged(pairs, False) == []
 
