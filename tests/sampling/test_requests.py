@@ -314,7 +314,7 @@ def test_vllm_without_shortcuts_gives_the_same_responses(vllm_engine, policy, wa
         ("0.260.1", False),
         ("0.2.6", False),
         ("1.26.0", False),
-        ("0.33.0", False),
+        ("0.34.0", False),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
