@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.encode import encode_behind, without_control_tokens
-from rl.data.text import render, start_of
+from rl.data.text import FAULTS, forms, render, start_of
 
 TURN, THOUGHT = "\u2042turn", "\u2042thought"  # found again in what a template makes of them
 
@@ -46,10 +46,12 @@ THOUGHTS = {
     r"<\|inner_prefix\|>": r"<\|inner_suffix\|>",  # Apertus
 }
 _CLOSING = "|".join([rf"<\|?/{_NAME}\|?>", *list(THOUGHTS.values())[2:]])  # <|end|> ends other things too
+_TOOL_CALLS = r"(?<!`)\[TOOL_CALLS\](?=\s*[\[{]|\s*[\w.-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))|(?m:^)[ \t]*\[TOOL_CALLS\]"
+_LLAMA_CALL = r'\{\s*"(?:name|type)"'
 # Markers inside a call belong to its arguments, so a call is passed over as a whole.
 _CALL = (
     r"(?<!`)<tool_call>\s*[\[{<].*?(?:</tool_call>|\Z)|(?<!`)<function=.*?(?:</function>|\Z)|"
-    r"\[TOOL_CALLS\].*?(?=\[TOOL_CALLS\]|\Z)|\A\s*(?:<\|python_tag\|>\s*)?\{.*"
+    rf"(?:{_TOOL_CALLS}).*?(?=\[TOOL_CALLS\]|\Z)|\A\s*(?:<\|python_tag\|>\s*)?{_LLAMA_CALL}.*"
 )
 _MARKS = re.compile(
     f"(?P<call>{_CALL})|(?<!`)(?:"
@@ -60,8 +62,6 @@ _MARKS = re.compile(
 
 
 USER = {"role": "user", "content": "x"}
-# What a template may raise.
-FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Calls = list[tuple[str, Any]]  # name and arguments, a dict, or None if they could not be read
 Tools = Mapping[str, dict]  # the JSON schemas of parameters, by the names of the tools
@@ -83,9 +83,12 @@ def _finite(text: str) -> float:
     return number
 
 
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
 def _loaded(text: str, otherwise: Any = None) -> Any:
     try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return otherwise
 
@@ -103,13 +106,12 @@ def _json_calls(values: Any) -> Calls:
     return calls
 
 
-def _first_value(text: str, at: int = 0) -> tuple[str, int]:
-    """The JSON value that begins there as text, and where it ends; "" and the beginning if none does."""
+def _first_value(text: str, at: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins there, and where it ends; None and the beginning if none does."""
     try:
-        end = json.JSONDecoder().raw_decode(text, at)[1]
+        return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
-        end = at
-    return text[at:end], end
+        return None, at
 
 
 _TAG = r"(?<!`)<tool_call>\s*(?=[\[{]|<function=)|^[ \t]*<tool_call>\s*(?=[^<]*</tool_call>[ \t]*$)"
@@ -120,7 +122,7 @@ def _hermes(text: str, tools: Tools | None = None) -> Calls:
     while tag := re.compile(_TAG, re.MULTILINE).search(text, at):
         value, end = _first_value(text, tag.end())
         is_whole = re.compile(r"\s*(?:</?tool_call>|\Z)").match(text, end)
-        calls += _json_calls(_loaded(value) if is_whole else None)
+        calls += _json_calls(value if is_whole else None)
         at = end if is_whole else (text + "</tool_call>").index("</tool_call>", end)
     return calls
 
@@ -147,14 +149,11 @@ def _qwen_xml(text: str, tools: Tools | None = None) -> Calls:
 
 
 _NAMED = r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"  # name{...} or name[ARGS]{...}
-_TOOL_CALLS = re.compile(
-    r"(?<!`)\[TOOL_CALLS\](?=\s*[\[{]|\s*[\w.-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))|^[ \t]*\[TOOL_CALLS\]", re.MULTILINE
-)
 
 
 def _mistral(text: str, tools: Tools | None = None) -> Calls:
     calls: Calls = []
-    for part in _TOOL_CALLS.split(text)[1:]:
+    for part in re.split(_TOOL_CALLS, text)[1:]:
         if named := re.match(_NAMED, part):
             arguments = _loaded(part[named.end() :])
             calls.append((named[1], arguments if isinstance(arguments, dict) else None))
@@ -165,9 +164,9 @@ def _mistral(text: str, tools: Tools | None = None) -> Calls:
 
 def _llama(text: str, tools: Tools | None = None) -> Calls:
     body, calls = text.strip().removeprefix("<|python_tag|>").strip(), []
-    while re.match(r'\{\s*"(name|type)"', body):  # several stand behind each other, with ; between them
+    while re.match(_LLAMA_CALL, body):  # several stand behind each other, with ; between them
         value, end = _first_value(body)
-        calls += _json_calls(_loaded(value))
+        calls += _json_calls(value)
         body = body[end or len(body) :].lstrip("; \n")
     return calls
 
@@ -346,14 +345,12 @@ class Chat:
             roles = ", ".join(x["role"] for x in messages)
             raise ValueError(f"{self.where} does not append messages of the roles {roles}, but moves or merges them")
         text = text.removeprefix(self.starts[has_turn])
-        at = 0
+        written, at = "".join(text.split()), 0
         for x in messages:
-            content = x["content"].strip()
-            forms = [content, *(json.dumps(content, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))]
-            ends = [place + len(form) for form in forms if (place := text.find(form, at)) >= 0]
-            if not ends and "".join(content.split()) not in "".join(text[at:].split()):
+            ends = [start + len(form) for form in forms(x["content"]) if (start := written.find(form, at)) >= 0]
+            if not ends:
                 raise ValueError(f"{self.where} leaves out what a message says: {x!r:.300}")
-            at = min(ends, default=at)
+            at = min(ends)
         return text
 
     def ids_of(self, messages: Sequence[dict], ids: Sequence[int], room: int | None = None) -> list[int] | None:

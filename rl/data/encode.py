@@ -59,7 +59,8 @@ def encode_prompts(
     A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt; the
     template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
     policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS,
-    unless it begins with one of them, and none behind it. The tokens of images have ids of their own: see images.py.
+    unless one of them is its first token, which may stand behind white space. It gets none behind it. The tokens of
+    images have ids of their own: see images.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
     environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
@@ -99,7 +100,8 @@ def _prompt_ids(
             batch[i], _ = images.place(batch[i], row["images"], named(row))
         if not batch[i]:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-        if isinstance(row["prompt"], str) and batch[i][0] not in front:
+        first = next((x for x in batch[i] if tokenizer.decode([x]).strip()), None)  # behind white space
+        if isinstance(row["prompt"], str) and first not in front:
             batch[i] = front + batch[i]
     return batch
 
@@ -118,10 +120,9 @@ def prompt_text(
     Args: tools, see `encode_prompts`; checked, see `write`. Raises ValueError as `encode_prompts`.
     """
     prompt, row_tools = row["prompt"], row.get("tools")
-    needs = {"--environment and --tools": tools is not None}
-    needs |= {f"rows with {name}": row.get(name) for name in ("images", "tools")}
     if isinstance(prompt, str):
-        if needing := [what for what, is_there in needs.items() if is_there]:
+        needing = ["--environment and --tools"] * (tools is not None)
+        if needing := needing + [f"rows with {name}" for name in ("images", "tools") if row.get(name)]:
             raise ValueError(f"{named(row)}: the prompt is a text; {needing[0]} need messages")
         text = start_of(tokenizer, prompt, limit)
         if checked and len(text) == len(prompt):
@@ -142,13 +143,10 @@ def prompt_text(
 
 def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts in front of a text, such as BOS; those that it puts behind a text are left out."""
-    if not tokenizer("")["input_ids"]:
-        return []
     for text in ("a", *(x for x in tokenizer.get_vocab() if x not in tokenizer.all_special_tokens)):
         plain, whole = (tokenizer(text, add_special_tokens=x)["input_ids"] for x in (False, True))
-        for i in range(len(whole) - len(plain) + 1 if plain else 0):
-            if whole[i : i + len(plain)] == plain:
-                return whole[:i]
+        if plain and plain[0] in whole:
+            return whole[: whole.index(plain[0])]
     return []
 
 
@@ -190,11 +188,8 @@ def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int,
     """
 
     def fitting(row: Row) -> T | None:
-        try:
+        with contextlib.suppress(TooLong if filter_overlong else ()):
             return encode(row)
-        except TooLong:
-            if not filter_overlong:
-                raise
         return None
 
     kept = derive(rows, lambda chunk: map(fitting, chunk), "tokenize")
@@ -279,9 +274,7 @@ def _encode_messages(
     text(len(messages), checked=True)
     rest = encode_behind(tokenizer, done, full[len(done) :])
     ids, mask = ids + rest, mask + [0] * len(rest)
-    if not row.get("images"):
-        return ids, mask
-    return images.place(ids, row["images"], named(row), mask)
+    return images.place(ids, row["images"], named(row), mask) if row.get("images") else (ids, mask)
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:

@@ -149,7 +149,7 @@ def rgb(source: Source) -> Image.Image:
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _in_8_bits(image, has_16=image.mode.startswith("I;16") or form in ("PNG", "PPM"))
     image = image.convert("LA") if image.mode == "La" else image
-    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, "white")
         white.paste(image, mask=image.getchannel("A"))
@@ -176,16 +176,14 @@ def check_pixels(places: dict[int, str]) -> None:
     """
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 
-    def broken(item: tuple[int, str]) -> str | None:
+    def decode(item: tuple[int, str]) -> None:
         try:
             picture(item[0])
         except UNREADABLE as error:
-            return f"{item[1]} is a broken image ({error}); write it again, or drop the row"
+            raise ValueError(f"{item[1]} is a broken image ({error}); write it again, or drop the row") from error
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:  # decoding lets go of Python's lock
-        for problem in threads.map(broken, sorted(places.items())[rank::size]):
-            if problem:
-                raise ValueError(problem)
+        list(threads.map(decode, sorted(places.items())[rank::size]))  # raises what `decode` does
 
 
 def picture(number: int) -> Image.Image:

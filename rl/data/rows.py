@@ -86,7 +86,7 @@ def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: boo
             _check_supported(row, place, in_turns)
             pictures = {"images": images.check(row, place, file.parent)} if row.get("images") else {}
             places |= {k: f"{place}: images[{j}]" for j, k in enumerate(pictures.get("images", ()))}
-            row = {**check(row, place), **pictures, "row_index": len(checked), "row_place": place}
+            row = _with_tools(check(row, place), place) | pictures | {"row_index": len(checked), "row_place": place}
             try:
                 checked.append(row)
             except RecursionError:
@@ -203,9 +203,7 @@ def _check_rl_row(row: Row, where: str) -> Row:
         raise ValueError(f"{where}: reward_model is {shown(spec)}; it must hold a ground_truth, neither null nor bytes")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
-    _check_only(row, "prompt", ("messages",), where)
-    prompt = _check_prompt(row["prompt"], f"{where}: prompt")
-    return _with_tools({**row, "prompt": prompt, "extra_info": extra_info or {}}, where)
+    return _with_prompt(row, where) | {"extra_info": extra_info or {}}
 
 
 def _check_sft_row(row: Row, where: str) -> Row:
@@ -216,13 +214,12 @@ def _check_sft_row(row: Row, where: str) -> Row:
         if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
             raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
         _check_only(row, "messages", ("prompt", "response"), where)
-        return _with_tools({**row, "messages": messages}, where)
+        return {**row, "messages": messages}
     if not {"prompt", "response"} <= row.keys():
         raise ValueError(
             f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
         )
-    prompt = _check_prompt(row["prompt"], f"{where}: prompt")
-    return _with_tools({**row, "prompt": prompt, "response": _check_text(row["response"], f"{where}: response")}, where)
+    return _with_prompt(row, where) | {"response": _check_text(row["response"], f"{where}: response")}
 
 
 def _check_preference_row(row: Row, where: str) -> Row:
@@ -230,8 +227,7 @@ def _check_preference_row(row: Row, where: str) -> Row:
     chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError(f"{where}: chosen and rejected are both {shown(chosen)}; drop the row, it prefers nothing")
-    _check_only(row, "prompt", ("messages",), where)
-    return _with_tools({**row, "prompt": _check_prompt(row["prompt"], f"{where}: prompt")}, where)
+    return _with_prompt(row, where)
 
 
 def _check_columns(row: Row, names: Sequence[str], where: str) -> None:
@@ -239,8 +235,11 @@ def _check_columns(row: Row, names: Sequence[str], where: str) -> None:
         raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
 
 
-def _check_prompt(prompt: Any, where: str) -> str | list[dict]:
-    return _check_text(prompt, where) if isinstance(prompt, str) else _check_messages(prompt, where)
+def _with_prompt(row: Row, where: str) -> Row:
+    """The row with its `prompt` checked."""
+    _check_only(row, "prompt", ("messages",), where)
+    check = _check_text if isinstance(row["prompt"], str) else _check_messages
+    return row | {"prompt": check(row["prompt"], f"{where}: prompt")}
 
 
 def _check_text(text: Any, where: str) -> str:
@@ -283,7 +282,7 @@ def _check_calls(calls: Any, where: str) -> list[dict]:
         if "function" not in call:
             call = {"id": call.get("id"), "function": {x: y for x, y in call.items() if x not in ("id", "type")}}
         function = _set_fields(call["function"] if isinstance(call["function"], dict) else {})
-        name, arguments = function.get("name"), _from_json(function.get("arguments", {}))
+        name, arguments = function.get("name"), from_json(function.get("arguments", {}))
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError(
                 f"{where} is {shown(calls)}; each must hold a function with its name and arguments, a dict or its JSON"
@@ -294,7 +293,7 @@ def _check_calls(calls: Any, where: str) -> list[dict]:
 
 def _check_tools(tools: Any, where: str) -> list[dict]:
     """JSON schemas of functions, or a JSON text of such a list, which parquet cannot pad with nulls."""
-    found = _from_json(tools)
+    found = from_json(tools)
     functions = [x.get("function") if isinstance(x, dict) else None for x in found] if isinstance(found, list) else [0]
     if not all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in functions):
         raise ValueError(f'{where} is {shown(tools)}; it must be a list of {{"type": "function", "function": ...}}')
@@ -302,7 +301,7 @@ def _check_tools(tools: Any, where: str) -> list[dict]:
     return found
 
 
-def _from_json(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     """What a JSON text holds; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value

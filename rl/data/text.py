@@ -10,13 +10,14 @@ share a skeleton: what the template writes between their texts. A row whose text
 filled in has lost nothing. Only other rows are rendered again.
 """
 
+import contextlib
 import functools
-import html
 import inspect
 import itertools
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
@@ -24,10 +25,11 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+import markupsafe
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
-from rl.data.rows import Row, is_absent, named, shown
+from rl.data.rows import Row, from_json, is_absent, named, shown
 from rl.flags import Free
 
 Tokenizer = PreTrainedTokenizerBase
@@ -39,11 +41,14 @@ SCHEMA_METADATA = frozenset({"type", "required", "title", "strict", "$schema", "
 SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 SCHEMA_DATA = frozenset({"enum", "const", "default", "examples"})
 THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partial answer that thinks begins with
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message, in the templates that read one
 MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
-WORD = re.compile(r"(?<![\w<\[{|/\u25c1])\w+")  # not the name of a tag, such as </think>, at which templates cut
+# Words and signs, but not the tags, such as </think>, at which templates cut.
+WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|\u25c1[^\s\u25b7]+\u25b7|(?P<word>\w+|[^\w\s<]+|<)")
 NO_SKELETON = ["\0"]  # fits no text
 MOST_SHAPES = 1000
-ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that templates raise
+# What a template may raise.
+FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Rendering:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the template, beside messages and tools
     day: str = field(default_factory=lambda: date.today().isoformat())  # "today" for the template, such as 2026-01-31
     allow_dropped_text: bool = False
-    skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape; [] if a shape was seen once
+    skeletons: dict[tuple, list[str]] = field(default_factory=dict)  # by shape
 
 
 def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
@@ -73,10 +78,7 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
     that is set by this program, and for one that the template does not read.
     """
     flag = f"--apply-chat-template-kwargs {flags.apply_chat_template_kwargs}"
-    try:
-        arguments = json.loads(flags.apply_chat_template_kwargs)
-    except (ValueError, RecursionError):
-        arguments = None
+    arguments = from_json(flags.apply_chat_template_kwargs)
     if not isinstance(arguments, dict):
         raise ValueError(f"{flag} is not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
     ours = {"messages", "strftime_now", "raise_exception", *inspect.signature(tokenizer.apply_chat_template).parameters}
@@ -119,9 +121,8 @@ def shape_of(row: Row) -> tuple:
 
 def variables(tokenizer: Tokenizer) -> frozenset[str]:
     """The names that the chat template of a tokenizer reads: messages, tools, bos_token, strftime_now, ..."""
-    templates = tokenizer.chat_template or ""
-    texts = templates.values() if isinstance(templates, dict) else [templates]
-    return frozenset().union(*map(_variables, texts))
+    template = tokenizer.chat_template or ""
+    return _variables("".join(template.values()) if isinstance(template, dict) else template)
 
 
 @functools.lru_cache
@@ -162,8 +163,8 @@ def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str
         closed, opened = (render(tokenizer, before, add_generation_prompt=x, **how) for x in (False, True))
         opening = opened[len(closed) :] if opened.startswith(closed) else ""  # with a thought of its own, perhaps empty
         return opened[: len(opened) - len(opening)] + opening.partition(tag)[0] + said
-    thinks = not said.strip() and last.get("reasoning_content")
-    return render(tokenizer, messages, continue_final_message="reasoning_content" if thinks else True, **how)
+    field = next((x for x in THOUGHT_FIELDS if last.get(x)), True)
+    return render(tokenizer, messages, continue_final_message=True if said.strip() else field, **how)
 
 
 def write(
@@ -196,34 +197,45 @@ def write(
         own = images.load_processor(tokenizer.name_or_path, tokenizer, named(row)).chat_template
         how |= {"chat_template": own} if own else {}
 
-    def drawn(messages: list[dict], tools: Sequence[dict] | None) -> str:
-        return draw(tokenizer, images.in_parts(messages) if pictures else messages, tools=tools, **how)
+    is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
+    called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
+
+    def marked(mark: Mark) -> tuple[list[dict], Sequence[dict] | None]:
+        schemas = _marked(tools, "tools", mark, SCHEMA_METADATA) if is_own else tools
+        fields = [METADATA | {"name"} if x.get("name") in called else METADATA for x in messages]
+        return [_marked(x, f"{field}[{i}]", mark, fields[i]) for i, x in enumerate(messages)], schemas
+
+    def drawn(mark: Mark | None = None) -> str:
+        said, schemas = marked(mark) if mark else (messages, tools)
+        said = images.in_parts(said) if pictures else said
+        try:
+            return draw(tokenizer, said, tools=schemas or None, **how)
+        except FAULTS:
+            with contextlib.suppress(*FAULTS):  # DeepSeek-V3's template wants the arguments of calls as JSON
+                return draw(tokenizer, [_with_json_arguments(x) for x in said], tools=schemas or None, **how)
+            raise
 
     try:
-        text = drawn(messages, tools or None)
-    except ERRORS as error:
+        text = drawn()
+    except FAULTS as error:
         raise ValueError(f"{named(row)}: the chat template rejects the messages {shown(messages)}: {error}") from error
     if len(start := start_of(tokenizer, text, limit)) < len(text):
         return start
     if checked and not rendering_of(tokenizer).allow_dropped_text:
         way = (str(tokenizer.chat_template), draw, *how.items(), bool(pictures))
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
-        called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
-
-        def each(mark: Mark) -> tuple[Any, Any]:
-            is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
-            marked_tools = _marked(tools or None, "tools", mark, SCHEMA_METADATA) if is_own else tools or None
-            marked = (
-                _marked(x, f"{field}[{i}]", mark, METADATA | {"name"} if x.get("name") in called else METADATA)
-                for i, x in enumerate(messages)
-            )
-            return list(marked), marked_tools
-
-        _check(tokenizer, row, text, each, drawn, way, renamed)
+        _check(tokenizer, row, text, marked, drawn, way, renamed)
     try:
         return images.fill(text, pictures) if pictures else text
     except ValueError as error:  # such as one that is 300 times as wide as high
         raise ValueError(f"{named(row)}: the model's processor refuses an image ({error}); drop the row") from error
+
+
+def _with_json_arguments(message: dict) -> dict:
+    calls = message.get("tool_calls") or []
+    texts = [json.dumps(x["function"]["arguments"], ensure_ascii=False) for x in calls]
+    calls = [x | {"function": x["function"] | {"arguments": text}} for x, text in zip(calls, texts, strict=True)]
+    return message | {"tool_calls": calls} if calls else message
 
 
 def start_of(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None) -> str:
@@ -257,12 +269,16 @@ def _check(
     tokenizer: Tokenizer,
     row: Row,
     text: str,
-    each: Callable[[Mark], tuple[Any, Any]],
-    draw: Callable[..., str],
+    marked: Callable[[Mark], Any],
+    drawn: Callable[[Mark], str],
     way: tuple,
     renamed: dict[str, str],
 ) -> None:
-    """Raise ValueError if the `text` that draw(messages, tools) gave lacks any text of these, or of another column."""
+    """Raise ValueError if the `text` that the template wrote lacks any text of messages, tools, or another column.
+
+    Args: marked(mark) are the messages and tools with marks, and drawn(mark) what the template writes of these; way,
+    what else decides what it writes; renamed, places that errors call by another name.
+    """
     read = row.keys() & variables(tokenizer) - {"messages", "tools"}
     if unread := sorted(name for name in read if not is_absent(row[name])):
         raise ValueError(
@@ -270,18 +286,15 @@ def _check(
             "column, or set the value for all rows by --apply-chat-template-kwargs"
         )
     texts: list[tuple[str, str]] = []
-    shape = each(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
+    shape = marked(lambda place, said: texts.append((renamed.get(place, place), said)) or f"\0{len(texts)}")
     skeletons, key = rendering_of(tokenizer).skeletons, (*way, hash(repr(shape)))
-    if skeletons.get(key) == []:
-        skeletons[key] = _skeleton(each, draw)
-    if not (key in skeletons and _fits(text, skeletons[key], texts)):
-        if len(skeletons) < MOST_SHAPES:
-            skeletons.setdefault(key, [])
-        if (k := _dropped(text, each, draw)) is not None:
-            raise ValueError(
-                f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
-                "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
-            )
+    if key not in skeletons and len(skeletons) < MOST_SHAPES:
+        skeletons[key] = _skeleton(drawn)
+    if not _fits(text, skeletons.get(key, NO_SKELETON), texts) and (k := _dropped(text, drawn)) is not None:
+        raise ValueError(
+            f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
+            "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
+        )
     for place, said in texts:
         check_vocabulary(tokenizer, row, place, said.replace(images.PLACE, "") if row.get("images") else said)
 
@@ -314,12 +327,12 @@ def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None)
     return result
 
 
-def _skeleton(each: Callable[[Mark], tuple[Any, Any]], draw: Callable[..., str]) -> list[str]:
+def _skeleton(drawn: Callable[[Mark], str]) -> list[str]:
     """What a template writes between texts: [piece, number of a text, piece, ..., piece], without white space."""
     count = itertools.count()
     try:
-        parts = MARKER.split("".join(draw(*each(lambda *_: f"zq{next(count)}zq")).split()))
-    except ERRORS:
+        parts = MARKER.split("".join(drawn(lambda *_: f"zq{next(count)}zq").split()))
+    except FAULTS:
         parts = []
     return parts if len({*parts[1::2]}) == next(count) else NO_SKELETON
 
@@ -328,63 +341,76 @@ def _fits(text: str, skeleton: list[str], texts: list[tuple[str, str]]) -> bool:
     """Whether a text is the skeleton with `texts`, as they are or escaped, in their places. White space is ignored."""
     text, end = "".join(text.split()), 0
     for i, piece in enumerate(skeleton):
-        forms = _forms(texts[int(piece)][1]) if i % 2 else [piece]
-        fitting = next((x for x in forms if text.startswith(x, end)), None)
+        written = forms(texts[int(piece)][1]) if i % 2 else [piece]
+        fitting = next((x for x in written if text.startswith(x, end)), None)
         if fitting is None:
             return False
         end += len(fitting)
-    return bool(skeleton) and end == len(text)
+    return end == len(text)
 
 
-def _forms(text: str) -> Iterator[str]:
+def forms(text: str) -> Iterator[str]:
     """How templates write a text: as it is, in JSON, or in XML, without white space."""
     yield "".join(text.split())
     for form in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
         yield "".join(form[1:-1].split())
-    yield "".join(html.escape(text).split())
+    yield "".join(str(markupsafe.escape(text)).split())
 
 
-def _dropped(text: str, each: Callable[[Mark], tuple[Any, Any]], draw: Callable[..., str]) -> int | None:
+def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
     """The number of the first text without which the template would have written the same `text`; None without one.
 
     A marker behind each word has to be in what the template writes. If one is not, the words of that text are marked
-    alone: the template may only have looked them up, such as the name of a tool that is called. The first and the last
-    of them are tried too, for a template that cuts texts at a length, which markers change.
-    """
-    spans: list[range] = []  # numbers of the markers of each text
+    alone: the template may only have looked them up, such as the name of a tool that is called. The first, the middle
+    and the last of them are tried too, for a template that cuts texts at a length, which markers change.
 
-    def drawn(only: Container[int] | None = None) -> str:
-        count = itertools.count()
-        spans.clear()
+    A template may also leave out texts that equal each other, or something else. Then it writes more of a text that is
+    marked alone.
+    """
+    texts: list[tuple[str, range]] = []  # each text, and the numbers of its markers
+
+    def with_markers(only: Container[int] | None = None) -> str:
+        count = 0
+        texts.clear()
 
         def behind(word: str) -> str:
-            k = next(count)
-            return f"{word}zq{k}zq" if only is None or k in only else word
+            nonlocal count
+            count += 1
+            return f"{word}zq{count}zq" if only is None or count in only else word
 
         def mark(place: str, said: str) -> str:
-            words = WORD.findall(said)
-            first = spans[-1].stop if spans else 0
-            spans.append(range(first, first + max(len(words), 1)))
-            return WORD.sub(lambda match: behind(match[0]), said) if words else behind(said)
+            first = count
+            marked = WORD.sub(lambda match: behind(match[0]) if match["word"] else match[0], said)
+            marked = behind(said) if count == first else marked  # a text of tags alone
+            texts.append((said, range(first + 1, count + 1)))
+            return marked
 
         try:
-            return draw(*each(mark))
-        except ERRORS:
+            return drawn(mark)
+        except FAULTS:
             return ""  # a template that refuses a text has read it
 
-    seen = {int(k) for k in MARKER.findall(drawn().casefold())}
-    for i, span in enumerate(list(spans)):
-        missing = sorted(set(span) - seen)
-        if missing and any(drawn(only) == text for only in (missing, missing[:1], missing[-1:])):
+    def plain(marked: str) -> str:
+        return MARKER.sub("", marked.casefold())
+
+    marked = with_markers()
+    seen = Counter(MARKER.findall(marked.casefold())) - Counter(MARKER.findall(text.casefold()))
+    for i, (_, numbers) in enumerate(all_texts := list(texts)):
+        missing = [k for k in numbers if str(k) not in seen]
+        some = missing[:1], missing[len(missing) // 2 :][:1], missing[-1:]
+        if missing and any(with_markers(only) == text for only in (missing, *some)):
             return i
+    if plain(marked) != plain(text):
+        for i, (said, numbers) in enumerate(all_texts):
+            if plain(with_markers(numbers)).count(plain(said)) > plain(text).count(plain(said)):
+                return i
     return None
 
 
 def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> None:
     """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
-    if _has_all_bytes(tokenizer) or rendering_of(tokenizer).allow_dropped_text:
-        return
-    if _lost(tokenizer, text):
+    is_allowed = rendering_of(tokenizer).allow_dropped_text
+    if not is_allowed and not _has_all_bytes(tokenizer) and _lost(tokenizer, text):
         character = next((x for x in text if not x.isspace() and _lost(tokenizer, x)), text)
         raise ValueError(
             f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "

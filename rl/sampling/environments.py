@@ -37,9 +37,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl import children
 from rl.console import say
-from rl.data.chat import FAULTS, Calls, Chat
+from rl.data.chat import Calls, Chat
 from rl.data.encode import named
 from rl.data.rows import Row
+from rl.data.text import FAULTS
 from rl.flags import AtLeast1, Free, Needs, Seconds
 from rl.sampling.environment_worker import MAX_ANSWER, Call, Reply
 from rl.scoring.worker import as_number

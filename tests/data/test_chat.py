@@ -400,6 +400,7 @@ def says(*pairs):
             says(("user", "ü")),
             None,
         ),
+        (CHATML.replace("m.content", "m.content | replace('<', '&lt;')"), says(("user", "1 < 2"), ("user", "<")), None),
         (SYSTEM_FIRST, says(("user", "go")), None),
         (SYSTEM_FIRST, says(("system", "go")), "does not append messages of the roles .*system"),
         (SYSTEM_FIRST, says(("user", "go"), ("system", "go")), "does not append messages of the roles .*user, system"),
@@ -411,7 +412,7 @@ def says(*pairs):
         (SHORT, says(("user", "x" * 50)), "leaves out what a message says: .*xxx"),
         (WITHOUT_THOUGHTS, says(("user", "<note>a</note>b")), "leaves out what a message says"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_a_message_that_the_template_does_not_append_is_an_error(make, template, messages, problem, has_turn):
     c = make(template)
@@ -616,8 +617,11 @@ BROKEN = ("", None)
         ("<tool_call><function=add></function></tool_call>", [BROKEN]),
         (f'<tool_call>{{"name": "add</tool_call>{CALL}', [BROKEN, ADD]),
         (f"<tool_call>{OBJECT}<tool_call>{OBJECT}", [ADD, ADD]),
+        (f"{{x}} <think>{DRAFT}</think>{CALL}", [ADD]),  # a brace does not make the turn a call
+        (f'{{"x": 1}}\n<think>{DRAFT}</think>{CALL}', [ADD]),
+        (f"I use [TOOL_CALLS] now. <think>{DRAFT}</think>{CALL}", [ADD]),
     ],
-    ids=range(37),
+    ids=range(40),
 )
 def test_calls_behind_thoughts_and_in_prose(text, calls):
     assert chat._hermes(chat.without_thoughts(text)) == calls
