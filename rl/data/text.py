@@ -409,8 +409,7 @@ def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
 
 def check_vocabulary(tokenizer: Tokenizer, row: Row, place: str, text: str) -> None:
     """Raise ValueError, naming the row and the place, if a text has characters for which there are no tokens."""
-    is_allowed = rendering_of(tokenizer).allow_dropped_text
-    if not is_allowed and not _has_all_bytes(tokenizer) and _lost(tokenizer, text):
+    if not rendering_of(tokenizer).allow_dropped_text and not _has_all_bytes(tokenizer) and _lost(tokenizer, text):
         character = next((x for x in text if not x.isspace() and _lost(tokenizer, x)), text)
         raise ValueError(
             f"{named(row)}: {place}: the tokens do not contain {shown(character)}, for which the vocabulary of "
