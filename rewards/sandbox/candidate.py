@@ -29,7 +29,7 @@ MAX_WORKERS = 16  # threads that answer those of the tests, beside the main one
 MAX_SNAPSHOTS = 4 << 20  # bytes of all snapshots in an answer
 # What a stand-in for an object can do, as bits: those of these methods that the object's class has, and three more. Its
 # class is a subclass of a data type; it has `_fields`; it has them and is no dataclass.
-METHODS = "call iter next len contains getitem setitem delitem reversed bytes await enter exit".split()
+METHODS = "call iter next len contains getitem setitem delitem reversed bytes await aiter anext enter exit".split()
 METHOD_BITS = {f"__{name}__": 1 << i for i, name in enumerate(METHODS)}
 IS_DATA, HAS_FIELDS, IS_PLAIN = (1 << len(METHODS) + i for i in range(3))
 
@@ -89,7 +89,7 @@ def _run(awaitable: object) -> object:
 
 _runners = threading.local()
 _BUILTINS = (getattr, setattr, delattr, iter, next, len, bool, str, repr, format, hash, round, divmod, int, float)
-_BUILTINS += (complex, bytes, isinstance, issubclass, reversed, math.floor, math.ceil, math.trunc)
+_BUILTINS += (complex, bytes, isinstance, issubclass, reversed, aiter, anext, math.floor, math.ceil, math.trunc)
 _BUILTINS += (copy.copy, copy.deepcopy, *[vars(inspect)[name] for name in wire.KINDS])
 UNARY = "neg pos abs invert index"
 BINARY = "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or"

@@ -289,7 +289,7 @@ _BY_METHOD = {
     "__reversed__": lambda self: _items(_candidate.ask("reversed", self)),
     "__await__": _await,
     "__exit__": _leave,
-    **{f"__{name}__": _passed_on(name) for name in "next getitem setitem delitem bytes enter".split()},
+    **{f"__{name}__": _passed_on(name) for name in "next aiter anext getitem setitem delitem bytes enter".split()},
 }
 _LOOKS = "same eq isinstance issubclass getattr hash len bool str repr threads".split() + wire.KINDS  # no changes
 

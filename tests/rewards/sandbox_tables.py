@@ -320,7 +320,19 @@ PLAIN = [
     ("class P:\n" + _INIT + "    __eq__ = lambda s, o: False\n    __hash__ = lambda s: 1\n" + _SUM, {}, "", [], [t for t in _SAME if "not want" not in t]),
 ]  # fmt: skip
 
+# Tests that iterate over asynchronous iterators.
+_MAIN = "import asyncio\nasync def main():\n    {}\nassert asyncio.run(main()) == {}"
+ASYNCHRONOUS = [
+    ("import asyncio\nasync def g(n):\n    for i in range(n):\n        await asyncio.sleep(0)\n        yield i\nasync def bad():\n    yield 1\n    raise ValueError('x')\nclass Count:\n    def __init__(s, n): s.n, s.i = n, 0\n    __aiter__ = lambda s: s\n    async def __anext__(s):\n        if s.i >= s.n: raise StopAsyncIteration\n        s.i += 1\n        return s.i\nasync def stop(): raise StopAsyncIteration\nasync def total(xs): return sum([x async for x in xs])", {}, "", [
+        _MAIN.format("return [x async for x in g(3)]", "[0, 1, 2]"), _MAIN.format("return [x async for x in Count(2)]", "[1, 2]"), _MAIN.format("a = g(2)\n    return [await anext(a), await anext(a), await anext(a, 9)]", "[0, 1, 9]"), _MAIN.format("return await asyncio.gather(total(g(3)), total(g(4)))", "[3, 6]"),
+        _MAIN.format("out = []\n    try:\n        async for x in bad(): out.append(x)\n    except ValueError as e: out.append(str(e))\n    return out", "[1, 'x']"),
+    ], [
+        _MAIN.format("return [x async for x in g(3)]", "[0, 1]"), _MAIN.format("return [x async for x in bad()]", "[1]"), _MAIN.format("async for x in g(1): assert (await stop()) == 3", "None"), _MAIN.format("return [await stop() for _ in 'a']", "[]"), "import asyncio\nasync def main():\n    async for x in g(0): assert x == 1\nasyncio.run(main())",
+    ]),
+]  # fmt: skip
+
 TABLES = {
+    "asynchronous": ASYNCHRONOUS,
     "plain": PLAIN,
     "answers": ANSWERS,
     "operators": OPERATORS,

@@ -433,7 +433,7 @@ LIMITS = {
     "a number compared with a returned object": ("class A: __lt__ = lambda s, o: True\ndef f(): return A()", "assert f() < 3"),
     "a returned object times a number": ("class V:\n    def __init__(s, x): s.x = x\n    __add__ = lambda s, o: V(s.x + o.x)\n    __mul__ = lambda s, k: V(s.x * k)", "assert ((V(1) + V(2)) * 2).x == 6"),
     "a patch of what the candidate calls": ("import time\ndef f(): return time.time()", "from unittest.mock import patch\nwith patch('time.time', return_value=5): assert f() == 5"),
-    "an async generator in a test's coroutine": ("async def g(): yield 1", "import asyncio\nasync def main(): return [x async for x in g()]\nassert asyncio.run(main()) == [1]"),
+    "an async with in a test's coroutine": ("class A:\n    async def __aenter__(s): return 1\n    async def __aexit__(s, *a): pass", "import asyncio\nasync def main():\n    async with A() as x: return x\nassert asyncio.run(main()) == 1"),
     "nesting above 200": ("def f():\n    x = []\n    for _ in range(300): x = [x]\n    return x", "assert f()"),
     "the signature of a function": ("def f(a): return a", "import inspect\nassert len(inspect.signature(f).parameters) == 1"),
 }  # fmt: skip
