@@ -167,9 +167,9 @@ def _plain(x: object) -> object:
 
 
 def _compared(x: _Stand, given: set[str]) -> dict[str, object]:
-    """Fields of a dataclass's object: those that == looks at; all these, which a test gave, if it looks at none.
+    """Fields of a dataclass's object: those that == looks at; if it looks at none, all those that a test gave.
 
-    Of an object of another class all attributes count.
+    Of an object of another class all attributes count, and one whose attributes are not known is like itself only.
     """
     if _bits(x) & candidate.IS_PLAIN:
         return _data(x) or {"": x}
@@ -180,6 +180,11 @@ def _compared(x: _Stand, given: set[str]) -> dict[str, object]:
 
 
 def _equal(self: object, other: object) -> bool:
+    """What == says, by the rules that docs/sandbox.md has under "Equality".
+
+    The == of a class that is no dataclass is asked only about objects whose attributes are equal, so it can deny that
+    they are equal but cannot make them so.
+    """
     if self is other:
         return True
     if _candidate.own_eq:
@@ -508,8 +513,8 @@ class Candidate:
         bases = tuple(self._kind(*base) if isinstance(base, tuple) else _exception(base) for base in parents)
         space = {"_glassrl_bits": bits, "_glassrl_class": number, "_glassrl_fields": fields}
         if fields and not bits & candidate.IS_PLAIN:  # for the functions of dataclasses
-            made = [(x, object, dataclasses.field(init=init, compare=compare)) for x, _, compare, init in fields]
-            made = dataclasses.make_dataclass(name, made, init=False, repr=False, eq=False)
+            described = [(x, object, dataclasses.field(init=init, compare=compare)) for x, _, compare, init in fields]
+            made = dataclasses.make_dataclass(name, described, init=False, repr=False, eq=False)  # no code is generated
             space["__dataclass_fields__"] = made.__dataclass_fields__
         if bases:
             space["__getattr__"] = _ALWAYS["__getattr__"]
