@@ -4,6 +4,7 @@ It holds `lock` for bookkeeping, never to wait. Which prompt is where, and how o
 said: protocol.py. The other side: sampler.py.
 """
 
+import json
 import os
 import re
 import secrets
@@ -127,9 +128,8 @@ class Dispatcher:
         self.encoder, self.decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(protocol.ToRun)
         self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
         self.socket, self.address = protocol.listen(flags.sampler_address, self.token, zmq.Context())
-        self.outbox: Outbox | None = None
-        if flags.weights_transfer != "host":
-            self.outbox = Outbox(flags.weights_transfer, self.address, device, flags.sampler_timeout)
+        way, patience_s = flags.weights_transfer, flags.sampler_timeout
+        self.outbox = None if way == "host" else Outbox(way, self.address, device, patience_s)
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
@@ -284,8 +284,9 @@ class Dispatcher:
 
     def _lease(self, number: int) -> protocol.Lease:
         """The prompt of a number as a sampler gets it."""
-        row, (_, sampling) = protocol.row_of(self._row_of(number), whole=self.whole_rows), self._pool(number)
-        return protocol.Lease(number, row, sampling, derive_seed(self.setup.seed, number), self.ledger.version)
+        row = json.dumps(protocol.row_of(self._row_of(number), whole=self.whole_rows), default=str)  # such as dates
+        seed = derive_seed(self.setup.seed, number)
+        return protocol.Lease(number, row, self._pool(number)[1], seed, self.ledger.version)
 
     def _assign(self) -> None:
         """Lease what waits to samplers."""
@@ -330,8 +331,7 @@ class Dispatcher:
         pools = (self.evaluation, self.ledger)
         held = sum(len(leases.held_by(identity)) for leases in pools)
         dropped = [number for leases in pools for number in leases.give_back(identity, blame=blame)]
-        waiting = held - len(dropped)
-        say(f"sampler {member.name} is lost: {why}; {waiting} prompts are handed out again", sys.stderr)
+        say(f"sampler {member.name} is lost: {why}; {held - len(dropped)} prompts are handed out again", sys.stderr)
         for number in dropped:
             row = self._row_of(number)["row_index"]
             what = f"prompt {number}, row {row} of --train-files," if number >= 0 else f"row {row} of --val-files"
@@ -342,8 +342,7 @@ class Dispatcher:
 
     def _start(self, device: str | None) -> subprocess.Popen:
         """Start a sampler on this machine."""
-        kept = [x for x in os.environ if x not in OF_A_RANK and not x.startswith("TORCHELASTIC")]
-        env = {name: os.environ[name] for name in kept}
+        env = {x: os.environ[x] for x in os.environ if x not in OF_A_RANK and not x.startswith("TORCHELASTIC")}
         env |= {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
         env |= {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         here = self.address.replace("0.0.0.0", "127.0.0.1")

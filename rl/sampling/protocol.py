@@ -27,7 +27,7 @@ from rl.sampling.environments import EnvironmentFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 4  # of these messages; both sides must have the same
+PROTOCOL = 5  # of these messages; both sides must have the same
 LARGEST = 2**30  # bytes of a message; the run closes a connection that sends more
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -63,7 +63,7 @@ class Lease(msgspec.Struct):
     """A prompt that a sampler is to answer. `number`: its place among the run's prompts; below 0 a held-out one."""
 
     number: int
-    row: dict[str, Any]
+    row: str  # as JSON: msgpack has no integers of more than 64 bits, and no text with a lone surrogate
     sampling: Sampling
     seed: int
     version: int  # weights must be at least this new
@@ -78,7 +78,7 @@ class PackedSample(msgspec.Struct, array_like=True):
     finish_reason: Literal["stop", "length", "error", "abort"]
     policy_versions: list[tuple[int, int]]
     turns: Size
-    conversation: str  # messages and report as JSON: msgpack has no integers of more than 64 bits
+    conversation: str  # messages and report, as JSON too
     turn_rewards: list[float]
 
 

@@ -6,6 +6,7 @@ The run says which model and which flags. Between two decoding steps the sampler
 responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
+import json
 import os
 import signal
 import sys
@@ -217,7 +218,7 @@ class Sampler:
         for number in sorted(self._can_begin() & self.may_begin - self.begun):
             lease = self.leases[number]
             seed = lease.seed if self.own_seeds or self.rollouts.environments is not None else None
-            self.rollouts.start(number, lease.row, lease.sampling, seed)
+            self.rollouts.start(number, json.loads(lease.row), lease.sampling, seed)
             self.begun.add(number)
 
     def _step(self) -> None:

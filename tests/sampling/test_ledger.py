@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import datetime
 import json
 import math
 import random
@@ -15,6 +16,9 @@ import torch
 from rl.data.types import Sample, Sampling
 from rl.run import loop_state
 from rl.sampling import protocol
+from rl.sampling.dispatcher import Dispatcher, SamplerFlags
+from rl.sampling.engines import Rollout
+from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.ledger import Leases, Ledger, assign
 from rl.sampling.weight_files import WeightWriter, read_weights
 
@@ -316,6 +320,21 @@ def sample_of_numbers():
 
 def travelled(packed):
     return msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=protocol.PackedSample)
+
+
+def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
+    prompt = {"prompt_ids": [1, 2], "row_index": 0}
+    odd = {"n": 10**30, "x": [-0.5, None, {"y": "\ud800 é"}]}
+    row = prompt | {"extra_info": odd | {"day": datetime.date(2026, 1, 2)}}
+    whole = prompt | {"extra_info": odd | {"day": "2026-01-02"}}
+    for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
+        setup = protocol.Setup("model", {}, Rollout(), flags, 9, [], [], WAY, 0)
+        about = (Ledger(1, 0, 9), [row].__getitem__, WAY, None, [], torch.device("cpu"), 10)
+        desk = Dispatcher(SamplerFlags(), setup, *about)
+        message = msgspec.msgpack.encode(protocol.Orders([desk._lease(0)], [], [], None))
+        [lease] = msgspec.msgpack.decode(message, type=protocol.ToSampler).leases
+        assert json.loads(lease.row) == expected and lease.sampling == WAY
+        desk.socket.close(0)
 
 
 def test_a_sample_travels_whole():
