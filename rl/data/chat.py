@@ -62,6 +62,8 @@ _MARKS = re.compile(
 
 
 USER = {"role": "user", "content": "x"}
+# With a thought, since Qwen3's template writes an empty one only while a turn is the last.
+SAID = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
 
 Calls = list[tuple[str, Any]]  # name and arguments, a dict, or None if they could not be read
 Tools = Mapping[str, dict]  # the JSON schemas of parameters, by the names of the tools
@@ -246,12 +248,11 @@ class Chat:
         self.where = f"the chat template of {tokenizer.name_or_path!r}"
         if tokenizer.chat_template is None:
             raise ValueError(f"--environment and --tools need a chat template, and {tokenizer.name_or_path!r} has none")
-        thought = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"}
         told = {"role": "user", "content": "x"}
         if self.tools:
             told |= {"role": "tool", "name": self.tools[0]["function"]["name"], "tool_call_id": "call00000"}
         try:
-            before, after = self._render([USER, thought], False), self._render([USER, thought, told], True)
+            before, after = self._render([USER, SAID], False), self._render([USER, SAID, told], True)
         except TemplateError as error:
             raise ValueError(f"{self.where} refuses a conversation with {told['role']!r} messages: {error}") from error
         if self.tools and any(x["function"]["name"] not in self._render([USER], False) for x in self.tools):
@@ -268,8 +269,7 @@ class Chat:
                 "end-of-sequence tokens; add that token to eos_token_id of its generation config"
             )
         # What stands before the environment's messages: a prompt, or a prompt and a turn.
-        said = self._render([USER, {"role": "assistant", "content": TURN}], False).partition(TURN)[0] + TURN
-        self.starts = {False: self._render([USER], False), True: said}
+        self.starts = {False: self._render([USER], False), True: before.removesuffix(self.end)}
         self.told([told], has_turn=True)
         self.opening = self.told([], has_turn=False)  # what makes the policy speak first
         rest = without_thoughts(self.opening + TURN)
@@ -340,7 +340,7 @@ class Chat:
         Raises ValueError if the template does not only append them: it may move a system message to the top, merge two
         messages of one role, or leave one out. Raises what the template raises, such as jinja2.TemplateError.
         """
-        text = self._render([USER, {"role": "assistant", "content": TURN}][: 1 + has_turn] + [*messages], True)
+        text = self._render([USER, SAID][: 1 + has_turn] + [*messages], True)
         if not text.startswith(self.starts[has_turn]):
             roles = ", ".join(x["role"] for x in messages)
             raise ValueError(f"{self.where} does not append messages of the roles {roles}, but moves or merges them")

@@ -44,7 +44,7 @@ THOUGHTS = ("<think>", "<thinking>", "[THINK]", "<seed:think>")  # what a partia
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of a message, in the templates that read one
 MARKER = re.compile(r"zq(\d+)zq")  # letters and digits, which no template escapes
 # Words and signs, but not the tags, such as </think>, at which templates cut.
-WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|\u25c1[^\s\u25b7]+\u25b7|(?P<word>\w+|[^\w\s<]+|<)")
+WORD = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]|◁[^\s◁▷]+▷|(?P<word>\w+|[^\w\s<\[◁]+|[<\[◁])")
 NO_SKELETON = ["\0"]  # fits no text
 MOST_SHAPES = 1000
 # What a template may raise.
@@ -180,8 +180,8 @@ def write(
     draw: Callable[..., str] = render,
     **how: Any,
 ) -> str:
-    """The text that the chat template makes of messages and tools of a row, which has every text that is in them. If it
-    has far more than `limit` tokens, only its beginning, unchecked: the row will be refused.
+    """The text that the chat template makes of a row's messages and tools. It contains every text of these. If it has
+    far more than `limit` tokens, only its beginning is returned, unchecked, since the row will be refused.
 
     Args: field, the column of the messages; last, that of the last message's content, if it is another one; checked,
     whether dropped text is an error; draw, `render` or `continued`, which gets `how`. Raises ValueError, naming the row
@@ -394,6 +394,7 @@ def _dropped(text: str, drawn: Callable[[Mark], str]) -> int | None:
         return MARKER.sub("", marked.casefold())
 
     marked = with_markers()
+    # A text of the row may look like a marker, and is in both.
     seen = Counter(MARKER.findall(marked.casefold())) - Counter(MARKER.findall(text.casefold()))
     for i, (_, numbers) in enumerate(all_texts := list(texts)):
         missing = [k for k in numbers if str(k) not in seen]

@@ -89,6 +89,12 @@ QWEN3 = """{%- set ns = namespace(last=-1) -%}
     "CALLS", JSON_CALLS.replace("message", "m")
 )
 
+# As Qwen3's own: as long as a turn is the last and has no thought, it has an empty one.
+QWEN3_LAST = QWEN3.replace(
+    "m.role + '\n' + m.content -}}",
+    "m.role + '\n' + ('<think>\n\n</think>\n\n' if loop.last and "
+    "m.role == 'assistant' and '</think>' not in m.content else '') + m.content -}}",
+)
 # DeepSeek-R1: thoughts are dropped from every turn, the last one too.
 R1 = QWEN3.replace(" and loop.index0 < ns.last", "")
 
@@ -166,12 +172,13 @@ def test_templates_that_only_append_are_taken_without_tools(make, template):
     [
         (QWEN25, chat._hermes),
         (QWEN3, chat._hermes),  # no user speaks between its turns, so that thoughts stay
+        (QWEN3_LAST, chat._hermes),
         (QWEN3_CODER, chat._qwen_xml),
         (QWEN35, chat._qwen_xml),
         (MISTRAL, chat._mistral),
         (LLAMA, chat._llama),
     ],
-    ids=["Qwen2.5", "Qwen3", "Qwen3-Coder", "Qwen3.5", "Mistral", "Llama"],
+    ids=["Qwen2.5", "Qwen3", "Qwen3 at the end", "Qwen3-Coder", "Qwen3.5", "Mistral", "Llama"],
 )
 def test_the_reader_of_calls_is_the_one_that_reads_what_the_template_writes(make, template, read):
     assert make(template, [TOOL]).readers == make(template, TYPED_TOOLS).readers == [read]
@@ -339,6 +346,13 @@ def test_mistral_gets_results_with_ids_and_nothing_that_makes_it_speak(make, tok
     one = '[TOOL_RESULTS] {"content": "5", "call_id": "call00000"}[/TOOL_RESULTS]'
     other = '[TOOL_RESULTS] {"content": "6", "call_id": "call00001"}[/TOOL_RESULTS]'
     assert told == one + other
+
+
+def test_an_empty_thought_of_the_last_turn_is_not_what_the_policy_is_told(make, tokenizer):
+    for template in (QWEN3, QWEN3_LAST):
+        told = tokenizer.decode(make(template, [TOOL]).ids_of([result("5")], [END]))
+        answer = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        assert told == answer
 
 
 def test_a_turn_that_another_token_has_ended_is_ended_by_the_templates_token_too(make, tokenizer):

@@ -246,6 +246,12 @@ DROP = {  # template, messages, tools, field
         None,
         "prompt[1].content",
     ),
+    "a thought in brackets": (
+        R1.replace("</think>", "[/THINK]"),
+        [user("a"), says("[THINK]No.[/THINK]yes"), user("b")],
+        None,
+        "prompt[1].content",
+    ),
     "tools": (CHATML, [user("w?")], [tool(city=CITY)], "tools[0].function.name"),
     "a description": (
         NAMES_ONLY,
