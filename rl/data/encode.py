@@ -100,9 +100,9 @@ def _prompt_ids(
             batch[i], _ = images.place(batch[i], row["images"], named(row))
         if not batch[i]:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
-        first = next((x for x in batch[i] if tokenizer.decode([x]).strip()), None)  # behind white space
-        if isinstance(row["prompt"], str) and first not in front:
-            batch[i] = front + batch[i]
+        if isinstance(row["prompt"], str):
+            first = next((x for x in batch[i] if tokenizer.decode([x]).strip()), None)  # behind white space
+            batch[i] = batch[i] if first in front else front + batch[i]
     return batch
 
 
