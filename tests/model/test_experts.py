@@ -357,7 +357,8 @@ def test_a_run_trains_with_replay(folder_of, tmp_path, runs_here):
             assert abs(line["actor/ppo_kl"]) < 1e-6 and line["rollout/logprob_gap_mean"] < 1e-5
             assert K < line["router/aux_loss"] < E
             assert line["router/changed_frac"] == 0 and line["router/load_max"] >= 1
-    AutoConfig.from_pretrained(task.model, num_experts=4).save_pretrained(task.model)
+    fewer = AutoConfig.from_pretrained(task.model, num_experts=4)
+    AutoModelForCausalLM.from_config(fewer).save_pretrained(task.model)
     with pytest.raises(ValueError, match=r"with 2 of 6 experts a token in 2 layers, and --model has 2 of 4 in 2; give"):
         train_grpo.main(build(train_grpo.Args, **settings))
 
