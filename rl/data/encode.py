@@ -143,7 +143,9 @@ def prompt_text(
 
 def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that a tokenizer puts in front of a text, such as BOS; those that it puts behind a text are left out."""
-    for text in ("a", *(x for x in tokenizer.get_vocab() if x not in tokenizer.all_special_tokens)):
+    # The vocabulary takes 0.2 s to list, and demonstrations ask row by row, so it is only read if "a" has no tokens.
+    sources = (lambda: ["a"], tokenizer.get_vocab)
+    for text in (x for texts in sources for x in texts() if x not in tokenizer.all_special_tokens):
         plain, whole = (tokenizer(text, add_special_tokens=x)["input_ids"] for x in (False, True))
         if plain and plain[0] in whole:
             return whole[: whole.index(plain[0])]
@@ -176,10 +178,8 @@ class TooLong(ValueError):
 
 def _check_length(row: Row, ids: list[int], max_length: int | None) -> None:
     if max_length is not None and len(ids) > max_length:
-        raise TooLong(
-            f"{named(row)}: has {shown_count(len(ids), max_length)} tokens, over --max-length {max_length}; raise it "
-            "or add --filter-overlong"
-        )
+        size = f"{shown_count(len(ids), max_length)} tokens, over --max-length {max_length}"
+        raise TooLong(f"{named(row)}: has {size}; raise it or add --filter-overlong")
 
 
 def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int, *, filter_overlong: bool) -> Lazy[T]:

@@ -20,11 +20,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 6970,
+    "core": 6969,
     "wall": 1866,
-    "import train_grpo": 7187,
-    "import sft": 6949,
-    "import eval": 5851,
+    "import train_grpo": 7186,
+    "import sft": 6948,
+    "import eval": 5850,
     "eval.py": 111,
     "sft.py": 102,
     "train_async.py": 178,
