@@ -1,0 +1,274 @@
+"""What this project uses of vLLM, transformers and torch that they do not promise to keep.
+
+Each entry names a thing, the file here that uses it, and what it is used for. After an upgrade of a library this test
+fails first, and says in a sentence what is gone. The last test finds uses in rl/ that nobody has entered here.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from launch import ROOT
+
+
+class Borrowed(NamedTuple):
+    """`name` is a dotted path; behind a colon stand names that the source of that object mentions, such as fields that
+    objects get when they are made.
+    """
+
+    name: str
+    file: str  # in rl/
+    purpose: str
+
+
+BORROWED = [
+    # vLLM: its core, read directly.
+    Borrowed("vllm.LLM.enqueue", "sampling/engines/vllm.py", "adds requests without waiting for them"),
+    Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm.py", "reaches the engine's model, to push weights"),
+    Borrowed("vllm.LLM.reset_prefix_cache", "sampling/engines/vllm.py", "drops what old weights have computed"),
+    Borrowed("vllm.LLM.reset_mm_cache", "sampling/engines/vllm.py", "drops features of images after a push"),
+    Borrowed("vllm.LLM:llm_engine", "sampling/engines/vllm.py", "leads to the core, its scheduler and its settings"),
+    Borrowed(
+        "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager vllm_config",
+        "sampling/engines/vllm.py",
+        "are the parts of an engine that tokens are read from, aborted at and logged by",
+    ),
+    Borrowed("vllm.v1.engine.core_client.InprocClient.get_output", "sampling/engines/vllm.py", "runs one step"),
+    Borrowed("vllm.v1.engine.core_client.InprocClient.abort_requests", "sampling/engines/vllm.py", "ends responses"),
+    Borrowed("vllm.v1.engine.core_client.InprocClient.reset_encoder_cache", "sampling/engines/vllm.py", "drops images"),
+    Borrowed("vllm.v1.engine.core_client.InprocClient.shutdown", "sampling/engines/vllm.py", "ends the core"),
+    Borrowed("vllm.v1.engine.core_client.InprocClient:engine_core", "sampling/engines/vllm.py", "has the scheduler"),
+    Borrowed("vllm.v1.engine.core.EngineCore:scheduler", "sampling/engines/vllm.py", "knows all requests"),
+    Borrowed(
+        "vllm.v1.core.sched.scheduler.Scheduler:requests has_requests",
+        "sampling/engines/vllm.py",
+        "tell how vLLM reads a prompt, and whether it has lost a request",
+    ),
+    Borrowed(
+        "vllm.v1.engine.output_processor.OutputProcessor.abort_requests",
+        "sampling/engines/vllm.py",
+        "tells vLLM's own loop not to wait for outputs that we read ourselves",
+    ),
+    Borrowed(
+        "vllm.v1.engine.EngineCoreOutput:request_id new_token_ids new_logprobs routed_experts finish_reason",
+        "sampling/engines/vllm.py",
+        "are the fields of what the core returns",
+    ),
+    Borrowed("vllm.engine.arg_utils.EngineArgs", "sampling/engines/vllm.py", "tells whether vLLM normalizes images"),
+    Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm.py", "ends a response"),
+    # vLLM: weights that it keeps in another form than files.
+    Borrowed(
+        "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
+        "sampling/engines/vllm.py",
+        "begins a push on a CPU or of weights that are quantized",
+    ),
+    Borrowed(
+        "vllm.model_executor.model_loader.reload.finalize_layerwise_reload",
+        "sampling/engines/vllm.py",
+        "ends a push on a CPU or of weights that are quantized",
+    ),
+    Borrowed("vllm.config.set_current_vllm_config", "sampling/engines/vllm.py", "surrounds such a push"),
+    Borrowed(
+        "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead:quant_method",
+        "sampling/engines/vllm.py",
+        "packs a tied LM head once more after a push on a CPU",
+    ),
+    Borrowed("vllm.distributed.parallel_state.get_tp_group", "sampling/engines/vllm.py", "has the ranks of an engine"),
+    Borrowed(
+        "vllm.v1.worker.gpu_worker:determine_available_memory get_kv_cache_spec",
+        "sampling/engines/vllm_worker.py",
+        "are the methods of the worker whose KV cache is limited",
+    ),
+    # vLLM: the scheduler's shortcuts, in TESTED versions only.
+    Borrowed(
+        "vllm.v1.core.sched.scheduler.Scheduler:schedule update_from_output requests running kv_cache_config "
+        "scheduler_config max_num_scheduled_tokens max_num_running_reqs prev_step_scheduled_req_ids",
+        "sampling/engines/vllm_scheduler.py",
+        "are what the shortcuts around the scheduler replace, read and write",
+    ),
+    Borrowed(
+        "vllm.v1.request.Request:_all_token_ids _output_token_ids num_computed_tokens num_prompt_tokens max_tokens "
+        "num_output_placeholders num_in_flight_tokens num_preemptions is_prefill_chunk",
+        "sampling/engines/vllm_scheduler.py",
+        "are what the shortcuts read and write of a request",
+    ),
+    Borrowed(
+        "vllm.v1.core.sched.output.CachedRequestData:req_ids new_block_ids num_computed_tokens num_output_tokens",
+        "sampling/engines/vllm_scheduler.py",
+        "are what the shortcuts say of a sequence that gets one token longer",
+    ),
+    Borrowed(
+        "vllm.v1.core.sched.output.SchedulerOutput:num_scheduled_tokens total_num_scheduled_tokens "
+        "scheduled_cached_reqs",
+        "sampling/engines/vllm_scheduler.py",
+        "are what the shortcuts add to a step",
+    ),
+    # transformers: loading and saving.
+    Borrowed(
+        "transformers.core_model_loading._materialize_copy",
+        "model/checks.py",
+        "is replaced while weights stay in the precision of their files",
+    ),
+    Borrowed("transformers.core_model_loading.PrefixChange", "model/load.py", "renames the text part of a model"),
+    Borrowed("transformers.core_model_loading.revert_weight_conversion", "model/load.py", "gives published names"),
+    Borrowed("transformers.core_model_loading.revert_weight_conversion", "run/export.py", "gives published names"),
+    Borrowed("transformers.conversion_mapping.get_model_conversion_mapping", "model/load.py", "knows published names"),
+    Borrowed(
+        "transformers.PreTrainedModel:all_tied_weights_keys get_expanded_tied_weights_keys",
+        "model/load.py",
+        "tell the tied weights of a model",
+    ),
+    Borrowed("transformers.PreTrainedModel:_no_split_modules", "model/sharding.py", "names the layers of a model"),
+    Borrowed("transformers.core_model_loading:_weight_conversions", "model/load.py", "has the names of files"),
+    Borrowed(
+        "transformers.PreTrainedModel.get_correct_attn_implementation", "model/logprobs.py", "is its own attention"
+    ),
+    Borrowed("transformers.PreTrainedConfig:_attn_implementation", "model/attention.py", "chooses the attention"),
+    Borrowed("transformers.AttentionInterface.register", "model/attention.py", "makes the packed attention known"),
+    Borrowed("transformers.integrations.moe._grouped_linear", "model/lora_experts.py", "multiplies by all experts"),
+    Borrowed(
+        "transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions",
+        "model/logprobs.py",
+        "stands for what a decoder returns",
+    ),
+    Borrowed("transformers.activations.ACT2FN", "model/recurrent.py", "has the activation behind a convolution"),
+    # transformers: which models there are, and processors of images.
+    *(
+        Borrowed(f"transformers.models.auto.{module}.{mapping}", file, "tells which models are of a kind")
+        for module, mapping, file in (
+            ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model/reward_model.py"),
+            ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "model/vision.py"),
+            ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/checks.py"),
+            ("processing_auto", "PROCESSOR_MAPPING", "data/images.py"),
+        )
+    ),
+    Borrowed("transformers.ProcessorMixin._get_arguments_from_pretrained", "data/images.py", "leaves out video parts"),
+    Borrowed(
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel.get_placeholder_mask",
+        "model/vision.py",
+        "finds where the features of images belong",
+    ),
+    Borrowed(
+        "transformers.models.smolvlm.modeling_smolvlm.SmolVLMModel.inputs_merger",
+        "model/vision.py",
+        "puts the features of images where they belong",
+    ),
+    Borrowed(
+        "transformers.models.qwen3_5.modeling_qwen3_5:causal_conv1d_fn torch_chunk_gated_delta_rule",
+        "model/recurrent.py",
+        "are replaced, so that recurrent layers know the borders of packed sequences",
+    ),
+    Borrowed("transformers.utils.get_json_schema", "sampling/environment_worker.py", "reads a tool's schema"),
+    Borrowed("transformers.utils.is_flash_attn_2_available", "model/attention.py", "says if flash-attn is installed"),
+    Borrowed("transformers.utils.cached_file", "run/export.py", "finds the files of a model of the Hub"),
+    Borrowed("transformers.utils.SAFE_WEIGHTS_NAME", "run/export.py", "names the file of weights"),
+    Borrowed("transformers.utils.SAFE_WEIGHTS_INDEX_NAME", "run/export.py", "names the index of weights"),
+    # torch.
+    Borrowed("torch.distributed.tensor.DTensor:_spec", "model/sharding.py", "makes a tensor of its parts"),
+    Borrowed("torch.nn.Module:_non_persistent_buffers_set", "model/load.py", "tells which buffers stand in files"),
+    Borrowed("torch._foreach_copy_", "model/sharding.py", "copies many tensors in one call"),
+    Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
+    Borrowed("torch._foreach_copy_", "run/export.py", "copies many tensors in one call"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles a layer once for all lengths"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/experts.py", "compiles a router once for all lengths"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/recurrent.py", "compiles a layer once for all lengths"),
+    Borrowed("torch._dynamo.config.recompile_limit", "model/sharding.py", "allows as many versions as a layer needs"),
+    Borrowed("torch._dynamo.config.disable", "sampling/engines/vllm.py", "compiles nothing on a CPU"),
+    Borrowed("torch._inductor.list_options", "model/sharding.py", "tells which options the compiler has"),
+    Borrowed("torch.distributed.distributed_c10d._get_default_store", "stop.py", "tells other ranks to stop"),
+    Borrowed("torch.distributed.distributed_c10d._set_pg_timeout", "ranks.py", "sets how long ranks wait"),
+    Borrowed("torch.distributed.ProcessGroupGloo._Options", "sampling/weight_network.py", "names an address"),
+    Borrowed("torch._C._ForceDispatchKeyGuard", "model/delta_rule.py", "computes gradients inside an operation"),
+    Borrowed("torch._C._dispatch_tls_local_include_set", "model/delta_rule.py", "is the state that is put back"),
+    Borrowed("torch._C._dispatch_tls_local_exclude_set", "model/delta_rule.py", "is the state that is put back"),
+    Borrowed("torch._C.DispatchKeySet", "model/delta_rule.py", "names what is put back"),
+    Borrowed("torch._C.DispatchKey", "model/delta_rule.py", "names what is put back"),
+]
+
+
+def resolved(path: str) -> object:
+    """The object of a dotted path: the longest module, and attributes of it."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[n:]:
+            value = getattr(value, name)
+        return value
+    raise ModuleNotFoundError(path)
+
+
+def what_is_gone(name: str) -> list[str]:
+    """Of an entry's `name`, the parts that the installed library does not have."""
+    path, _, mentioned = name.partition(":")
+    try:
+        value = resolved(path)
+    except (AttributeError, ModuleNotFoundError):
+        return [path]
+    if not (missing := [x for x in mentioned.split() if not hasattr(value, x)]):
+        return []
+    library = path.split(".")[0]
+    kinds = [x for x in value.__mro__ if x.__module__.startswith(library)] if isinstance(value, type) else [value]
+    words = set(re.findall(r"\w+", "\n".join(map(inspect.getsource, kinds))))
+    return [f"{path}, {x}" for x in missing if x not in words]
+
+
+@pytest.mark.parametrize("entry", BORROWED, ids=lambda x: f"{x.name.partition(':')[0]}-{x.file}")
+def test_a_library_still_has_what_is_borrowed_from_it(entry):
+    library = importlib.import_module(entry.name.split(".")[0])
+    version = f"{library.__name__} {library.__version__}"
+    gone = what_is_gone(entry.name)
+    assert not gone, f"{version} lacks {'; '.join(gone)}, by which rl/{entry.file} {entry.purpose}"
+
+
+def test_what_is_gone_is_found():
+    assert what_is_gone("torch.nn.Module.forwards") == ["torch.nn.Module.forwards"]
+    assert what_is_gone("torch.no_module.x") == ["torch.no_module.x"]
+    assert what_is_gone("torch.nn.Module:training no_such_field") == ["torch.nn.Module, no_such_field"]
+
+
+LIBRARIES = ("vllm", "transformers", "torch")
+
+
+def borrowed_in(path: Path) -> set[str]:
+    """Names that a file uses and that their library does not show as its own: what begins with _ in a dotted path that
+    begins with a library's name, and what is imported from inside transformers or vLLM.
+    """
+    names, tree = set(), ast.parse(path.read_text())
+    short = {"dist": "torch.distributed", "core_model_loading": "transformers.core_model_loading"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
+            is_inside = node.module.count(".") > 0 and not node.module.startswith("torch.")
+            names |= {f"{node.module}.{x.name}" for x in node.names if is_inside or re.match("_[^_]", x.name)}
+        elif isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            first, *rest = dotted.split(".")
+            first = short.get(first, first)
+            if first.split(".")[0] in LIBRARIES and any(re.match("_[^_]", x) for x in rest):
+                names.add(".".join([first, *rest]))
+    return names
+
+
+@pytest.mark.parametrize("entry", BORROWED, ids=lambda x: f"{x.name.partition(':')[0]}-{x.file}")
+def test_what_is_entered_is_in_use(entry):
+    text = (ROOT / "rl" / entry.file).read_text()
+    path, _, mentioned = entry.name.partition(":")
+    unused = [x for x in mentioned.split() or [path.split(".")[-1]] if not re.search(rf"\b{x}\b", text)]
+    assert not unused, f"rl/{entry.file} no longer uses {unused}; leave it out here"
+
+
+@pytest.mark.parametrize("file", sorted({str(x.relative_to(ROOT / "rl")) for x in (ROOT / "rl").rglob("*.py")}))
+def test_everything_that_is_borrowed_is_entered(file):
+    entered = [x.name.partition(":")[0] for x in BORROWED if x.file == file]
+    missing = {
+        name
+        for name in borrowed_in(ROOT / "rl" / file)
+        if not any(name == x or x.startswith(f"{name}.") or name.startswith(f"{x}.") for x in entered)
+    }
+    assert not missing, f"enter these in BORROWED, with what rl/{file} does by them: {sorted(missing)}"
