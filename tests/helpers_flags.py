@@ -1,11 +1,20 @@
-"""The flags of a command line, without tyro: to make its parser takes half a second for each script and command."""
+"""Commands of the pages, and their flags without tyro: to make its parser takes half a second for each command."""
 
 import contextlib
 import itertools
+import re
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rl.flags import _each, build
+
+
+def commands(text: str) -> list[str]:
+    """Commands that call a script of the repository; those of benchmarks/ hand flags on to others. A backslash at the
+    end of a line joins it with the next one.
+    """
+    lines = [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+    return [line for line in lines if re.match(r"(torchrun|python) (?!.*\bbenchmarks/).*?\w\.py\b", line)]
 
 
 def parsed(cls: type, words: list[str]) -> Any:

@@ -15,7 +15,7 @@ import launch
 import pytest
 import torch
 import tyro
-from helpers_flags import parsed
+from helpers_flags import commands, parsed
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
@@ -68,10 +68,6 @@ def flags(script: str) -> set[str]:
     return {f"--{name}".replace("_", "-") for name in [*defaults, *(f"no_{name}" for name in switches)]}
 
 
-def commands(page: Path) -> list[str]:
-    """Lines that call a script of the repository; those of benchmarks/ hand flags on to others."""
-    lines = [line.strip() for line in page.read_text().splitlines()]
-    return [line for line in lines if re.match(r"(torchrun|python) (?!.*\bbenchmarks/).*?\w\.py\b", line)]
 
 
 def without_blocks(text: str) -> str:
@@ -90,7 +86,7 @@ def section(text: str, title: str) -> str:
     return re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-COMMANDS = [(page, line) for page in [ROOT / "README.md", *PAGES] for line in commands(page)]
+COMMANDS = [(page, line) for page in [ROOT / "README.md", *PAGES] for line in commands(page.read_text())]
 
 
 def test_commands_are_found():

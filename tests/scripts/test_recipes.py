@@ -1,0 +1,179 @@
+"""The published commands of docs/verl.md: they are right, and fit on the GPUs that they were published for.
+
+tests/recipes/ has the config.json of each model, with the fields that say what it computes.
+"""
+
+import dataclasses
+import importlib
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_flags import commands, parsed
+from launch import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from rl.flags import check_limits, flat
+from rl.model.checks import check_trainable
+
+CONFIGS = ROOT / "tests" / "recipes"
+PAGE = re.split(r"^## ", (ROOT / "docs" / "verl.md").read_text(), flags=re.MULTILINE)
+[PART] = [part for part in PAGE if part.startswith("Ten published commands\n")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One of the commands, and the GPUs that the table has for it: their kind and number."""
+
+    title: str
+    words: list[str]
+    kind: str
+    gpus: int
+
+    @property
+    def script(self) -> str:
+        return next(word for word in self.words if word.endswith(".py"))
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the script, with the folder in tests/recipes/ as --model."""
+        words = self.words[self.words.index(self.script) + 1 :]
+        at = words.index("--model") + 1
+        folder = CONFIGS / words[at].rsplit("/")[-1]
+        assert folder.is_dir(), f"{words[at]} has no config.json in {CONFIGS}"
+        return [*words[:at], str(folder), *words[at + 1 :]]
+
+    @property
+    def args(self) -> Any:
+        return parsed(importlib.import_module(self.script.removesuffix(".py")).Args, self.flags)
+
+
+def anchor(title: str) -> str:
+    """The name under which GitHub finds a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def recipes() -> list[Recipe]:
+    """Those of the page, in its order."""
+    rows = re.findall(r"^\| \[[^]]+\]\(#([^)]+)\) .* \| `([a-z0-9]+?)x(\d+)` \|$", PART, re.MULTILINE)
+    hardware, on_the_page = {link: (kind, int(gpus)) for link, kind, gpus in rows}, []
+    for section in re.split(r"^### ", PART, flags=re.MULTILINE)[1:]:
+        title = section.partition("\n")[0]
+        [command] = commands(section)
+        on_the_page.append(Recipe(title, shlex.split(command), *hardware.pop(anchor(title))))
+    assert not hardware, f"no section for {hardware}"
+    return on_the_page
+
+
+RECIPES = recipes()
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+
+
+def test_there_are_ten_from_half_a_billion_to_32_billion_on_1_to_16_gpus():
+    assert len(RECIPES) == 10
+    assert {recipe.gpus for recipe in RECIPES} == {1, 2, 4, 8, 16}
+    scripts = [recipe.script for recipe in RECIPES]
+    assert set(scripts) == {"train_grpo.py", "train_grpo_variants.py", "train_ppo.py", "train_dapo.py"}
+    assert sum(recipe.args.lora.lora_rank > 0 for recipe in RECIPES) == 3
+
+
+@each
+def test_a_command_starts_as_many_processes_as_it_has_gpus_and_its_flags_are_right(recipe):
+    words = recipe.words
+    numbers = [int(words[words.index(flag) + 1]) for flag in ("--nnodes", "--nproc_per_node") if flag in words]
+    assert math.prod(numbers) == recipe.gpus
+    args = recipe.args
+    assert recipe.gpus % args.rollout.tensor_model_parallel_size == 0
+    check_limits(args)
+    check_trainable(args.model, args.max_prompt_length + args.max_response_length)
+    script = importlib.import_module(recipe.script.removesuffix(".py"))
+    if "validate" in vars(script):
+        script.validate(args)
+
+
+# What the originals do, worked out by hand from their settings: prompts, responses per prompt, updates per step, limits
+# of prompt and response in tokens, learning rate.
+ORIGINALS = {
+    "Qwen2.5-0.5B, PPO, one GPU": (256, 1, 4, 512, 512, 1e-6),  # 256 / 64 updates
+    "Qwen3-0.6B, GRPO with LoRA, one GPU (TRL)": (1, 16, 1, 1024, 4096, 1e-6),  # 16 / 16 prompts; TRL makes 2 updates
+    "Qwen2.5-1.5B, GRPO with LoRA, one GPU": (128, 5, 1, 512, 1024, 3e-5),  # 128 / 128
+    "Qwen2-7B, GRPO, two to eight GPUs": (1024, 5, 4, 1024, 1024, 1e-6),  # 1024 / 256
+    "Qwen3-8B, PPO, eight GPUs": (1024, 1, 4, 1024, 2048, 1e-6),  # 1024 / 256
+    "Qwen2.5-VL-7B, GRPO with images, eight GPUs": (512, 5, 4, 1024, 2048, 1e-6),  # 512 / 128
+    "Qwen2.5-Coder-14B, GRPO, four GPUs": (1024, 5, 4, 1024, 1024, 1e-6),  # 1024 / 256
+    "Qwen2.5-32B, GRPO with LoRA, four GPUs": (180, 5, 1, 512, 1024, 3e-5),  # 45 prompts on each of 4 GPUs
+    "Qwen3-30B-A3B, GRPO, eight GPUs": (512, 8, 4, 2048, 4096, 1e-6),  # 512 / 128
+    "Qwen2.5-Math-7B, DAPO, 16 GPUs": (512, 12, 16, 2048, 8192, 1e-6),  # 512 / 32
+}
+# And what they have besides clip ranges of 0.2, token-mean, AdamW's decay of 0.01, and no KL, entropy bonus or LoRA.
+SETTINGS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "weight_decay": 0.01, "grad_clip": 1.0,
+    "use_kl_loss": False, "use_kl_in_reward": False, "entropy_coeff": 0.0, "loss_agg_mode": "token-mean",
+    "kl_loss_type": "k3", "adv_estimator": "grpo", "lr_warmup_steps": 0, "lr_scheduler_type": "constant",
+    "ppo_epochs": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "lora_rank": 0, "rollout_is": None,
+    "gamma": 1.0, "lam": 1.0, "critic_lr": 1e-5, "critic_warmup": 0, "cliprange_value": 0.5, "critic_model": None,
+    "val_temperature": 0.0, "val_n": 1, "freeze_vision_tower": True, "tensor_model_parallel_size": 1,
+}  # fmt: skip
+KL = dict(use_kl_loss=True, kl_loss_coef=0.001)
+OTHERWISE = {
+    "Qwen3-0.6B, GRPO with LoRA, one GPU (TRL)": dict(
+        lora_rank=1, lora_alpha=32, lr_scheduler_type="cosine", weight_decay=0.0
+    ),
+    "Qwen2.5-1.5B, GRPO with LoRA, one GPU": KL | dict(lora_rank=32, lora_alpha=32, entropy_coeff=0.001),
+    "Qwen2-7B, GRPO, two to eight GPUs": KL | dict(tensor_model_parallel_size=2),
+    "Qwen3-8B, PPO, eight GPUs": dict(tensor_model_parallel_size=2),
+    "Qwen2.5-VL-7B, GRPO with images, eight GPUs": KL
+    | dict(kl_loss_coef=0.01, tensor_model_parallel_size=2, freeze_vision_tower=False),
+    "Qwen2.5-Coder-14B, GRPO, four GPUs": KL | dict(tensor_model_parallel_size=4),
+    "Qwen2.5-32B, GRPO with LoRA, four GPUs": KL
+    | dict(lora_rank=32, lora_alpha=32, entropy_coeff=0.001, tensor_model_parallel_size=4),
+    "Qwen3-30B-A3B, GRPO, eight GPUs": KL | dict(tensor_model_parallel_size=4),
+    "Qwen2.5-Math-7B, DAPO, 16 GPUs": dict(
+        clip_ratio_high=0.28, clip_ratio_c=10.0, weight_decay=0.1, lr_warmup_steps=10, rollout_is="none", val_n=32,
+        val_temperature=1.0, val_top_p=0.7, tensor_model_parallel_size=2, filter_groups=False, overlong_buffer_len=4096,
+        overlong_penalty_factor=1.0, overlong_filtering=False,
+    ),
+}  # fmt: skip
+
+
+@each
+def test_a_command_says_what_the_original_says_and_defaults_are_those_of_the_original(recipe):
+    args, values = recipe.args, flat(recipe.args)
+    mini_batch = args.ppo_mini_batch_size or args.train_batch_size
+    updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch)
+    lengths = args.max_prompt_length, args.max_response_length
+    assert (args.train_batch_size, args.rollout_n, updates, *lengths, args.lr) == ORIGINALS[recipe.title]
+    otherwise = OTHERWISE.get(recipe.title, {})
+    assert otherwise.keys() <= values.keys()
+    wanted = {name: value for name, value in (SETTINGS | otherwise).items() if name in values}
+    assert {name: values[name] for name in wanted} == wanted
+
+
+# Parameters of the published weights, as the hub counts them; a head that is tied to the embedding counts once.
+PARAMETERS = {
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen2.5-Coder-14B-Instruct": 14_770_033_664,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+}
+
+
+def test_a_config_is_that_of_the_published_model():
+    assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == PARAMETERS.keys()
+    assert {Path(recipe.args.model).name for recipe in RECIPES} == PARAMETERS.keys()
+    for name, number in PARAMETERS.items():
+        config = AutoConfig.from_pretrained(CONFIGS / name)
+        auto_class = AutoModelForImageTextToText if "VL" in name else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto_class.from_config(config)
+        assert sum(weight.numel() for weight in model.parameters()) == number, name
