@@ -22,7 +22,7 @@ from rl.data.types import Sampling
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_context, open_model
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.run.arguments import parse
+from rl.run.command_line import parse
 from rl.run.metrics import of_scoring
 from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
 from rl.sampling.environments import EnvironmentFlags, check_rows, make_environments

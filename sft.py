@@ -89,14 +89,14 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=args.max_length, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=args.max_length, seed=args.seed)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     # What is exported stops where the data ends its answers.
     run.resume({"actor": (policy, optimizer)}, about=f"{args.train_batch_size} rows a step of {len(train)}", data=train)
     # Divides rows into micro-batches of at most so many tokens; all ranks have equally many.
-    plan = partial(plan_updates, max_tokens=args.memory.max_token_len_per_gpu, ranks=ranks)
+    plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks)
     step_metrics, val_metrics = {}, {}
 
     for step in progress("sft", range(run.start, total_steps + 1)):  # the last round only evaluates

@@ -94,9 +94,9 @@ def main(args: Args) -> dict[str, float]:
     task = dict(scorer=scorer, rows=train_rows, sampling=sampling, batch_size=args.train_batch_size)
     where = dict(total_steps=total_steps, folder=run.folder.root, state=run.state)
     samplers = Samplers(args.pool, setup, ranks, **task, **where)  # they start while the policy is loaded
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
-    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.use_kl_loss else None
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume({"actor": (policy, optimizer)}, engine=samplers, about=f"{about}\n{scorer.report}")
@@ -136,7 +136,7 @@ def main(args: Args) -> dict[str, float]:
             responses,
             trainable=scores_PG.isfinite().flatten(),
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             version=step,
         )  # (b, T); with ages, if a token is older than these weights

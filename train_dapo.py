@@ -124,9 +124,9 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
@@ -204,7 +204,7 @@ def main(args: Args) -> dict[str, float]:
             responses,
             trainable=trainable,
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             version=engine.policy_version,
         )  # (b, T)

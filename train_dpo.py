@@ -83,6 +83,7 @@ PAIRS = {  # (scores (P, G), margin) -> places (N, 2) of chosen and rejected amo
 
 @dataclass(frozen=True)
 class Args(RLBase):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory ...
+    rows_per_unit = 2  # a pair is in one micro-batch
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the policy, and of the first reference
     offline: bool = False  # learn from the pairs in --train-files, see train_reward.py; sample none
     train_batch_size: AtLeast1 = 128  # prompts a step (P)
@@ -125,12 +126,6 @@ def check_pairs(args: Args) -> None:
         raise ValueError(f"--rollout-n {args.rollout_n} makes no pair; sample at least 2, or add --pairs solution")
     if args.label_smoothing and (args.loss_type != "dpo" or args.label_smoothing >= 0.5):
         raise ValueError(f"--label-smoothing {args.label_smoothing} must be below 0.5, and is of --loss-type dpo")
-    longest = 2 * (args.max_prompt_length + args.max_response_length)
-    if args.memory.ppo_max_token_len_per_gpu < longest:
-        raise ValueError(
-            f"--ppo-max-token-len-per-gpu {args.memory.ppo_max_token_len_per_gpu} cannot hold one pair of 2 x "
-            f"(--max-prompt-length + --max-response-length) = {longest} tokens; raise it to at least that"
-        )
 
 
 def main(args: Args) -> dict[str, float]:
@@ -153,10 +148,10 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest)
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    reference = load_reference(args.model, ranks, policy, run.memory, longest=longest)
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.ref_update_steps else {}  # it changes, without an optimizer
@@ -216,9 +211,9 @@ def main(args: Args) -> dict[str, float]:
             paired,
             trainable=torch.ones(len(paired), dtype=torch.bool),
             mini_batch_size=2 * max(math.ceil(len(pairs) / num_mini_batches), 1),
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
-            rows_per_unit=2,
+            rows_per_unit=args.rows_per_unit,
         )  # (b, T)
         clock("batch")
 

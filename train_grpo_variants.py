@@ -163,10 +163,10 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.kl.is_used else None
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     refreshed = {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
@@ -217,7 +217,7 @@ def main(args: Args) -> dict[str, float]:
             responses,
             trainable=scores_PG.isfinite().flatten(),
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             shuffle_seed=derive_seed(args.seed, step) if args.shuffle_mini_batches else None,
             version=engine.policy_version,

@@ -119,11 +119,11 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, critic_path = run.ranks, args.critic_model or args.model
-    actor = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    actor = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    critic = load_critic(critic_path, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
-    reference = load_reference(args.model, ranks, actor, args.memory, longest=longest) if args.kl.is_used else None
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    critic = load_critic(critic_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
+    reference = load_reference(args.model, ranks, actor, run.memory, longest=longest) if args.kl.is_used else None
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
     optimizers = {"actor": adamw(actor.parameters()), "critic": adamw(critic.parameters())}
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
@@ -175,7 +175,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 4. Batch: divide the step into updates, one optimizer step each, and these into micro-batches for each rank,
         # and send each rank the tokens that it trains on. A response without a score teaches nothing: its mask is 0.
-        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=args.memory.ppo_max_token_len_per_gpu)
+        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
         kept = dict(trainable=is_scored, ranks=ranks, version=engine.policy_version)
         batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
         clock("batch")

@@ -112,11 +112,11 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    prm = load_policy(prm_path, ranks, args.lora, args.memory, longest=longest, seed=args.seed, flag=prm_flag)
-    reference = load_reference(prm_path, ranks, prm, args.memory, longest=longest)
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    prm = load_policy(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag=prm_flag)
+    reference = load_reference(prm_path, ranks, prm, run.memory, longest=longest)
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
@@ -173,7 +173,7 @@ def main(args: Args) -> dict[str, float]:
         responses = [r for p in order[: args.train_batch_size] for r in groups[p]]  # B
         scores_PG = scores_of(responses).view(-1, args.rollout_n)  # (P, G), NaN for a response without a score
         accuracies_PG = accuracies_of(responses).view(-1, args.rollout_n)  # within 0 and 1, NaN likewise
-        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=args.memory.ppo_max_token_len_per_gpu)
+        sizes = dict(mini_batch_size=mini_batch_size * args.rollout_n, max_tokens=run.memory.ppo_max_token_len_per_gpu)
         kept = dict(trainable=scores_PG.isfinite().flatten(), ranks=ranks, version=engine.policy_version)
         batch, updates = make_batch(responses, **sizes, **kept)  # (b, T)
         clock("batch")

@@ -98,10 +98,10 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    policy = load_policy(args.model, ranks, args.lora, args.memory, longest=longest, seed=args.seed)
+    policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    reference = load_reference(args.model, ranks, policy, args.memory, longest=longest) if args.kl.is_used else None
-    scorer.add_reward_model(args.rewards, ranks, args.memory.ppo_max_token_len_per_gpu, args.memory.fsdp_size)
+    reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.kl.is_used else None
+    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     saved = {"actor": (policy, optimizer)}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
@@ -163,7 +163,7 @@ def main(args: Args) -> dict[str, float]:
             responses,
             trainable=is_trainable,
             mini_batch_size=mini_batch_size * args.rollout_n,
-            max_tokens=args.memory.ppo_max_token_len_per_gpu,
+            max_tokens=run.memory.ppo_max_token_len_per_gpu,
             ranks=ranks,
             version=engine.policy_version,
         )  # (b, T)

@@ -42,6 +42,7 @@ from rl.sampling.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA, memory, checkpoints, logging
+    rows_per_unit = 2  # a pair is in one micro-batch
     data: Files = Files(train_files=("data/preferences/train.parquet",), val_files=())
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder: a causal LM, or a reward model to train on
     train_batch_size: AtLeast1 = 128  # pairs per optimizer step, over all ranks (B)
@@ -82,11 +83,6 @@ def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer = check(args, scores=True)
-    if (max_tokens := args.memory.max_token_len_per_gpu) < 2 * args.max_length:
-        raise ValueError(
-            f"--max-token-len-per-gpu {max_tokens} cannot hold one pair of 2 x --max-length = "
-            f"{2 * args.max_length} tokens; raise it to at least that"
-        )
     encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
     train = encode_rows(read_preference_rows(args.data.train_files))
     val = encode_rows(read_preference_rows(args.data.val_files)) if args.data.val_files else []
@@ -97,14 +93,14 @@ def main(args: Args) -> dict[str, float]:
     new_head = partial(reward_model.random_head, seed=args.seed)  # for a model that comes without one
     longest, seed = args.max_length, args.seed
     model = reward_model.load_trained(
-        args.model, ranks, args.lora, args.memory, new_head=new_head, longest=longest, seed=seed
+        args.model, ranks, args.lora, run.memory, new_head=new_head, longest=longest, seed=seed
     )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     run.resume({"reward_model": (model, optimizer)}, about=f"{args.train_batch_size} pairs a step of {len(train)}")
     # Divides rows into micro-batches of at most so many tokens. Both rows of a pair are in the same one.
-    plan = partial(plan_updates, max_tokens=max_tokens, ranks=ranks, rows_per_unit=2)
+    plan = partial(plan_updates, max_tokens=run.memory.max_token_len_per_gpu, ranks=ranks, rows_per_unit=2)
     step_metrics, val_metrics = {}, {}
 
     for step in progress("reward", range(run.start, total_steps + 1)):  # the last round only evaluates

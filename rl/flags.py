@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -43,6 +43,9 @@ TEXT = Limit(  # of every text, and so of every path
 )
 FREE = "a resumed run may change it"
 Free = Annotated[T, FREE]
+Auto = Literal["auto"] | T  # the program chooses unless the user does
+SWITCH = "--x is --x True, and --no-x is --x False"
+Switch = Annotated[Literal["auto"] | bool, SWITCH]  # as Auto[bool]
 AtLeast1 = Annotated[int, Limit("at least 1", lambda x: x >= 1)]
 Positive = Annotated[float, Limit("positive", lambda x: x > 0)]
 Seconds = Annotated[float, Limit("positive and at most 1e9", lambda x: 0 < x <= 1e9)]
@@ -84,14 +87,19 @@ def _changed(group: Any, values: dict[str, Any]) -> Any:
     return dataclasses.replace(group, **own, **inner)
 
 
+def settled(group: T, **values: Any) -> T:
+    """A group of flags with `values` in the place of those that are "auto"; what is not in `values` stays "auto"."""
+    return dataclasses.replace(group, **{name: x for name, x in values.items() if vars(group)[name] == "auto"})
+
+
 def flat(args: Any) -> dict[str, Any]:
     """{flag: value} of Args and all groups in it: what the command line can set."""
     return {name: value for name, value, _ in _each(args)}
 
 
-def free(args: Any) -> set[str]:
-    """Names of the flags that a resumed run may change."""
-    return {name for name, _, hint in _each(args) if FREE in _notes(hint)}
+def marked(args: Any, note: str) -> set[str]:
+    """Names of the flags whose type has a note, FREE or SWITCH."""
+    return {name for name, _, hint in _each(args) if note in _notes(hint)}
 
 
 def check_limits(args: Any) -> None:

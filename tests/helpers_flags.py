@@ -6,7 +6,7 @@ import re
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from rl.flags import _each, build
+from rl.flags import Switch, _each, build
 
 
 def commands(text: str) -> list[str]:
@@ -26,8 +26,7 @@ def parsed(cls: type, words: list[str]) -> Any:
         name = flag.removeprefix("--").replace("-", "_")
         own = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
         del words[: len(own)]
-        if kinds.get(name.removeprefix("no_")) is bool:
-            assert not own, f"{flag} {own}"
+        if kinds.get(name.removeprefix("no_")) in (bool, _bare(Switch)) and not own:
             values[name.removeprefix("no_")] = not name.startswith("no_")
         else:
             values[name] = _converted(kinds[name], own)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from rl.flags import Free
+from rl.flags import AtLeast1, Free, Switch, settled
 from rl.model import vision
 from rl.model.logprobs import add_packed_forward
 from rl.model.lora import is_adapter
@@ -48,22 +48,19 @@ class Memory:
     """memory and speed: the numbers stay the same, up to rounding"""
 
     # what the backward pass recomputes: all of a layer, or all but matrix products and attention, or nothing
-    activation_checkpointing: Free[Literal["none", "selective", "full"]] = "selective"
-    fsdp_size: Free[int | None] = None  # ranks that share one copy of the model, e.g. a machine's GPUs; default: all
+    activation_checkpointing: Free[Literal["auto", "none", "selective", "full"]] = "auto"
+    # ranks that share one copy of the model, such as the GPUs of a machine; by default all
+    fsdp_size: Free[AtLeast1 | None] = None
     compile: Free[bool] = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
     # keep AdamW's moments in host memory; in its step they pass through the GPU, those of one parameter at a time
-    optimizer_offload: Free[bool] = False
+    optimizer_offload: Free[Switch] = "auto"
     # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
-    param_offload: Free[bool] = False
+    param_offload: Free[Switch] = "auto"
 
 
+# What "auto" means where nobody has computed what fits, such as on a CPU.
+UNPLANNED = dict(activation_checkpointing="selective", optimizer_offload=False, param_offload=False)
 BARE = Memory(activation_checkpointing="none", compile=False)  # FSDP2 and nothing else
-
-
-def check_size(fsdp_size: int | None, ranks: Ranks) -> None:
-    """Raise ValueError if `shard` cannot make copies of the model that span so many ranks."""
-    if fsdp_size is not None and (fsdp_size < 1 or ranks.size % fsdp_size):
-        raise ValueError(f"--fsdp-size {fsdp_size} does not divide the {ranks.size} rank(s); choose a divisor")
 
 
 def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
@@ -81,11 +78,11 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     others; between machines only one all-reduce of gradients an update is left (`backward`). param_offload: a unit
     comes to the device for its pass, and gradients go to the host, where an optimizer steps.
     """
+    memory = settled(memory, **UNPLANNED)
     learning = [x.dtype for x in model.parameters() if x.requires_grad]
     master = torch.promote_types(learning[0], torch.float32) if learning else next(model.parameters()).dtype
     compute = ranks.dtype if master == torch.float32 else master
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
-    check_size(memory.fsdp_size, ranks)
     size = memory.fsdp_size or ranks.size
     mesh = init_device_mesh(ranks.device.type, (ranks.size // size, size), mesh_dim_names=("copy", "shard"))
     mesh = mesh["shard"] if size == ranks.size else mesh
@@ -96,13 +93,12 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
-    options = dict(mesh=mesh, offload_policy=home, ignored_params=plain)
+    fsdp = dict(mesh=mesh, offload_policy=home, ignored_params=plain)
     for unit in units:
-        if memory.activation_checkpointing == "full":
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-        elif memory.activation_checkpointing == "selective":
+        if (what := memory.activation_checkpointing) != "none":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, context_fn=contexts)
+            options = dict(context_fn=contexts) if what == "selective" else {}
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
         if memory.compile and unit not in tower:  # images have other dimensions that vary
             unit.forward = _compile_for_all_lengths(unit.forward)
     placed: set[Tensor] = set()  # of `plain`, which the root has too
@@ -119,7 +115,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
         # casts its inputs: the pixels of images. (See also `logprobs.run_packed`.)
         own = replace(precision, cast_forward_inputs=module is model)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
-        fully_shard(module, mp_policy=own, reshard_after_forward=False if is_whole else None, **options)
+        fully_shard(module, mp_policy=own, reshard_after_forward=False if is_whole else None, **fsdp)
     for module in model.modules():
         if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)
@@ -181,11 +177,6 @@ def own_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_bytes(xs: Iterable[Tensor]) -> int:
-    """What tensors take on this rank."""
-    return sum(own_part(x).nbytes for x in xs)
-
-
 def with_part(like: Tensor, own: Tensor) -> Tensor:
     """A tensor sharded as `like`, of which this rank has `own`, wherever that is."""
     # Not DTensor.from_local, which would bring what is on the host to the device.
@@ -234,11 +225,6 @@ def keep_moments_on_host(optimizer: torch.optim.AdamW, device: torch.device) -> 
     for x in optimizer.state:
         move(x, home=True)
     optimizer.step = step
-
-
-def moment_bytes_in_step(parameters: Iterable[Tensor]) -> int:
-    """The most bytes of moments that a step of `keep_moments_on_host` has on the device: both of one parameter."""
-    return max((2 * own_part(x).nbytes for x in parameters), default=0)
 
 
 def _pinned(like: Tensor, device: torch.device) -> Tensor:

@@ -6,24 +6,21 @@ class Args(RL):
     logging: LoggingRL = LoggingRL(experiment_name="my_run")  # another default of a flag in a group
 """
 
-import sys
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-import tyro
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rl.console import outlive_output, say
 from rl.data.prompts import Data
-from rl.flags import AtLeast1, Free, check_limits, flat
+from rl.flags import AtLeast1, Auto, Free, check_limits, flat, settled, spelled
 from rl.model.checks import check_trainable, open_model
 from rl.model.experts import check_routed
 from rl.model.lora import LoRA
 from rl.model.reward_model import check_reward_model
-from rl.model.sharding import Memory
-from rl.ranks import die_with_launcher
+from rl.model.sharding import UNPLANNED, Memory
 from rl.run.alarms import parse_alarm
+from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints, first_day, folder_of
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.correction import Correction
@@ -33,28 +30,29 @@ from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
 from rl.scoring.pool import Rewards, Scoring
 
-T = TypeVar("T")
+USUAL_TOKENS = 16384  # of a micro-batch
 
 
 @dataclass(frozen=True)
 class MemoryRL(Memory):
     """memory and speed: the numbers stay the same, up to rounding"""
 
-    # tokens of a micro-batch, where a prompt that responses share counts once; lower it on out-of-memory
-    ppo_max_token_len_per_gpu: Free[AtLeast1] = 16384
+    # tokens of a micro-batch, where a prompt that responses share counts once
+    ppo_max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"
 
 
 @dataclass(frozen=True)
 class MemorySupervised(Memory):
     """memory and speed: the numbers stay the same, up to rounding"""
 
-    max_token_len_per_gpu: Free[AtLeast1] = 16384  # tokens in one micro-batch; lower it on out-of-memory
+    max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"  # tokens in one micro-batch
 
 
 @dataclass(frozen=True)
 class RLBase:
     """The groups of every script that samples responses."""
 
+    rows_per_unit = 1  # rows that a micro-batch never separates
     data: Data = Data()
     decoding: Decoding = Decoding()
     rewards: Rewards = Rewards()
@@ -79,6 +77,7 @@ class RL(RLBase):
 class Supervised:
     """The groups of every script that learns from given responses."""
 
+    rows_per_unit = 1  # rows that a micro-batch never separates
     lora: LoRA = LoRA()
     memory: MemorySupervised = MemorySupervised()
     checkpoints: Checkpoints = Checkpoints()
@@ -95,36 +94,49 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     check_limits(args)
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
-    if isinstance(args, RLBase):
+    flag, tokens = budget_of(args.memory)
+    for unit, length in units(args).items():
+        if tokens != "auto" and tokens < length:
+            raise ValueError(f"{spelled(flag)} {tokens} cannot hold {unit} = {length} tokens; raise it to that")
+    if is_rl := isinstance(args, RLBase):
         _check_rl(args)
-        tokenizer = _open_model(args)
-        _check_balanced(args)
+    elif scores:
+        check_reward_model(args.model, flag="--model", new_head=True)
+    root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
+    day, kind = first_day(args.checkpoints, root), AutoModelForSequenceClassification if scores else None
+    tokenizer = open_model(args.model, kind, new_head=scores, texts=args.data, day=day)
+    if coef := args.lora.router_aux_loss_coef:
+        check_routed(args.model, f"--router-aux-loss-coef {coef}")
+    if is_rl:
         check_engine_flags(args.rollout, args.model)
         check_trainable(args.model, args.max_prompt_length + args.max_response_length)
-        return tokenizer
-    if args.memory.max_token_len_per_gpu < args.max_length:
-        raise ValueError(
-            f"--max-token-len-per-gpu {args.memory.max_token_len_per_gpu} cannot hold one row of "
-            f"--max-length {args.max_length} tokens; raise it to at least that"
-        )
-    if scores:
-        check_reward_model(args.model, flag="--model", new_head=True)
-    tokenizer = _open_model(args, AutoModelForSequenceClassification if scores else None)
-    _check_balanced(args)
-    check_trainable(args.model, args.max_length, "--max-length")
+    else:
+        check_trainable(args.model, args.max_length, "--max-length")
     return tokenizer
 
 
-def _open_model(args: Any, auto_class: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of --model. Its chat template is used as the flags say, with the date of the run's first day."""
-    root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
-    day, new_head = first_day(args.checkpoints, root), auto_class is not None
-    return open_model(args.model, auto_class, new_head=new_head, texts=args.data, day=day)
+def budget_of(memory: Memory) -> tuple[str, int | Literal["auto"]]:
+    """The name and the value of the flag that limits the tokens of a micro-batch."""
+    return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
-def _check_balanced(args: Any) -> None:
-    if coef := args.lora.router_aux_loss_coef:
-        check_routed(args.model, f"--router-aux-loss-coef {coef}")
+def units(args: Any) -> dict[str, int]:
+    """Tokens of what a micro-batch never divides, by what it is: a micro-batch holds at least one of each."""
+    unit, n = "one sequence of" if args.rows_per_unit == 1 else "one pair of 2 x", args.rows_per_unit
+    if not isinstance(args, RLBase):
+        return {f"{unit} --max-length": n * args.max_length}
+    sequence = args.max_prompt_length + args.max_response_length
+    lengths = {f"{unit} (--max-prompt-length + --max-response-length)": n * sequence}
+    if args.rewards.reward_model:
+        lengths["one conversation of --reward-model-max-length"] = args.rewards.reward_model_max_length
+    return lengths
+
+
+def settled_memory(args: Any) -> Memory:
+    """The memory flags with what `auto` stands for. With --param-offload, --optimizer-offload says nothing."""
+    flag, _ = budget_of(args.memory)
+    memory = settled(args.memory, **UNPLANNED | {flag: max(USUAL_TOKENS, *units(args).values())})
+    return replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload)
 
 
 def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
@@ -147,7 +159,6 @@ def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
 
 def _check_rl(args: Any) -> None:
     values, rollout, validation = flat(args), args.rollout, args.validation
-    longest = args.max_prompt_length + args.max_response_length
     if rollout.is_quantized:
         flag = f"--rollout-quantization {rollout.rollout_quantization}"
         if rollout.engine != "vllm":
@@ -185,31 +196,3 @@ def _check_rl(args: Any) -> None:
         raise ValueError(f"--ref-update-steps {ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if validation.val_n > 1 and validation.val_temperature == 0:
         raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")
-    max_tokens, rewards = args.memory.ppo_max_token_len_per_gpu, args.rewards
-    if max_tokens < longest:
-        raise ValueError(
-            f"--ppo-max-token-len-per-gpu {max_tokens} cannot hold one sequence of "
-            f"--max-prompt-length + --max-response-length = {longest} tokens; raise it to at least that"
-        )
-    if rewards.reward_model and max_tokens < rewards.reward_model_max_length:
-        raise ValueError(
-            f"--ppo-max-token-len-per-gpu {max_tokens} cannot hold one conversation of "
-            f"--reward-model-max-length {rewards.reward_model_max_length} tokens; change one of them"
-        )
-
-
-def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
-    """The Args of a script from its command line. Under torchrun, this process dies with the launcher from here on.
-
-    What a script leaves behind is its folder, so a closed or full stdout does not change its exit code. `hint` is
-    printed after the error if the command line has a flag that the script does not have, or a value that is none.
-    """
-    die_with_launcher()
-    if "checkpoints" in {field.name for field in fields(cls)}:
-        outlive_output()
-    try:
-        return tyro.cli(cls, description=description, config=(tyro.conf.OmitArgPrefixes,))
-    except SystemExit as end:
-        if end.code and hint:
-            say(hint, sys.stderr)
-        raise

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data.text import rendering_of, variables
-from rl.flags import flat, free, spelled
+from rl.flags import FREE, flat, marked, spelled
 from rl.model.checks import PROBE
 from rl.model.experts import shape_of
 from rl.ranks import Ranks
@@ -82,7 +82,7 @@ def choose(
             f"{path} is of a model with {had[1]} of {had[2]} experts a token in {had[0]} layers, and --model has "
             f"{has[1]} of {has[2]} in {has[0]}; give the model that it was, or another --experiment-name to start anew"
         )
-    found = "\n".join(differences(then, records[0], without_secrets(type(args)()), free(args)))
+    found = "\n".join(differences(then, records[0], without_secrets(type(args)()), marked(args, FREE)))
     if found and not args.checkpoints.force_resume:
         raise ValueError(
             f"{path} comes from a run with other settings; go back to them, choose another --experiment-name, or add "

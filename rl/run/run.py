@@ -14,10 +14,11 @@ from rl import stop
 from rl.console import let_go_of_output, progress_line, show_sample
 from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Score
-from rl.model.sharding import check_size, copy_weights, keep_moments_on_host, offload, onload
+from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms
+from rl.run.arguments import settled_memory
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.memory import rehearse
@@ -42,6 +43,8 @@ class Run:
             run.log_step(step + 1, {...}, ...)
         run.close(scorer, engine)
 
+    `run.memory` has the memory flags as they are used: what the program has chosen stands in the place of `auto`.
+
     All ranks must make all calls. A run that is asked to stop saves the state of the step's beginning, until the first
     optimizer step changes that; after it, the step is completed first. The same command continues the run.
 
@@ -51,8 +54,9 @@ class Run:
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
-        self.ranks = init_ranks()
-        check_size(args.memory.fsdp_size, self.ranks)
+        self.ranks, self.memory = init_ranks(), settled_memory(args)
+        if self.ranks.size % (size := args.memory.fsdp_size or 1):
+            raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)
         self.exporter = Exporter(args.logging, self.ranks)
@@ -91,14 +95,13 @@ class Run:
         With an engine, raises RuntimeError with the flags to change if something will not fit in memory: everything
         else that stays on the device has to be there by now.
         """
-        memory, resume_from = self.args.memory, self.resume_from
+        memory, path = self.memory, self.resume_from
         self.trained, self.engine = trained, engine
         self.offloaded = () if memory.param_offload else offloaded  # on the host already
-        on_host = memory.optimizer_offload and not memory.param_offload
-        self.start = checkpoint.load(resume_from, trained, moments_on_host=on_host) if resume_from else 0
+        self.start = checkpoint.load(path, trained, moments_on_host=memory.optimizer_offload) if path else 0
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
-            if on_host:
+            if memory.optimizer_offload:
                 keep_moments_on_host(optimizer, self.ranks.device)
         evaluates_first = self.evaluation_is_due(self.start)
         self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
@@ -118,7 +121,7 @@ class Run:
             longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
             moved = dict(offloaded=self.offloaded, visiting=visiting)
             plan = rehearse(trained, memory, max_length=longest, engine_memory=beside, ranks=self.ranks, **moved)
-        how = f"resumed from {resume_from}" if resume_from else "new run"
+        how = f"resumed from {path}" if path else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
         self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())
         gc.freeze()  # garbage collections need not walk through what stays alive: nearly half a second each
@@ -241,13 +244,13 @@ class Run:
         for name in self.offloaded:
             self.saver.wait_until_copied()
             model, optimizer = self.trained[name]
-            offload(model, None if self.args.memory.optimizer_offload else optimizer)
+            offload(model, None if self.memory.optimizer_offload else optimizer)
 
     def onload(self) -> None:
         """Move it back to the device."""
         for name in self.offloaded:
             model, optimizer = self.trained[name]
-            onload(model, self.ranks.device, None if self.args.memory.optimizer_offload else optimizer)
+            onload(model, self.ranks.device, None if self.memory.optimizer_offload else optimizer)
 
     def close(self, *others: Any) -> None:
         """End a run that is complete, when its last save is on disk; then close the others, and leave the ranks.

@@ -964,7 +964,7 @@ def test_another_script_and_flags_that_one_side_lacks_are_differences(task):
     args = build(train_grpo.Args, model=task.model, train_files=(task.train,))
     then = resume.describe(args, tokenizer, 10)
     assert then["script"] == "train_grpo"
-    free, defaults = flags.free(args), then["args"]
+    free, defaults = flags.marked(args, flags.FREE), then["args"]
     assert resume.differences(then, then, defaults, free) == []
     own = {"new_flag": 3, **then["args"]}
     assert resume.differences(then, then | {"args": own}, defaults | {"new_flag": 3}, free) == []

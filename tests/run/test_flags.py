@@ -30,7 +30,7 @@ from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
 from rl.model.load import check_lora
 from rl.model.lora import LoRA
-from rl.run import arguments
+from rl.run import arguments, command_line
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
 from rl.sampling.engines import Rollout
@@ -74,7 +74,7 @@ LIMITS = {
     "at least 1": """
         train_batch_size ppo_mini_batch_size gen_batch_size max_num_gen_batches max_samples
         total_epochs total_training_steps max_prompt_length max_response_length max_length reward_model_max_length
-        max_turns max_tool_response_length
+        max_turns max_tool_response_length fsdp_size
         max_ckpt_to_keep kl_horizon ppo_max_token_len_per_gpu max_token_len_per_gpu ref_update_steps lora_alpha
     """,
     "at least 1 and at most 65536": "rollout_n val_n ppo_epochs max_num_seqs tensor_model_parallel_size",
@@ -109,7 +109,7 @@ LIMITS = {
 }
 LIMITS = {flag: words for words, names in LIMITS.items() for flag in names.split()}
 ANY_NUMBER = """
-    reward_model_coef entropy_coeff fsdp_size
+    reward_model_coef entropy_coeff
     correct_at clip_cov_lb clip_cov_ub
 """.split()  # has a meaning, or is compared with something else later
 REFUSED_AND_TAKEN = {
@@ -325,7 +325,7 @@ def test_a_limit_is_found_wherever_it_stands_in_the_type(changes, words):
 
 
 def test_free_is_found_wherever_it_stands_in_the_type():
-    assert flags.free(Typed()) == {"count", "other", "both"}
+    assert flags.marked(Typed(), flags.FREE) == {"count", "other", "both"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_free_is_found_wherever_it_stands_in_the_type():
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_resumed_run_may_change_these_and_no_other(name):
-    assert flags.free(TRAINING[name].Args()) == MAY_CHANGE & names_of(TRAINING[name])
+    assert flags.marked(TRAINING[name].Args(), flags.FREE) == MAY_CHANGE & names_of(TRAINING[name])
 
 
 def test_what_decides_what_a_supervised_run_learns_is_kept():
@@ -342,7 +342,7 @@ def test_what_decides_what_a_supervised_run_learns_is_kept():
         grad_clip seed lora_rank lora_alpha target_modules lora_experts freeze_vision_tower
         router_aux_loss_coef apply_chat_template_kwargs""".split()
     for script in (sft, train_reward):
-        assert names_of(script) - flags.free(script.Args()) == set(kept)
+        assert names_of(script) - flags.marked(script.Args(), flags.FREE) == set(kept)
 
 
 OWN = """    my_share: Share | None = 0.25  # words of mine about a share
@@ -538,3 +538,70 @@ def test_help_of_args_that_extend_a_scripts_own(help_of):
     assert boxes[None]["my_list"] == "numbers of mine (default: 1 2)"
     assert boxes["logging"]["log_samples_freq"].endswith("(default: 3)")
     assert boxes["rollout"]["engine"].endswith("(default: hf)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags that may be "auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "auto"),
+        ("--optimizer-offload", True),
+        ("--optimizer_offload --lr 1", True),
+        ("--optimizer-offload True", True),  # as users of verl write it
+        ("--optimizer-offload=True", True),
+        ("--no-optimizer-offload", False),
+        ("--no_optimizer_offload --lr 1", False),
+        ("--optimizer-offload False", False),
+        ("--optimizer-offload auto", "auto"),
+    ],
+)
+def test_a_switch_is_given_by_its_name_alone_or_with_a_value(words, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *words.split()])
+    monkeypatch.setattr(command_line, "outlive_output", lambda: None)
+    args = command_line.parse(train_grpo.Args, None)
+    assert args.memory.optimizer_offload is expected or args.memory.optimizer_offload == expected == "auto"
+    assert args.lr == (1.0 if "--lr" in words else 1e-6)
+
+
+def test_every_switch_may_be_auto_and_is_auto_by_default():
+    switches = flags.marked(train_grpo.Args(), flags.SWITCH)
+    assert switches >= {"optimizer_offload", "param_offload"}
+    assert {flags.flat(train_grpo.Args())[name] for name in switches} == {"auto"}
+
+
+def test_auto_is_settled_by_values_and_what_a_user_gave_stays():
+    memory = build(train_grpo.Args, param_offload=False, ppo_max_token_len_per_gpu=5000).memory
+    values = dict(param_offload=True, optimizer_offload=True, ppo_max_token_len_per_gpu=7)
+    found = flags.settled(memory, **values)
+    assert (found.param_offload, found.optimizer_offload, found.ppo_max_token_len_per_gpu) == (False, True, 5000)
+    assert found.activation_checkpointing == "auto"
+
+
+LENGTHS = dict(max_prompt_length=10, max_response_length=32)
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "expected"),
+    [
+        ("grpo", LENGTHS, 16384),
+        ("grpo", dict(max_prompt_length=10000, max_response_length=6385), 16385),  # one sequence is never divided
+        ("grpo", LENGTHS | dict(ppo_max_token_len_per_gpu=50), 50),
+        ("grpo", LENGTHS | dict(reward_model="x", reward_model_max_length=20000), 20000),
+        ("dpo", dict(max_prompt_length=8000, max_response_length=1000), 18000),  # a pair
+        ("sft", dict(max_length=20000), 20000),
+        ("reward", dict(max_length=20000), 40000),
+    ],
+)
+def test_a_micro_batch_has_16384_tokens_or_one_unit_where_nothing_is_computed(script, changes, expected):
+    memory = arguments.settled_memory(build(TRAINING[script].Args, **changes))
+    assert arguments.budget_of(memory)[1] == expected
+    assert memory.activation_checkpointing == "selective"
+    assert memory.optimizer_offload is memory.param_offload is False
+
+
+def test_with_param_offload_the_moments_are_on_the_host_already():
+    memory = arguments.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True))
+    assert memory.param_offload is True and memory.optimizer_offload is False

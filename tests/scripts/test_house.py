@@ -20,23 +20,23 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 6969,
+    "core": 6967,
     "wall": 1866,
-    "import train_grpo": 7186,
-    "import sft": 6948,
-    "import eval": 5850,
+    "import train_grpo": 7184,
+    "import sft": 6946,
+    "import eval": 5192,
     "eval.py": 111,
     "sft.py": 102,
     "train_async.py": 178,
     "train_dapo.py": 222,
     "train_distill.py": 208,
-    "train_dpo.py": 210,
+    "train_dpo.py": 205,
     "train_grpo.py": 162,
     "train_grpo_variants.py": 247,
     "train_ppo.py": 220,
     "train_prime.py": 227,
     "train_reinforce.py": 207,
-    "train_reward.py": 119,
+    "train_reward.py": 115,
 }
 
 # Only the lines of a new check may raise a limit: a line (figure, code lines, the check in a sentence) under its

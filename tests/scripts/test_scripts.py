@@ -1126,7 +1126,7 @@ def test_overlong_prompts_are_dropped_when_told_to(grpo, broken):
 
 
 SFT_MISTAKES = {
-    "budget": (lambda f: dict(max_token_len_per_gpu=127), ["--max-token-len-per-gpu 127", "--max-length 128", "raise"]),
+    "budget": (lambda f: dict(max_token_len_per_gpu=127), ["--max-token-len-per-gpu 127", "--max-length = 128"]),
     "long row": (lambda f: dict(max_length=35), ["row ", "over --max-length 35", "--filter-overlong"]),
     "all long": (lambda f: dict(max_length=10, filter_overlong=True), ["all 256 rows", "--max-length 10", "raise it"]),
     "batch": (lambda f: dict(train_batch_size=257), ["--train-batch-size 257", "256 rows"]),
