@@ -153,6 +153,36 @@ def test_a_command_says_what_the_original_says_and_defaults_are_those_of_the_ori
     assert {name: values[name] for name in wanted} == wanted
 
 
+def answers(text: str) -> list[str]:
+    """Patterns of what the page names between backticks. A star stands for any letters and dots, and a name that begins
+    with a dot continues the one before it: `kl_ctrl.type`, `.kl_coef`.
+    """
+    names: list[str] = []
+    for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        if re.fullmatch(r"[\w.*]+(=\w+)?", span):
+            name = span.partition("=")[0]
+            names.append(names[-1].rpartition(".")[0] + name if name.startswith(".") else name)
+    return [re.escape(name).replace(r"\*", "[a-z0-9_.]*") for name in names]
+
+
+def unanswered(settings: list[str], text: str) -> list[str]:
+    """Settings of verl that are neither flags of the same name nor on the page, by the end of their names."""
+    scripts = [importlib.import_module(path.stem) for path in ROOT.glob("*.py")]
+    flags = set().union(*(flat(script.Args()) for script in scripts))
+    patterns = [*flags, *answers(text)]
+    known = re.compile(rf"(.*\.)?({'|'.join(patterns)})")
+    return [name for name in settings if not known.fullmatch(name)]
+
+
+def test_every_setting_of_verls_published_commands_has_an_answer_on_the_page():
+    """Settings of the FSDP examples of verl 0.7.1 and 0.9.0, and of its recipes DAPO, PRIME, SPIN, SPPO and entropy."""
+    page, settings = "## ".join(PAGE), (CONFIGS / "verl_settings.txt").read_text().split()
+    assert len(settings) > 250
+    assert unanswered(settings, page) == []
+    wrong = ["algorithm.pfppo.weight", "data.max_prompt_lengths", "trainer.name", "actor.micro_batch_sizes"]
+    assert unanswered(wrong, page) == wrong
+
+
 # Parameters of the published weights, as the hub counts them; a head that is tied to the embedding counts once.
 PARAMETERS = {
     "Qwen2.5-0.5B-Instruct": 494_032_768,
