@@ -88,7 +88,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     mesh = mesh["shard"] if size == ranks.size else mesh
     for group in mesh.get_all_groups():
         wait_without_end(group)
-    units = _outermost(model, model._no_split_modules or ())
+    units = outermost(model, model._no_split_modules or ())
     tower = set(found[1].modules()) if (found := vision.tower_of(model)) else set()
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
@@ -126,7 +126,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     return add_packed_forward(model, device=ranks.device, on_host=memory.param_offload, **options)
 
 
-def _outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
+def outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
     """The submodules of these classes, but those that are part of another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # what contains comes before what is contained

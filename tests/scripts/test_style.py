@@ -19,6 +19,7 @@ RL_SCRIPTS = "train_grpo train_grpo_variants train_ppo train_dapo train_reinforc
 RL_SCRIPTS += " train_async"
 SCRIPTS = [ROOT / f"{name}.py" for name in [*RL_SCRIPTS.split(), "sft", "train_reward", "eval"]]  # not a user's copies
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
+DOORS = sorted(ROOT.glob("extras/*/__init__.py"))
 # Each room may import those before it, and the files directly in rl/.
 ROOMS = ["formulas", "data", "model", "scoring", "sampling", "run"]
 FORMULAS = sorted(path for path in (ROOT / "rl" / "formulas").glob("*.py") if path.stem != "__init__")
@@ -207,7 +208,7 @@ def test_a_flag_stands_once(path):
     names = [*own_flags(path)]
     for field in fields(args):
         if is_dataclass(group := getattr(args, field.name)):
-            assert type(group).__module__.startswith("rl."), field.name
+            assert type(group).__module__.startswith(("rl.", "extras.")), field.name
             names += [x.name for x in fields(group)]
     assert len(names) == len(set(names)) and set(names) == flags.flat(args).keys()
     assert len(own_flags(path)) <= OWN_FLAGS.get(path.stem, 40)
@@ -222,8 +223,8 @@ def test_a_flag_that_picks_from_a_table_has_its_choices_from_there():
 
 def test_every_flag_is_read():
     """As an attribute, wherever: `args.lr` in a script, `memory.fsdp_size` in the library."""
-    read = {path: set(re.findall(r"\.(\w+)\b", path.read_text())) for path in [*SCRIPTS, *LIBRARY]}
-    of_library = set().union(*(read[path] for path in LIBRARY))
+    read = {path: set(re.findall(r"\.(\w+)\b", path.read_text())) for path in [*SCRIPTS, *LIBRARY, *DOORS]}
+    of_library = set().union(*(read[path] for path in [*LIBRARY, *DOORS]))
     named = {"project_name", "experiment_name"}  # getattr in a loop
     for path in SCRIPTS:
         assert flags.flat(args_of(path)()).keys() - named <= read[path] | of_library, path

@@ -1,0 +1,181 @@
+"""The sizes of a model, from its config alone: what a plan of memory or of seconds has to know of it.
+
+The model is made on torch's meta device, so nothing is loaded, no GPU is needed, and any architecture that transformers
+knows is measured as it is trained here: its decoder layers are the units that FSDP2 gathers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from rl.model import lora as adapters
+from rl.model import lora_experts, vision
+from rl.model.experts import count_experts
+from rl.model.sharding import outermost
+
+RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "ssm")  # kinds of layers without keys and values
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer. Widths are numbers of entries for one token."""
+
+    parameters: int
+    experts: int = 0  # of these parameters, the weights of experts
+    results: int = 0  # widths of what linear layers give together, of experts those that a token gets
+    last: int = 0  # of these, the width of the last one, which is added to the residual and needed by no gradient
+    inner: int = 0  # width of what the last linear layer takes: the intermediate size, of all experts of a token
+    attention: int = 0  # width of what attention, or a recurrent layer, gives
+    cache: int = 0  # entries of its keys and values; 0 if it has none
+    window: int | None = None  # tokens whose keys and values it keeps; None: all
+    state: int = 0  # entries of its recurrent state, for one sequence
+    adapted: tuple[tuple[int, int], ...] = ()  # (entries in, entries out) of its linear layers that get adapters
+    expert_adapters: int = 0  # parameters of adapters of rank 1 on all of its experts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model: its decoder layers, and what stands beside them."""
+
+    layers: tuple[Layer, ...]
+    root: int  # parameters that are in no decoder layer: embedding, norm, head, and a vision tower
+    tower: int  # of these, parameters of the vision tower
+    head: int  # parameters of the LM head, which may be those of the embedding; of a score head 0
+    vocabulary: int
+    hidden: int
+    heads: int  # of attention
+    tensors: tuple[int, ...]  # entries of each parameter
+    experts: int  # in a layer
+    experts_used: int  # by a token
+    is_tied: bool  # whether embedding and LM head are one parameter
+
+    @property
+    def total(self) -> int:
+        """Parameters."""
+        return self.root + sum(x.parameters for x in self.layers)
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token uses, with those of embedding and head."""
+        share = self.experts_used / self.experts if self.experts else 0.0
+        return self.total - (1 - share) * sum(x.experts for x in self.layers)
+
+    @property
+    def largest(self) -> Layer:
+        """The layer with the most parameters."""
+        return max(self.layers, key=lambda x: x.parameters)
+
+    def adapters(self, rank: int) -> tuple[int, ...]:
+        """Entries of each parameter of LoRA adapters: (r, in) and (out, r) of each linear layer; those of all experts
+        of a layer count as one.
+        """
+        found = []
+        for layer in self.layers:
+            found += [rank * width for pair in layer.adapted for width in pair]
+            found += [rank * layer.expert_adapters] if layer.expert_adapters else []
+        return tuple(found)
+
+    def cache_tokens(self, length: int) -> int:
+        """Entries of keys and values, and of recurrent states, that a sequence of so many tokens has in an engine."""
+        kept = ((x.cache, length if x.window is None else min(length, x.window), x.state) for x in self.layers)
+        return sum(width * tokens + state for width, tokens, state in kept)
+
+
+def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = False) -> Sizes:
+    """The sizes of the model in `path`, a folder or an id of the Hub, of which only config.json is read.
+
+    Args: lora, flags of adapters: which layers get some; has_score, whether it has a score head in the place of the LM
+    head, as a critic or a reward model has. Raises ValueError as `lora.layers_of` if --target-modules names no layer.
+    """
+    config = AutoConfig.from_pretrained(path)
+    options = dict(num_labels=1) if has_score else {}
+    kind = AutoModelForSequenceClassification if has_score else vision.auto_class(path)
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.from_pretrained(path, **options))
+    text = config.get_text_config()
+    tower = vision.tower_of(model)
+    inside_tower = set(tower[1].modules()) if tower else set()
+    units = [x for x in outermost(model, model._no_split_modules or ()) if x not in inside_tower]
+    names = set()
+    if lora is not None and lora.lora_rank:
+        kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=path)
+        names = {model.get_submodule(x) for x in adapters.layers_of(model, lora.target_modules, **kept)}
+        names |= {model.get_submodule(x) for x in lora_experts.experts_of(model)} if lora.lora_experts else set()
+    used, experts = getattr(text, "num_experts_per_tok", None) or 0, count_experts(config)
+    layers = tuple(_layer(unit, text, i, names, experts, used) for i, unit in enumerate(units))
+    parameters = {id(x): x.numel() for x in model.parameters()}  # a tied one once
+    head = model.get_output_embeddings()
+    total = sum(parameters.values())
+    return Sizes(
+        layers=layers,
+        root=total - sum(x.parameters for x in layers),
+        tower=sum(x.numel() for x in tower[1].parameters()) if tower else 0,
+        head=0 if head is None else head.weight.numel(),
+        vocabulary=text.vocab_size,
+        hidden=text.hidden_size,
+        heads=getattr(text, "num_attention_heads", None) or 0,
+        tensors=tuple(parameters.values()),
+        experts=experts,
+        experts_used=used if experts else 0,
+        is_tied=head is not None and head.weight is model.get_input_embeddings().weight,
+    )
+
+
+def _layer(unit: nn.Module, config: Any, index: int, adapted: set[nn.Module], experts: int, used: int) -> Layer:
+    """The layer number `index` of a model with this text config."""
+    linear = [x for x in unit.modules() if isinstance(x, (nn.Linear, Conv1D))]
+    widths = [(x.nx, x.nf) if isinstance(x, Conv1D) else (x.in_features, x.out_features) for x in linear]
+    stacked = [x for x in unit.parameters() if x.ndim == 3 and experts and len(x) == experts]  # (experts, out, in)
+    results = sum(width for _, width in widths) + used * sum(x.shape[1] for x in stacked)
+    last = config.hidden_size if widths and not stacked and widths[-1][1] == config.hidden_size else 0
+    inner = used * min(x.shape[2] for x in stacked) if stacked else max([width for width, _ in widths], default=0)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    kind = str(kinds[index]) if index < len(kinds) else "full_attention"
+    heads = getattr(config, "num_attention_heads", None) or 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    rank = getattr(config, "kv_lora_rank", None)  # of latent attention: one vector in the place of keys and values
+    cache = rank + config.qk_rope_head_dim if rank else 2 * key_heads * width
+    is_recurrent = any(kind.startswith(x) for x in RECURRENT)
+    window = getattr(config, "sliding_window", None) if "sliding" in kind or not kinds else None
+    if window is not None and not kinds and getattr(config, "use_sliding_window", True) is False:
+        window = None
+    pairs = [pair for x, pair in zip(linear, widths, strict=True) if x in adapted]
+    of_experts = [x for x in unit.modules() if x in adapted and not isinstance(x, nn.Linear)]
+    each = [sum(x.shape) - len(x) for module in of_experts for x in module.parameters() if x.ndim == 3]
+    return Layer(
+        parameters=sum(x.numel() for x in unit.parameters()),
+        experts=sum(x.numel() for x in stacked),
+        results=results,
+        last=last,
+        inner=inner,
+        attention=_state_width(config) if is_recurrent else heads * width,
+        cache=0 if is_recurrent else cache,
+        window=window,
+        state=_state(config) if is_recurrent or "hybrid" in kind else 0,
+        adapted=tuple(pairs),
+        expert_adapters=experts * sum(each),
+    )
+
+
+def _state_width(config: Any) -> int:
+    """Width of what a recurrent layer gives before its last product."""
+    heads, width = (getattr(config, f"linear_{x}", None) for x in ("num_value_heads", "value_head_dim"))
+    return heads * width if heads and width else 2 * config.hidden_size
+
+
+def _state(config: Any) -> int:
+    """Entries of the state of a gated delta net, heads * keys * values, or of a Mamba-2 layer, heads * width * size."""
+    for names in (
+        ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    ):
+        if all(isinstance(getattr(config, x, None), int) for x in names):
+            a, b, c = (getattr(config, x) for x in names)
+            return a * b * c
+    return 0
