@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.flops import train_flops  # noqa: E402
 from benchmarks.make_model import Random, config_of  # noqa: E402
+from extras.plan.flops import train_flops  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import delta_rule, lora, recurrent, sharding  # noqa: E402

@@ -1,4 +1,51 @@
 """What a run will take, by arithmetic from a model's config and the flags, without a GPU and without loading weights.
 
-sizes.py measures a model.
+--plan prints it. sizes.py measures a model, cards.py knows kinds of GPUs, work.py says what a step of a script
+computes, seconds.py how long that takes, and report.py writes all of it down.
 """
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rl.flags import Free, Positive, check_limits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """plan: what a run will take, computed without a GPU"""
+
+    # print what the run takes on these GPUs, such as h100x8, and exit; with nothing behind it on those of this machine
+    plan: Free[tuple[str, ...] | None] = None
+    plan_response_length: Free[Positive | None] = None  # tokens of a response on average; default: the longest
+    plan_host_memory: Free[Positive | None] = None  # GiB of host memory of one machine; default: what is usual
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The base of Args that can be planned."""
+
+    planning: PlanFlags = PlanFlags()
+
+
+def exit_if_planning(args: T) -> T:
+    """Args as they are, unless --plan asks for a plan: then one rank prints it, and the process ends.
+
+    The exit code is 0 if the run fits. Otherwise one sentence says why it does not, and the exit code is 1.
+    """
+    flags: Any = getattr(args, "planning", PlanFlags())
+    if flags.plan is None:
+        return args
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit()
+    from extras.plan.report import report
+
+    try:
+        check_limits(args)
+        print(report(args, flags.plan, flags.plan_response_length, flags.plan_host_memory), flush=True)
+    except ValueError as error:
+        sys.exit(str(error))
+    sys.exit()

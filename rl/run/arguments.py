@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.plan import Planned
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Auto, Free, check_limits, flat, settled, spelled
 from rl.model.checks import check_trainable, open_model
@@ -49,7 +50,7 @@ class MemorySupervised(Memory):
 
 
 @dataclass(frozen=True)
-class RLBase:
+class RLBase(Planned):
     """The groups of every script that samples responses."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates
@@ -74,7 +75,7 @@ class RL(RLBase):
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Supervised(Planned):
     """The groups of every script that learns from given responses."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates

@@ -66,6 +66,7 @@ MAY_CHANGE = set(
     default_local_dir save_freq max_ckpt_to_keep resume_mode force_resume stall_timeout max_hours alarms
     samplers sampler_devices sampler_address sampler_timeout weights_transfer weights_dir
     critic_offload max_num_gen_batches environment_timeout teacher_url teacher_timeout teacher_offload prm_offload
+    plan plan_response_length plan_host_memory
     """.split()
 )
 
@@ -86,7 +87,7 @@ LIMITS = {
     "positive": """
         beta prime_beta grad_clip kl_target rollout_is_threshold rollout_mask_threshold off_policy_mask_threshold
         probability_mask_threshold
-        loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg
+        loss_scale_factor max_logprob_gap max_hours tau_pos tau_neg plan_response_length plan_host_memory
     """,
     "positive and at most 1e9": "stall_timeout reward_timeout teacher_timeout environment_timeout",
     "at least 5 and at most 1e9": "sampler_timeout",

@@ -63,9 +63,9 @@ from benchmarks import (
     step_model,
     step_time,
 )
-from benchmarks.flops import train_flops
 from benchmarks.tables import RESULTS
 from data import arithmetic
+from extras.plan.flops import train_flops
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
 from rl.flags import change, flat

@@ -28,7 +28,7 @@ LIMITS = {
     "wall": 1866,
     "import train_grpo": 7184,
     "import sft": 6946,
-    "import eval": 5192,
+    "import eval": 5191,
     "eval.py": 111,
     "sft.py": 102,
     "train_async.py": 178,

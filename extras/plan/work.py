@@ -1,0 +1,231 @@
+"""What a step of a script computes, from its flags: how many tokens are sampled, and which passes of which models."""
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from extras.plan.seconds import Lengths
+from rl.flags import flat
+
+LOOKED_AT = 128  # rows of the data whose lengths are measured
+
+
+class Phase(NamedTuple):
+    """Passes of one model over the rows of a step."""
+
+    name: str  # of the phase, as timing_s/ in the metrics has it
+    path: str  # of the model
+    learns: bool = False  # forward and backward passes, and steps of AdamW; else forward passes only
+    times: int = 1  # passes over the rows
+    updates: int = 1  # into which these are divided, each with a step of AdamW
+    has_head: bool = True  # an LM head, and not a scalar one
+    has_adapters: bool = False
+
+
+class Work(NamedTuple):
+    """A step of a script."""
+
+    prompts: int  # that are answered; 0 if nothing is sampled
+    answers: int  # to each of them
+    rows: int  # sequences that are learned from
+    same_prompt: int  # of these, so many have the same prompt, which is computed once
+    lengths: Lengths
+    phases: tuple[Phase, ...]
+    assumed: tuple[str, ...]  # in sentences
+    steps: int | None  # of the run; None: not known
+    questions: int  # held-out prompts that an evaluation answers
+    evaluations: int
+
+
+def work_of(args: Any, response_length: float | None) -> Work:
+    """The work of a step, from Args of any script. Data files and the tokenizer are looked at where they are there."""
+    v = flat(args)
+    samples = "max_response_length" in v and not v.get("offline")
+    data = look_at(args, v)
+    assumed = list(data.notes)
+    if not samples:
+        limit = v.get("max_length") or v["max_response_length"]
+        if data.response is None:
+            assumed.append(f"every row has {limit} tokens to learn")
+        answer = limit if data.response is None else max(1, round(data.response))
+        lengths = Lengths(data.prompt or 0.0, float(answer), answer)
+        if response_length is not None:
+            raise ValueError(
+                f"--plan-response-length {response_length:g}: this run samples no responses; leave it out, since the "
+                "lengths are those of the data"
+            )
+    else:
+        limit, prompt = v["max_response_length"], data.prompt
+        if prompt is None:
+            prompt = v["max_prompt_length"]
+            assumed.append(f"every prompt has --max-prompt-length {prompt} tokens")
+        if response_length is not None and not 1 <= response_length <= limit:
+            raise ValueError(
+                f"--plan-response-length {response_length:g} must be between 1 and --max-response-length {limit}"
+            )
+        if response_length is None:
+            assumed.append(
+                f"every response runs to --max-response-length {limit}; --plan-response-length gives the mean if you "
+                "know it, and the run is faster then"
+            )
+        lengths = Lengths(float(prompt), float(response_length or limit), limit)
+    prompts, answers, rows, same = _counts(args, v, samples)
+    if v.get("filter_groups"):
+        assumed.append("no group of responses is dropped by --filter-groups")
+    taken = prompts if "prm_lr" in v else v["train_batch_size"]
+    steps = v.get("total_training_steps") or (data.rows and v.get("total_epochs", 1) * (data.rows // taken) or None)
+    if steps is None:
+        assumed.append("how many steps there are is not known without --train-files; --total-training-steps says it")
+    questions = (data.held_out or 0) * v.get("val_n", 1) if samples else 0
+    evaluations = 0
+    if steps and questions:
+        every = v.get("test_freq", -1)
+        evaluations = (math.ceil(steps / every) if every > 0 else 0) + bool(v.get("val_before_train"))
+    phases = tuple(_phases(args, v))
+    return Work(prompts, answers, rows, same, lengths, phases, tuple(assumed), steps, questions, evaluations)
+
+
+def _counts(args: Any, v: dict[str, Any], samples: bool) -> tuple[int, int, int, int]:
+    """Prompts and responses to each that a step samples; rows that it learns from, and how many share a prompt."""
+    batch, n = v["train_batch_size"], v.get("rollout_n", 1)
+    if not samples:
+        rows = 2 if "pairs" in v or is_of_rewards(args) else 1
+        return 0, 0, batch * rows, rows
+    prompts = batch
+    if round_size := v.get("gen_batch_size"):
+        prompts = round_size if "prm_lr" in v else round_size * math.ceil(batch / round_size)
+    answers = n + (v.get("adv_estimator") == "remax")
+    if "pairs" in v:
+        rows = {"best_worst": min(2, n), "all": n, "solution": 2 * n}[v["pairs"]]
+        return prompts, answers, batch * rows, rows
+    return prompts, answers, batch * n, n
+
+
+def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
+    lora = v["lora_rank"] > 0
+    if "ppo_epochs" not in v:
+        return [Phase("update", v["model"], learns=True, has_head=not is_of_rewards(args), has_adapters=lora)]
+    quarter = "critic_lr" in v or "filter_groups" in v
+    mini = v["ppo_mini_batch_size"] or (math.ceil(v["train_batch_size"] / 4) if quarter else v["train_batch_size"])
+    epochs = v["ppo_epochs"]
+    updates = epochs * math.ceil(v["train_batch_size"] / mini)
+    forward = lambda name, path, **more: Phase(name, path, **more)  # noqa: E731
+    update = lambda name, path, **more: Phase(  # noqa: E731
+        name, path, learns=True, times=epochs, updates=updates, has_adapters=lora, **more
+    )
+    critic, prm = v.get("critic_model") or v["model"], v.get("prm_model") or v["model"]
+    old = updates > 1 and "pairs" not in v and v.get("proximal_policy", "recomputed") == "recomputed"
+    if "gamma" in v and "critic_lr" not in v:
+        old = old or v["use_kl_in_reward"] or v["adv_estimator"] == "optimal_token_baseline"
+    phases = [forward("reward", v["reward_model"], has_head=False)] if v.get("reward_model") else []
+    if "critic_lr" in v:
+        phases.append(forward("values", critic, has_head=False, has_adapters=lora))
+    if old:
+        phases.append(forward("old_log_prob", v["model"], has_adapters=lora))
+    if v.get("use_kl_loss") or v.get("use_kl_in_reward") or "pairs" in v:
+        phases.append(forward("ref", v["model"]))
+    if "prm_lr" in v:
+        phases += [forward("ref", prm), forward("prm", prm, has_adapters=lora)]
+        phases.append(Phase("prm", prm, learns=True, has_adapters=lora))
+    if "teacher_model" in v and not v.get("teacher_url"):
+        phases.append(forward("ref", v["teacher_model"]))
+    if "critic_lr" in v:
+        phases.append(update("update_actor", critic, has_head=False))
+    return [*phases, update("update_actor", v["model"])]
+
+
+# --- the data, as far as it can be read cheaply
+
+
+class Data(NamedTuple):
+    """What files of data say; None: nothing."""
+
+    rows: int | None  # of --train-files
+    held_out: int | None  # of --val-files
+    prompt: float | None  # mean tokens of a prompt
+    response: float | None  # mean tokens of a given response
+    notes: tuple[str, ...]
+
+
+def look_at(args: Any, v: dict[str, Any]) -> Data:
+    """Rows and mean lengths. Only the first rows are tokenized, and a file that is not there is no error."""
+    rows, held_out = count(v["train_files"]), count(v["val_files"])
+    if rows is None:
+        return Data(None, held_out, None, None, (f"--train-files {' '.join(v['train_files'])} cannot be read",))
+    try:
+        prompt, response = mean_lengths(args, v, first_rows(Path(v["train_files"][0])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Data(rows, held_out, None, None, (f"lengths of the data are not known ({reason})",))
+    return Data(rows, held_out, prompt, response, ())
+
+
+def count(files: tuple[str, ...]) -> int | None:
+    """Rows of parquet and jsonl files, or None if one of them is not there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    total = 0
+    for file in map(Path, files):
+        if not file.is_file():
+            return None
+        if file.suffix == ".parquet":
+            try:
+                total += pq.ParquetFile(file).metadata.num_rows
+            except pa.ArrowException:
+                return None
+        else:
+            with file.open("rb") as lines:
+                total += sum(1 for line in lines if line.strip())
+    return total
+
+
+def first_rows(file: Path) -> list[dict]:
+    import pyarrow.parquet as pq
+
+    if file.suffix == ".parquet":
+        return next(pq.ParquetFile(file).iter_batches(LOOKED_AT)).to_pylist()
+    with file.open() as lines:
+        return [json.loads(line) for line, _ in zip(lines, range(LOOKED_AT), strict=False) if line.strip()]
+
+
+def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float, float | None]:
+    """Mean tokens of prompts, and of responses that the data has, of some rows. Raises as the readers of data do."""
+    from rl.data.encode import encode_conversation, encode_prompts, encode_sft, load_tokenizer
+    from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
+
+    tokenizer = load_tokenizer(v["model"], args.data)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if v.get("offline") or is_of_rewards(args):
+            sides = [
+                len(encode_conversation(tokenizer, row, row[side], field=side))
+                for row in read_preference_rows([file])
+                for side in ("chosen", "rejected")
+            ]
+            return 0.0, mean(sides)
+        if "ppo_epochs" not in v:
+            masks = [encode_sft(tokenizer, row)[1] for row in read_sft_rows([file])]
+            learned = mean([sum(mask) for mask in masks])
+            return mean(list(map(len, masks))) - learned, learned
+        encoded = encode_prompts(tokenizer, read_rows([file]), max_prompt_length=None)
+        lengths = [len(row["prompt_ids"]) for row in encoded]
+    return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None
+
+
+def script_of(args: Any) -> str:
+    """The name of the script whose Args these are, such as train_grpo."""
+    return Path(sys.modules[type(args).__module__].__file__).stem
+
+
+def is_of_rewards(args: Any) -> bool:
+    """Whether a script learns a reward model, from pairs of rows."""
+    return "ppo_epochs" not in flat(args) and script_of(args) == "train_reward"
+
+
+def mean(numbers: list[int]) -> float:
+    return sum(numbers) / len(numbers)
