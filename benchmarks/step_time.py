@@ -30,7 +30,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -109,14 +116,14 @@ def model_folder(
     return folder
 
 
-def save_tiny_model(folder: Path) -> None:
-    """A 0.2M-parameter Qwen2 with the arithmetic task's tokenizer.
+def save_tiny_model(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None, vocabulary: int = 2048) -> None:
+    """A 0.2M-parameter Qwen2 with a tokenizer, by default that of the arithmetic task.
 
     Its vocabulary is larger than the tokenizer's, so that a random response seldom hits the one end-of-sequence token.
     """
-    tokenizer = arithmetic.make_tokenizer()
+    tokenizer = tokenizer or arithmetic.make_tokenizer()
     config = Qwen2Config(
-        vocab_size=2048,
+        vocab_size=vocabulary,
         hidden_size=64,
         num_hidden_layers=2,
         intermediate_size=128,

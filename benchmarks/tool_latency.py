@@ -1,21 +1,38 @@
-"""What slow tools cost: generation of the same conversations, by the same seed, without and with a latency.
+"""What tools cost: conversations that call a tool, beside plain responses of as many sampled tokens.
 
     python benchmarks/tool_latency.py --engine vllm --out latency.jsonl
-    python benchmarks/tool_latency.py --shape 1.5B --tokenizer T --num-prompts 64 --max-num-seqs 256   # on a GPU
+    python benchmarks/tool_latency.py --model data/smollm2 --num-prompts 64 --max-num-seqs 1024        # on a GPU
+    python benchmarks/tool_latency.py --shape 1.5B --tokenizer T --num-prompts 64 --max-num-seqs 1024
 
-A model that is not trained speaks `turns` times, and a tool answers after each turn, after so many seconds: that of
-data/arithmetic.py, with 14 tokens that end a turn, or a Qwen2.5 shape whose turns have geometric lengths. Prints a line
-for each latency: seconds of generation, the longest that one conversation has waited for its own chain of calls, and
-by how much of that generation has grown.
+A conversation has 1 to 2 * turns - 1 turns of the policy, and a turn half to one and a half times `turn_length` tokens.
+Both are drawn from the numbers of the conversation, and do not depend on the model: the engine gets two stop ids, as
+most models have them, which the model hardly ever
+says, and a turn is cut at its length. Each turn but the last ends with the call of a tool of
+--tools, whose tokens replace the last ones that were sampled. The tool answers with a number, after so many seconds.
+
+Three kinds of generation are measured, each with the same number of sampled tokens for each response:
+
+    plain           responses without an environment, in one turn
+    seeded          the same, each with a seed of its own, as conversations have
+    conversations   for each latency of the tool
+
+Prints a line for each: the seconds of the fastest repeat, sampled tokens per second, their ratio to plain responses,
+and where the trainer's thread spent the time of that repeat (in seconds; "engine" is vLLM's step, or that of the
+transformers engine; "adding" hands requests to the engine). For a latency: the longest that one conversation has waited
+for its own chain of calls, and by how much of that generation has grown.
 """
 
 import json
+import random
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tyro
 
@@ -23,49 +40,77 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_time
 from data import arithmetic
 from rl.data.encode import load_tokenizer, stop_token_ids
-from rl.data.types import Sampling
+from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_causal_lm
 from rl.ranks import init_ranks
-from rl.sampling.engines import Rollout, make_engine
+from rl.sampling.engines import Engine, Rollout, make_engine
 from rl.sampling.environments import EnvironmentFlags, make_environments
-from rl.sampling.rollout import sample_groups
+from rl.sampling.rollout import seeded
+from rl.sampling.rollouts import Rollouts
 
-STOPS = (0, 2, *range(20, 32))
-GAME = """
+TOOL = '''
 import time
-class Environment:
-    def step(self, reply):
-        about = self.about
-        time.sleep(about["latency"])
-        return None if reply.turn == about["turns"] else [{"role": "user", "content": "1"}]
-    def reset(self, row, seed):
-        self.about = row["extra_info"]
-        return ()
-"""
+from pathlib import Path
+
+def calculate(expression: str) -> str:
+    """Work out an arithmetic expression.
+
+    Args:
+        expression: such as 48/2 or (3+4)*12.5
+    """
+    time.sleep(float(Path(__file__).with_name("latency").read_text()))
+    return "24"
+'''
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
+# As those of Qwen2.5 and others: the schemas of the tools in a system message, and calls as JSON in tags.
+TEMPLATE = """{% if tools %}{{ '<|im_start|>system\nYou may call one or more functions.\n<tools>\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] -%}
+{{ '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+WORDS = (
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "',
+    '", "arguments": {"',
+    '": ',
+    "}}",
+)  # a token each, in a tiny model
+PARTS = {  # methods of Environments, and what they are called in the lines
+    "start": "asking",
+    "ask": "asking",
+    "ids_of": "rendering answers",
+    "answers": "receiving answers, and waiting for them",
+    "end": "ending conversations",
+}
 
 
 @dataclass(frozen=True)
 class Args:
     engine: str = "vllm"
     """vllm or hf."""
+    model: Path | None = None
+    """Folder of a model whose tokenizer knows ChatML."""
     shape: str = "arithmetic"
-    """Or a Qwen2.5, by benchmarks/make_model.py."""
+    """Otherwise a model of random weights: a tiny one, or a Qwen2.5 by benchmarks/make_model.py."""
     tokenizer: str | None = None
-    """For such a shape: folder or Hugging Face id of a Qwen2 tokenizer."""
+    """For such a Qwen2.5: folder or Hugging Face id of a Qwen2 tokenizer."""
     cache: Path = Path("runs/benchmark_models")
     """Folder in which such models are kept for the next time."""
-    mean_length: float = 150.0
-    """Mean tokens of a turn of such a model."""
-    max_tokens: int = 450
-    """Longest conversation, in tokens behind the prompt."""
     num_prompts: int = 16
     """Prompts."""
     rollout_n: int = 8
     """Conversations of each prompt."""
-    turns: int = 3
-    """Of the policy; each is answered by a tool."""
+    prompt_length: int = 100
+    """Tokens of a prompt."""
+    turns: int = 4
+    """Of the policy, on average."""
+    turn_length: int = 50
+    """Tokens that the policy samples in a turn, on average."""
     latencies: tuple[float, ...] = (0.0, 0.5)
-    """Seconds that a tool takes; the first one is what the others are compared with."""
+    """Seconds that the tool takes; the first one is what the others are compared with."""
     max_num_seqs: int = 128
     """Conversations that are decoded at a time."""
     repeats: int = 5
@@ -74,83 +119,191 @@ class Args:
     """Append the lines to this file."""
 
 
-def model_of(args: Args, folder: Path) -> tuple[Path, tuple[int, ...]]:
-    """The model's folder, and the tokens that end a turn."""
+class Watch:
+    """Seconds that this thread spends in functions, by label, without those in others that are watched."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.inner = 0.0  # seconds in watched functions that the one which runs now has called
+
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start, outer, self.inner = time.perf_counter(), self.inner, 0.0
+            try:
+                return function(*arguments, **named)
+            finally:
+                took = time.perf_counter() - start
+                self.seconds[label] += took - self.inner
+                self.inner = outer + took
+
+        setattr(owner, name, timed)
+
+
+class Run(NamedTuple):
+    """One generation."""
+
+    seconds: float
+    parts: dict[str, float]  # of them, by what the trainer's thread did
+    samples: list[Sample]
+
+
+class Script:
+    """How long the turns of each conversation are, and what the policy says at their ends, whatever it samples."""
+
+    def __init__(self, args: Args, call: list[int], end: list[int]):
+        self.args, self.call, self.end = args, call, end
+        self.has_turns = False  # or all that a conversation samples is one turn
+        self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
+        # Tokens behind the prompt of the longest conversation; an answer of the tool gets 50.
+        self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
+
+    def lengths(self, key: Hashable) -> list[int]:
+        """Of the turns of a conversation."""
+        draw, length = random.Random(repr(key)), self.args.turn_length
+        return [draw.randint(length // 2, length * 3 // 2) for _ in range(draw.randint(1, 2 * self.args.turns - 1))]
+
+    def direct(self, engine: Engine) -> None:
+        """Let an engine end turns as it is written here."""
+        add, step = engine.add, engine.step
+
+        def add_cut(requests: list[Request]) -> None:
+            cut = []
+            for x in requests:
+                lengths = self.lengths(x.key)
+                size = lengths[self.begun[x.key]] if self.has_turns else sum(lengths)
+                self.begun[x.key] += 1
+                cut.append(x._replace(sampling=replace(x.sampling, max_tokens=size)))
+            add(cut)
+
+        def step_to_end() -> list[Completion]:
+            done = step()
+            for i, x in enumerate(done if self.has_turns else ()):
+                said = self.end if self.begun[x.key] == len(self.lengths(x.key)) else self.call
+                said = said[-len(x.token_ids) :]  # shorter if the model has ended the turn itself
+                done[i] = x._replace(token_ids=x.token_ids[: -len(said)] + said, finish_reason="stop")
+            return done
+
+        engine.add, engine.step = add_cut, step_to_end
+
+
+def model_of(args: Args, folder: Path) -> Path:
+    """The model's folder."""
+    if args.model is not None:
+        return args.model
     if args.shape != "arithmetic":
-        model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "geometric", args.mean_length)
-        return model, tuple(stop_token_ids(str(model), load_tokenizer(str(model))))
-    model = folder / "model"
-    arithmetic.save_model(model, seed=0)
-    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 512}
-    (model / "config.json").write_text(json.dumps(config))
-    return model, STOPS
+        return step_time.model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
+    characters = "\n" + "".join(map(chr, range(32, 127)))
+    tokenizer = arithmetic.make_tokenizer(characters, (*arithmetic.ROLES, *WORDS), TEMPLATE)
+    step_time.save_tiny_model(folder, tokenizer, vocabulary=49152)
+    return folder
+
+
+class Generation:
+    """A model, its engine and a tool, which measure one kind of generation after the other."""
+
+    def __init__(self, args: Args, folder: Path):
+        self.args, self.folder, self.watch = args, folder, Watch()
+        model, tool = model_of(args, folder / "model"), folder / "tool.py"
+        tool.write_text(TOOL)
+        tokenizer = load_tokenizer(str(model))
+        tokenizer.chat_template = TEMPLATE
+        flags = EnvironmentFlags(tools=(str(tool),), max_turns=2 * args.turns)
+        self.environments = make_environments(flags, tokenizer, stop_token_ids(str(model), tokenizer))
+        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (CALL, "<|im_end|>"))
+        self.script, ranks = Script(args, *said), init_ranks()
+        rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
+        longest = self.script.longest
+        self.engine = make_engine(str(model), ranks, rollout, longest=args.prompt_length + longest)
+        policy = load_causal_lm(str(model), ranks)
+        self.engine.update_weights(policy.named_parameters())
+        last = policy.config.vocab_size - 1
+        self.way = Sampling(args.rollout_n, max_tokens=longest, stop_token_ids=(last, last - 1))
+        some = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+        draw = random.Random(0)
+        prompts = [draw.choices(some, k=args.prompt_length) for _ in range(args.num_prompts)]
+        self.rows = [dict(prompt_ids=ids, row_index=i) for i, ids in enumerate(prompts)]
+        self.script.direct(self.engine)
+        watched = [(self.environments, name, label) for name, label in PARTS.items()]
+        watched += [(self.environments.chat, "read", "reading turns")]
+        if args.engine == "vllm":
+            watched += [(self.engine.core, "get_output", "engine"), (self.engine, "_take_new", "adding")]
+        else:
+            watched += [(self.engine, "step", "engine")]
+        for owner, name, label in watched:
+            self.watch.wrap(owner, name, label)
+
+    def measure(self, kind: str, latency: float | None) -> Run:
+        """Sample once."""
+        self.script.begun.clear()
+        self.script.has_turns = latency is not None
+        (self.folder / "latency").write_text(str(latency))
+        self.watch.seconds.clear()
+        start, found = time.perf_counter(), {}
+        rollouts = Rollouts(self.engine, self.environments if kind == "conversations" else None, seed=0)
+        with seeded(0, self.engine.device):
+            for i, row in enumerate(self.rows):
+                rollouts.start(i, row, self.way, i if kind == "seeded" else None)
+            for i, samples in rollouts.run():
+                found[i] = samples
+        seconds = time.perf_counter() - start
+        parts = dict(self.watch.seconds) | {"the rest": seconds - sum(self.watch.seconds.values())}
+        samples = [x for i in sorted(found) for x in found[i]]
+        assert len(samples) == len(self.rows) * self.args.rollout_n and not self.environments.problems
+        return Run(seconds, {name: round(x, 3) for name, x in parts.items()}, samples)
+
+    def close(self) -> None:
+        self.environments.close()
+        self.engine.close()
 
 
 def main(args: Args) -> list[dict]:
     """Measure; returns the lines."""
+    kinds = [("plain", None), ("seeded", None), *(("conversations", latency) for latency in args.latencies)]
     with tempfile.TemporaryDirectory() as folder:
-        model, stops = model_of(args, Path(folder))
-        game = Path(folder) / "game.py"
-        game.write_text(GAME)
-        tokenizer = load_tokenizer(str(model))
-        flags = EnvironmentFlags(environment=str(game), max_turns=args.turns + 1)
-        environments = make_environments(flags, tokenizer, stops)
-        ranks = init_ranks()
-        rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
-        engine = make_engine(str(model), ranks, rollout, longest=args.max_tokens + 50)
-        policy = load_causal_lm(str(model), ranks)
-        engine.update_weights(policy.named_parameters())
-
-    ids = tokenizer("<|im_start|>user\n1+1<|im_end|>\n")["input_ids"]
-    way = Sampling(args.rollout_n, max_tokens=args.max_tokens, stop_token_ids=stops)
-
-    def measure(latency: float) -> tuple[float, float, list]:
-        about = {"latency": latency, "turns": args.turns}
-        rows = [dict(prompt_ids=[*ids, 5 + i % 70], row_index=i, extra_info=about) for i in range(args.num_prompts)]
-        start = time.perf_counter()
-        samples, _ = sample_groups(engine, rows, way, environments=environments, seed=0)
-        seconds = time.perf_counter() - start
-        return seconds, max(s.report["seconds"] for s in samples), [s.response_ids.tolist() for s in samples]
-
-    measure(0.0)  # a warm-up
-    found = [[measure(latency) for latency in args.latencies] for _ in range(args.repeats)]
-    lines, tokens = [], found[0][0][2]
-    for latency, runs in zip(args.latencies, zip(*found, strict=True), strict=True):
-        chain = args.turns * latency
-        seconds = [run[0] for run in runs]
-        pairs = [pair for run in runs for pair in zip(run[2], tokens, strict=True)]
-        equal = statistics.mean(mine == first for mine, first in pairs)
-        # With a GPU's kernels a token's last bits depend on what is decoded beside it, so a few responses differ.
-        assert equal == 1 or args.shape != "arithmetic", "latency has changed what was sampled"
-        rates = [sum(map(len, run[2])) / run[0] for run in runs]
-        grown = min(seconds) - (lines[0]["generation_s"] if lines else min(seconds))
-        lines.append(
-            dict(
-                engine=args.engine,
-                conversations=args.num_prompts * args.rollout_n,
-                max_num_seqs=args.max_num_seqs,
-                turns=args.turns,
-                tokens=sum(map(len, tokens)),
-                equal=round(equal, 3),
-                tokens_per_s=round(max(rates)),
-                latency_s=latency,
-                generation_s=round(min(seconds), 3),
-                median_s=round(statistics.median(seconds), 3),
-                slowest_s=round(max(seconds), 3),
-                chain_s=chain,
-                longest_wait_s=round(statistics.median(run[1] for run in runs), 3),
-                grown_s=round(grown, 3),
-                grown_chains=round(grown / chain, 3) if chain else None,
-            )
+        generation = Generation(args, Path(folder))
+        for kind in kinds:
+            generation.measure(*kind)  # a warm-up
+        runs = [[generation.measure(*kind) for kind in kinds] for _ in range(args.repeats)]
+        generation.close()
+    lines: list[dict] = []
+    for (kind, latency), same in zip(kinds, zip(*runs, strict=True), strict=True):
+        best = min(same, key=lambda run: run.seconds)
+        tokens = sum(x.num_sampled for x in best.samples)
+        line = dict(
+            kind=kind,
+            engine=args.engine,
+            responses=len(best.samples),
+            max_num_seqs=args.max_num_seqs,
+            turns=round(statistics.mean(x.turns for x in best.samples), 2),
+            sampled=tokens,
+            told=sum(len(x.response_ids) for x in best.samples) - tokens,
+            generation_s=round(best.seconds, 3),
+            median_s=round(statistics.median(run.seconds for run in same), 3),
+            slowest_s=round(max(run.seconds for run in same), 3),
+            tokens_per_s=round(tokens / best.seconds),
         )
-        print(json.dumps(lines[-1]))
+        line["of_plain"] = round(line["tokens_per_s"] / (lines or [line])[0]["tokens_per_s"], 3)
+        if latency is not None:
+            first = runs[0][2].samples  # of the first latency
+            pairs = [pair for run in same for pair in zip(run.samples, first, strict=True)]
+            equal = statistics.mean(x.response_ids.tolist() == y.response_ids.tolist() for x, y in pairs)
+            chain = max(x.turns - 1 for x in best.samples) * latency
+            waits = (max(x.report["seconds"] for x in run.samples) for run in same)
+            grown = best.seconds - (lines[2]["generation_s"] if len(lines) > 2 else best.seconds)
+            # With a GPU's kernels a token's last bits depend on what is decoded beside it, so some responses differ.
+            assert equal == 1 or args.shape != "arithmetic", "latency has changed what was sampled"
+            line |= dict(latency_s=latency, equal=round(equal, 3), chain_s=chain, grown_s=round(grown, 3))
+            line |= dict(longest_wait_s=round(statistics.median(waits), 3))
+            line |= dict(grown_chains=round(grown / chain, 3) if chain else None)
+        lines.append(line | {"parts": best.parts})
+        print(json.dumps(lines[-1]), flush=True)
     if args.out:
         with open(args.out, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-    environments.close()
-    engine.close()
     return lines
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))
