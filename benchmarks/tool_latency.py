@@ -157,12 +157,13 @@ class Script:
         self.has_turns = False  # or all that a conversation samples is one turn
         self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
         # Tokens behind the prompt of the longest conversation; an answer of the tool gets 50.
-        self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
+        self.longest = (2 * args.turns - 1) * (max(args.turn_length // 2, len(call)) + args.turn_length + 50) + 50
 
     def lengths(self, key: Hashable) -> list[int]:
         """Of the turns of a conversation."""
-        draw, length = random.Random(repr(key)), self.args.turn_length
-        return [draw.randint(length // 2, length * 3 // 2) for _ in range(draw.randint(1, 2 * self.args.turns - 1))]
+        draw, shortest = random.Random(repr(key)), max(self.args.turn_length // 2, len(self.call))
+        count = draw.randint(1, 2 * self.args.turns - 1)
+        return [draw.randint(shortest, shortest + self.args.turn_length) for _ in range(count)]
 
     def direct(self, engine: Engine) -> None:
         """Let an engine end turns as it is written here."""
