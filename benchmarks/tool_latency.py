@@ -61,7 +61,9 @@ def calculate(expression: str) -> str:
     time.sleep(float(Path(__file__).with_name("latency").read_text()))
     return "24"
 '''
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
+# What a trained model may have begun before, a thought or a call, ends first.
+CALL = '</think>\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
+END = "</tool_call></think>24<|im_end|>"
 # As those of Qwen2.5 and others: the schemas of the tools in a system message, and calls as JSON in tags.
 TEMPLATE = """{% if tools %}{{ '<|im_start|>system\nYou may call one or more functions.\n<tools>\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
@@ -212,7 +214,7 @@ class Generation:
         tokenizer.chat_template = TEMPLATE
         flags = EnvironmentFlags(tools=(str(tool),), max_turns=2 * args.turns)
         self.environments = make_environments(flags, tokenizer, stop_token_ids(str(model), tokenizer))
-        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (CALL, "<|im_end|>"))
+        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (CALL, END))
         self.script, ranks = Script(args, *said), init_ranks()
         rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
         longest = self.script.longest
