@@ -11,14 +11,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import helpers_scripts as h
 import pytest
 import torch
 from helpers_flags import commands, parsed
 from launch import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rl.flags import check_limits, flat
+from rl.flags import change, check_limits, flat
 from rl.model.checks import check_trainable
+from rl.model.sharding import clip_grad_norm
 
 CONFIGS = ROOT / "tests" / "recipes"
 PAGE = re.split(r"^## ", (ROOT / "docs" / "verl.md").read_text(), flags=re.MULTILINE)
@@ -151,6 +153,33 @@ def test_a_command_says_what_the_original_says_and_defaults_are_those_of_the_ori
     assert otherwise.keys() <= values.keys()
     wanted = {name: value for name, value in (SETTINGS | otherwise).items() if name in values}
     assert {name: values[name] for name in wanted} == wanted
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return h.make_task(tmp_path_factory.mktemp("task"))
+
+
+@each
+def test_a_step_of_a_command_in_miniature_makes_as_many_updates_as_the_original(recipe, task, tmp_path, monkeypatch):
+    """With a tiny text model on one process, 16 tokens instead of a thousand or more, and one prompt per update."""
+    updates = ORIGINALS[recipe.title][2]
+    rows = dict(train_batch_size=updates, ppo_mini_batch_size=1, rollout_n=min(recipe.args.rollout_n, 4))
+    here = dict(
+        tensor_model_parallel_size=1, fsdp_size=None, freeze_vision_tower=True, total_training_steps=1, save_freq=0
+    )
+    tiny = h.grpo_settings(task, tmp_path, **rows, **here, max_response_length=16, lr=recipe.args.lr)
+    if "overlong_buffer_len" in flat(recipe.args):
+        tiny["overlong_buffer_len"] = 8
+    script = importlib.import_module(recipe.script.removesuffix(".py"))
+    made = []
+    monkeypatch.setattr(script, "clip_grad_norm", lambda *args: made.append(1) or clip_grad_norm(*args))
+    script.main(change(recipe.args, **tiny))
+    h.leave_distributed()
+    [step] = [row for row in h.read_jsonl(tmp_path / "metrics.jsonl") if "actor/lr" in row]
+    models = 2 if recipe.script == "train_ppo.py" else 1
+    assert len(made) == models * updates
+    assert step["actor/lr"] == pytest.approx(recipe.args.lr * (0.1 if recipe.args.lr_warmup_steps else 1.0))
 
 
 def answers(text: str) -> list[str]:
