@@ -13,8 +13,8 @@ with token-mean loss, no KL term and a reward that is a hash of the response. Ea
     D  TRL at its defaults, but for the size of the step
     E  C with parameters and optimizer state in bf16; train_grpo.py keeps its fp32 masters
 
-Afterwards train_grpo.py runs through benchmarks/step_time.py: without activation checkpointing, and at its defaults if
-D is among the rows. Flags that are not listed below go to it. Leaves compare.json and a log of every row in --out.
+Afterwards train_grpo.py runs through benchmarks/step_time.py at its defaults. Flags that are not listed below go to it
+and change that. Leaves compare.json and a log of every row in --out.
 """
 
 import json
@@ -52,6 +52,8 @@ class Args:
     """Responses in one of TRL's micro-batches; every row but D runs with each of them, and the fastest counts."""
     attn_implementation: str = "sdpa"
     """Attention of TRL's policy in every row but D: sdpa, or flash_attention_2 where it is installed."""
+    vllm_gpu_memory_utilization: float = 0.35
+    """Share of the GPU's memory for TRL's vLLM in every row but D; 0.2 leaves room for the 1.5B shape on 80 GB."""
     lora_rank: int = 0
     """Train adapters of this rank on all linear layers but the head, in float32 beside weights in bf16; 0: weights."""
     shape: Literal["tiny", "0.5B", "1.5B", "7B"] = "1.5B"
@@ -165,7 +167,7 @@ def settings(args: Args, row: Row, batch_size: int, stops: tuple[int, ...], *, u
         gradient_checkpointing=False,
         use_liger_kernel=find_spec("liger_kernel") is not None,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.35,
+        vllm_gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         vllm_max_model_length=args.prompt_length + args.max_response_length,
         vllm_importance_sampling_correction=row == "A",
         model_init_kwargs=dict(
@@ -248,7 +250,7 @@ def run(command: list[str], log: Path, timeout: float) -> str | None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    errors = [line for line in log.read_text().splitlines() if "Error" in line]
+    errors = [line for line in log.read_text().splitlines() if "Error" in line or "error: " in line]
     return None if status == 0 else f"exit {status}: {(errors or ['no error message'])[-1].strip()[:160]}"
 
 
@@ -266,8 +268,9 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
     file.unlink(missing_ok=True)
     command = [__file__, "--run-row", row, "--per-device-train-batch-size", str(batch_size), *shared_flags(args)]
     command += ["--prompts", str(args.prompts), "--attn-implementation", args.attn_implementation]
-    command += ["--lora-rank", str(args.lora_rank)]
-    error = run([*command, "--out", str(args.out)], args.out / f"{name}.log", args.timeout)
+    command += ["--vllm-gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    command += ["--lora-rank", str(args.lora_rank), "--out", str(args.out)]
+    error = run(command, args.out / f"{name}.log", args.timeout)
     if error is not None:
         return {"row": row, "batch_size": batch_size, "error": error}
     x = json.loads(file.read_text())
@@ -287,8 +290,9 @@ def trl_row(args: Args, row: Row, batch_size: int) -> dict[str, Any]:
     }
 
 
-def own_row(args: Args, row: str, flags: list[str]) -> dict[str, Any]:
+def own_row(args: Args, flags: list[str]) -> dict[str, Any]:
     """Run train_grpo.py through step_time.py; returns the same entries, or {"error": ...}."""
+    row = "ours"
     command = [str(ROOT / "benchmarks" / "step_time.py"), *shared_flags(args), "--bare-rounds", "0"]
     command += ["--train-batch-size", str(args.prompts), "--lora-rank", str(args.lora_rank)]
     command += ["--out", str(args.out / row), *flags]
@@ -349,15 +353,10 @@ def main(args: Args, flags: list[str]) -> list[dict[str, Any]]:
     for row in args.rows:
         for batch_size in (8,) if row == "D" else args.per_device_train_batch_size:
             results.append(trl_row(args, row, batch_size))
-    if set(args.rows) - {"D"}:
-        results.append(own_row(args, "ours", ["--activation-checkpointing", "none", *flags]))
-    if "D" in args.rows:
-        results.append(own_row(args, "ours_defaults", flags))
-    ours = {x["row"]: x.get("seconds") for x in results}
-    for x in results:
-        own = ours.get("ours_defaults" if x["row"] == "D" else "ours")
-        if "batch_size" in x and "error" not in x and own:
-            x["ours_over_trl"] = own / x["seconds"]
+    results.append(ours := own_row(args, flags))
+    for x in results[:-1]:
+        if "error" not in x and "error" not in ours:
+            x["ours_over_trl"] = ours["seconds"] / x["seconds"]
     (args.out / "compare.json").write_text(json.dumps(results, indent=2) + "\n")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(

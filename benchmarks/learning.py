@@ -326,7 +326,7 @@ def summarize(job: Job, seconds: float, error: str | None) -> dict:
 
 def last_error(log: Path) -> str:
     """The last line of a log that names an error."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line or "error: " in line]
     return (lines or ["no error message"])[-1].strip()[:200]
 
 
