@@ -27,6 +27,8 @@ SHOWN = {
     "reward_model/dpo_acc": "prm right {:.2f}",
     "actor/grad_norm": "|g| {:.2f}",
     "critic/vf_explained_var": "explained {:.2f}",
+    "trainer/idle_ratio": "trainers wait {:.0%} and samplers {m[rollouter/idle_ratio]:.0%} of the time, "
+    "{m[samplers/balanced_count]:.1f} samplers would balance it",
 }
 PHASES = ("gen", "update_weights", "old_log_prob", "ref", "update_actor")  # whose seconds it gives
 
@@ -69,7 +71,7 @@ def progress(name: str, items: Iterable[T], total: int | None = None) -> tqdm:
 
 def progress_line(step: int, total: int, metrics: dict[str, float]) -> str:
     """One line a step: the metrics that SHOWN names, tokens per second, seconds of the step and by phase."""
-    parts = {name: form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics}
+    parts = {name: form.format(metrics[name], m=metrics) for name, form in SHOWN.items() if name in metrics}
     if cut := metrics.get("response_length/clip_ratio"):
         parts["response_length/mean"] += f" ({cut:.0%} cut)"
     seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}

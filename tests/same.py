@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 
 # A metric is left out if a word of its name says that it is a time, an amount of memory, or one of them per other.
-MEASURED = re.compile(r"(^|[/_.])(time|timing|seconds|s|idle|memory|gb|throughput|mfu)([/_.]|$)|score\.4$")
+MEASURED = re.compile(r"(^|[/_.])(time|timing|seconds|s|idle|balanced|memory|gb|throughput|mfu)([/_.]|$)|score\.4$")
 TIMEOUT_S = 900  # of a command; they take seconds, but perhaps beside much else
 
 # Up to three turns, whose messages depend on the seed and on the answers.

@@ -47,15 +47,12 @@ class Means:
         for name, value in values.items():
             self._add(name, value, None)
 
-    def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """The largest of the values (b, T) with mask 1."""
-        self._end(mask, values, 1)
-
     def smallest(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         """The smallest of the values (b, T) with mask 1."""
-        self._end(mask, values, -1)
+        self.largest(mask, values, sign=-1)
 
-    def _end(self, mask: torch.Tensor, values: dict[str, torch.Tensor], sign: int) -> None:
+    def largest(self, mask: torch.Tensor, values: dict[str, torch.Tensor], *, sign: int = 1) -> None:
+        """The largest of the values (b, T) with mask 1; with sign -1 the smallest."""
         for name, value in values.items():
             value = (sign * value).masked_fill(mask == 0, -math.inf).max().detach().double()
             self.ends[name, sign] = torch.maximum(self.ends.get((name, sign), value), value)

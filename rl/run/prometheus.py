@@ -9,6 +9,7 @@ import prometheus_client
 from prometheus_client.core import CollectorRegistry, GaugeMetricFamily
 
 from rl.ranks import Ranks
+from rl.run.together import together
 from rl.run.tracking import Logging
 
 
@@ -30,20 +31,19 @@ class Exporter:
         self.server: Any = None
         if flags.prometheus_port is None:
             return
-        problem = ""
-        if ranks.is_main:
-            registry = CollectorRegistry()
-            registry.register(self)
-            registry.register(prometheus_client.REGISTRY)
-            try:
-                self.server, _ = prometheus_client.start_http_server(flags.prometheus_port, registry=registry)
-            except OSError as error:
-                problem = str(error)
-        if problem := "".join(ranks.all_gather([problem])):
+        together(lambda: self._serve(flags.prometheus_port) if ranks.is_main else None)
+
+    def _serve(self, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(self)
+        registry.register(prometheus_client.REGISTRY)
+        try:
+            self.server, _ = prometheus_client.start_http_server(port, registry=registry)
+        except OSError as error:
             raise ValueError(
-                f"--prometheus-port {flags.prometheus_port} cannot be served from this machine ({problem}); another "
-                "run may have it: choose another port"
-            )
+                f"--prometheus-port {port} cannot be served from this machine ({error}); another run may have it: "
+                "choose another port"
+            ) from error
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """Serve the metrics of a step from now on. What they do not name keeps its last value."""
@@ -63,4 +63,3 @@ class Exporter:
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
-            self.server = None

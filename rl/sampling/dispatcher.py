@@ -20,6 +20,7 @@ import msgspec
 import torch
 import zmq
 
+from extras.samplers import outbox
 from rl import children
 from rl.console import say
 from rl.data.order import derive_seed
@@ -28,7 +29,6 @@ from rl.data.types import Sample, Sampling
 from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0
 from rl.sampling import protocol
 from rl.sampling.ledger import Leases, Ledger, assign
-from rl.sampling.weight_network import Outbox
 from rl.scoring.pool import Ticket
 
 POLL_MS = 20
@@ -67,12 +67,12 @@ class Member:
 
     name: str
     seen_at: float  # when it last said something
+    busy_s: float  # see `Report`
+    total_s: float
     room: int = 1  # responses at a time
     version: int = -1  # of its weights
     probe: tuple[int, list[Sample]] = (-1, [])  # version and samples of `protocol.Probe`
     holding: set[int] = field(default_factory=set)  # leases that it knew when it last said something
-    busy_s: float = 0.0
-    total_s: float = 0.0
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Dispatcher:
         self.members: dict[str, Member] = {}  # by the hexadecimal name of their connection
         self.locals = [Local(device) for device in devices]
         self.refused: set[str] = set()  # connections that nobody listens to any more
-        self.lost = 0
+        self.lost, self.busy_s, self.total_s = 0, 0.0, 0.0  # times of all samplers, also of those that are gone
         self.alone_since = time.monotonic() + START_S - flags.sampler_timeout
         self.lock, self.closing = threading.Condition(), False
         self.failure: Exception | None = None
@@ -129,7 +129,7 @@ class Dispatcher:
         self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
         self.socket, self.address = protocol.listen(flags.sampler_address, self.token, zmq.Context())
         way, patience_s = flags.weights_transfer, flags.sampler_timeout
-        self.outbox = None if way == "host" else Outbox(way, self.address, device, patience_s)
+        self.outbox = None if way == "host" else outbox(way, self.address, device, patience_s)
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
@@ -251,7 +251,9 @@ class Dispatcher:
             say(f"sampler {report.name} has joined")
             for leases in (self.evaluation, self.ledger):
                 leases.forgive(identity)
-        member = self.members.setdefault(identity, Member(report.name, now))
+        member = self.members.setdefault(identity, Member(report.name, now, report.busy_s, report.total_s))
+        self.busy_s += report.busy_s - member.busy_s
+        self.total_s += report.total_s - member.total_s
         member.seen_at, member.room, member.version = now, report.room, report.version
         member.busy_s, member.total_s, member.holding = report.busy_s, report.total_s, set(report.holding)
         if report.probe is not None:

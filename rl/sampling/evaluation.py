@@ -97,8 +97,8 @@ def summarize(
         if row["row_index"] in shown:
             prompt = scorer.tokenizer.decode(row["prompt_ids"])
             for sample, x in zip(samples, scores, strict=True):
-                own_shown.append(dict(prompt=prompt, response=x.text, score=x.value, components=x.components))
-                own_shown[-1] |= sample.conversation
+                about = dict(prompt=prompt, response=x.text, score=x.value, components=x.components)
+                own_shown.append(about | sample.conversation)
     return Evaluation(mean_by_name(ranks.all_gather(own_found)), ranks.all_gather(own_shown))
 
 

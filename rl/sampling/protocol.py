@@ -107,7 +107,7 @@ class Report(msgspec.Struct, tag=True):
     begun: list[int]  # those of them that it samples, or would sample now if the run let it
     groups: list[Group]
     probe: Probe | None
-    busy_s: Span  # seconds in which it has sampled, since it is ready
+    busy_s: Span  # seconds since it is ready in which it has sampled, or waited for environments
     total_s: Span  # seconds since it is ready
     problem: str = ""  # why it ends now
     was_asked: bool = False  # to end, so that no prompt is the reason

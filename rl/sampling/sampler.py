@@ -23,6 +23,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
+from extras.samplers import receiving
 from rl.console import say
 from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
@@ -34,7 +35,6 @@ from rl.sampling.engines import Engine, make_engine
 from rl.sampling.environments import Environments, make_environments
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.weight_files import read_weights
-from rl.sampling.weight_network import Receiving
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
@@ -137,7 +137,7 @@ class Sampler:
         self.done: dict[int, tuple[protocol.Group, float]] = {}
         self.weights: dict[str, Any] | None = None  # the newest that the run has told of
         self.version, self.probe = -1, None
-        self.arriving: Receiving | None = None  # weights that come over the network
+        self.arriving: Any | None = None  # weights that come over the network
         self.tried = b""  # the transfer that was begun last
         self.unread_since: float | None = None  # since when weights could not be read
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
@@ -202,7 +202,7 @@ class Sampler:
         if "key" not in self.weights:
             return read_weights(self.weights)
         if self.arriving is None and self.weights["key"] != self.tried:  # else the run will see that it has failed
-            self.tried, self.arriving = self.weights["key"], Receiving(self.weights, self.line.host)
+            self.tried, self.arriving = self.weights["key"], receiving(self.weights, self.line.host)
             self.arriving.start()
         if self.arriving is None or self.arriving.is_alive():
             return None
@@ -222,12 +222,12 @@ class Sampler:
             self.begun.add(number)
 
     def _step(self) -> None:
-        start, is_sampling = time.monotonic(), not self.engine.is_idle  # else it waits for environments
+        start = time.monotonic()
         for number, samples in self.rollouts.step():
             del self.leases[number]
             self.begun.remove(number)
             self.done[number] = protocol.Group(number, [protocol.pack(s) for s in samples]), 0.0
-        self.busy_s += is_sampling * (time.monotonic() - start)
+        self.busy_s += time.monotonic() - start
 
     def _report(self) -> None:
         """Report every second, and at once if there are groups, or other leases than in the last report."""

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from rl.sampling.rollout import check_engine
 from rl.sampling.weight_files import WeightWriter
 from rl.scoring.pool import Scorer, Ticket
 
+AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
 
 
@@ -104,7 +106,9 @@ class Samplers:
         self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
         self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)
         self.held_out: Sequence[Row] = []
-        self.waited_s, self.measured_at, self.measured, self.num_taken = 0.0, time.monotonic(), (0.0, 0.0), 0
+        self.waited_s, self.measured_at, self.num_taken = 0.0, time.monotonic(), 0
+        # After each step: the clock, and seconds in which trainers waited, samplers sampled, and samplers were there.
+        self.marks: deque[tuple[float, ...]] = deque(maxlen=AVERAGED_STEPS + 1)
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
@@ -197,32 +201,39 @@ class Samplers:
             return {"ledger": self.ledger.state(), "groups": groups}
 
     def metrics(self) -> dict[str, float]:
-        """How the two pools have done since the last call; {} on other ranks than 0.
+        """How the two pools do; {} on other ranks than 0.
 
         samplers/count, lost, dropped       samplers now; lost ones and dropped prompts since the start
         samplers/ready, waiting             prompts whose groups are ready, and that no sampler has begun
-        rollouter/idle_ratio                share of the samplers' time in which they have not sampled
-        trainer/idle_ratio                  share of the trainers' time in which they have waited for samplers
-        perf/gen_tokens_per_s               sampled tokens that were taken, a second: samplers do not wait for trainers
+        perf/gen_tokens_per_s               sampled tokens taken per second since the last call
+
+        Over the last steps, eight at most, and not before there are two of them after the first step, in which samplers
+        start. Of t seconds, trainers waited for samplers in w; samplers were there for n seconds, all added up, and
+        were busy in b of them: they sampled, or waited for environments.
+
+        trainer/idle_ratio                  w / t
+        rollouter/idle_ratio                1 - b / n: samplers had no prompt that --max-staleness allows, or no weights
+        samplers/balanced_count             b / (t - w): with so many samplers, all trainers and samplers would be busy,
+                                            if many samplers sample as many times as fast as one
         """
         if not self.ranks.is_main:
             return {}
+        now = time.monotonic()
         with self.desk.lock:
-            members = self.desk.members.values()
-            busy, total = (sum(getattr(x, name) for x in members) for name in ("busy_s", "total_s"))
             found = {
-                "samplers/count": float(len(members)),
+                "samplers/count": float(len(self.desk.members)),
                 "samplers/lost": float(self.desk.lost),
                 "samplers/dropped": float(self.ledger.num_dropped + len(self.desk.dropped)),
                 "samplers/ready": float(len(self.ledger.ready)),
                 "samplers/waiting": float(len(self.ledger.waiting)),
+                "perf/gen_tokens_per_s": self.num_taken / (now - self.measured_at),
             }
-        now, (old_busy, old_total) = time.monotonic(), self.measured
-        idle = 1 - (busy - old_busy) / (total - old_total) if total > old_total else 0.0
-        found["rollouter/idle_ratio"] = min(max(idle, 0.0), 1.0)  # one may have come or gone
-        found["trainer/idle_ratio"] = min(self.waited_s / (now - self.measured_at), 1.0)
-        found["perf/gen_tokens_per_s"] = self.num_taken / (now - self.measured_at)
-        self.waited_s, self.measured_at, self.measured, self.num_taken = 0.0, now, (busy, total), 0
+            self.marks.append((now, self.waited_s, self.desk.busy_s, self.desk.total_s))
+        self.measured_at, self.num_taken = now, 0
+        t, w, b, n = (new - old for old, new in zip(self.marks[0], self.marks[-1], strict=True))
+        if len(self.marks) > 2 and n > 0:
+            of_time = {"trainer/idle_ratio": w / t, "rollouter/idle_ratio": max(1 - b / n, 0.0)}
+            found |= of_time | {"samplers/balanced_count": b / (t - w)}
         return found
 
     def close(self) -> None:

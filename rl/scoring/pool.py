@@ -157,8 +157,7 @@ class Scorer:
         if problems := [problem for _, problem in finished if problem is not None]:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         scores = [score for part, _ in finished for score in part]
-        if waiting:  # the run was asked to stop
-            scores = [Score("", None, {}, "none", 0.0) for _ in samples]
+        scores = scores or [Score("", None, {}, "none", 0.0) for _ in samples]  # if the run was asked to stop
         if self.reward_model is None or stop.requested(self.reward_model.ranks.group):
             return scores
         rows = [ticket.row for ticket in tickets]
@@ -281,10 +280,9 @@ class Scorer:
         if not reply.get("same", True):
             problem = "the same response scored twice gave two scores; the reward is not a function of its input"
         for i, (value, parts) in zip(asked, results, strict=True):
-            if value is None:
-                scores[i] = Score(texts[i], None, parts, reply.get("status", "none"), seconds)
-            else:
-                scores[i] = Score(texts[i], value + sum(samples[i].turn_rewards), parts, "ok", seconds)
+            status = reply.get("status", "none") if value is None else "ok"
+            whole = None if value is None else value + sum(samples[i].turn_rewards)
+            scores[i] = Score(texts[i], whole, parts, status, seconds)
         if problem is not None:
             problem = f"{named(row)}: {problem}\nresponse: {texts[0][-300:]!r}"
         return scores, problem

@@ -24,10 +24,11 @@ import pytest
 import zmq
 from helpers_samplers import Pools, batches, note_batches
 
+from extras.samplers import weight_network
 from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.sampling import dispatcher, protocol, sampler, weight_network
+from rl.sampling import dispatcher, protocol, sampler
 from rl.sampling.engines import hf
 from rl.sampling.protocol import TOKEN
 from rl.sampling.rollouts import Rollouts

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl.sampling import weight_network
+from extras.samplers import weight_network
+from extras.samplers.weight_network import Outbox, Receiving
 from rl.sampling.sampler import Sampler
 from rl.sampling.weight_files import WeightWriter
-from rl.sampling.weight_network import Outbox, Receiving
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)

@@ -1,7 +1,9 @@
 """train_async.py and its samplers for real: equal to train_grpo.py without staleness, and no older than it says."""
 
 import itertools
+import threading
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,15 @@ import launch
 import pytest
 from helpers_samplers import Pools, batches, note_batches
 
+from rl.console import progress_line
 from rl.data.order import derive_seed
-from rl.sampling import in_flight
-from rl.sampling.protocol import TOKEN
+from rl.sampling import in_flight, samplers
+from rl.sampling.dispatcher import Dispatcher
+from rl.sampling.ledger import Leases
+from rl.sampling.protocol import TOKEN, Report
 from rl.sampling.rollouts import Rollouts
 from rl.sampling.sampler import Sampler
+from rl.sampling.samplers import AVERAGED_STEPS, Samplers
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +95,9 @@ def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
     file = tmp_path / "batches.jsonl"
     note = partial(note_batches, file)
     run = pools.run(ranks=2, fault=note, max_staleness=2, total_training_steps=4, proximal_policy="loglinear")
-    samplers = [pools.sampler(), pools.sampler()]
+    both = [pools.sampler(), pools.sampler()]
     assert run.ends() == [0, 0], run.log.read_text()
-    assert [sampler.ends() for sampler in samplers] == [[0], [0]]
+    assert [sampler.ends() for sampler in both] == [[0], [0]]
     found = batches(file)
     assert [len(set(x["rows"])) for x in found.values()] == [4] * 4 and [*found] == list(range(4))
     ages = {age for x in found.values() for ages in x["ages"] for age in ages}
@@ -99,6 +105,11 @@ def test_two_trainers_and_two_samplers_with_staleness(pools, task, tmp_path):
     last = pools.lines()[-1]
     assert last["samplers/count"] == 2 and last["samplers/lost"] == last["samplers/dropped"] == 0
     assert 0 < last["rollout/staleness_max"] <= 2
+    # Which side waits is known from the third step on, and printed.
+    of_time = [[line.get(f"{pool}/idle_ratio") for pool in ("trainer", "rollouter")] for line in pools.lines()]
+    assert of_time[:2] == [[None, None]] * 2 and all(0 <= x < 1 for pair in of_time[2:] for x in pair)
+    assert all(0 < line["samplers/balanced_count"] for line in pools.lines()[2:])
+    assert run.log.read_text().count(" samplers would balance it") == 2
     # Most were sampled while the last step trained, not while this one waited.
     sampled = sum(line["perf/gen_tokens_per_s"] * line["timing_s/step"] for line in pools.lines())
     assert 0 < sampled <= 2 * sum(16 * line["response_length/mean"] for line in pools.lines())
@@ -127,11 +138,79 @@ def test_vllm_goes_on_with_new_weights_and_is_compared_after_each_push(pools, ta
     assert mixed and all(x["rollout/staleness_max"] <= 2 for x in mixed)
 
 
-def test_a_sampler_that_waits_for_environments_is_idle():
+def test_a_sampler_that_waits_for_environments_is_busy():
+    """More samplers would help then, as they do while the engine samples."""
     engine, rollouts = SimpleNamespace(is_idle=True), SimpleNamespace(step=lambda: time.sleep(0.05) or [])
     one = SimpleNamespace(engine=engine, rollouts=rollouts, busy_s=0.0)
     Sampler._step(one)
-    assert one.busy_s == 0
-    engine.is_idle = False
-    Sampler._step(one)
     assert one.busy_s >= 0.05
+
+
+# After each step: the clock, and seconds in which trainers waited, samplers were busy, and samplers were there.
+ALTERNATING = [
+    (100.0, 95.0, 0.0, 1.0),  # the first step, in which the sampler starts
+    (102.0, 95.0, 2.0, 3.0),  # 2 s without any waiting
+    (112.0, 104.0, 12.0, 13.0),  # 10 s, of which trainers wait for 9
+    (114.0, 104.0, 14.0, 15.0),
+    (124.0, 113.0, 24.0, 25.0),
+]
+
+
+def waiting(marks, **changes):
+    """What `Samplers.metrics` says after each of these steps about who waited."""
+    desk = SimpleNamespace(lock=threading.Lock(), members={"one": None}, lost=0, dropped=())
+    ledger = SimpleNamespace(num_dropped=0, ready=(), waiting=())
+    own = dict(ranks=SimpleNamespace(is_main=True), desk=desk, ledger=ledger, num_taken=0, measured_at=0.0)
+    pools, said = SimpleNamespace(**own, marks=deque(maxlen=AVERAGED_STEPS + 1)), []
+    for now, pools.waited_s, desk.busy_s, desk.total_s in marks:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samplers.time, "monotonic", lambda now=now: now)
+            found = Samplers.metrics(pools)
+        names = ("trainer/idle_ratio", "rollouter/idle_ratio", "samplers/balanced_count")
+        said.append([found[name] for name in names if name in found])
+    return said
+
+
+def test_which_side_waits_is_averaged_over_steps():
+    said = waiting(ALTERNATING)
+    assert said[:2] == [[], []]  # not before there are two steps after the first
+    # Of 12 s trainers waited in 9, and the sampler was busy in all 12: trainers work for 3 s, so four samplers.
+    assert said[2] == [0.75, 0.0, 4.0]
+    assert said[3] == [9 / 14, 0.0, 14 / 5]
+    assert said[4] == [0.75, 0.0, 4.0]
+
+
+def test_which_side_waits_with_two_samplers_that_idle():
+    # In each step of 10 s, trainers wait for 1 s; two samplers are there for 20 s, and busy for 6 s: 6 / 9 would do.
+    marks = [(10.0 * k, 1.0 * k, 6.0 * k, 20.0 * k) for k in range(1, 12)]
+    for found in waiting(marks)[2:]:
+        assert found == pytest.approx([0.1, 0.7, 6 / 9])
+    # Then nobody waits any more. After seven such steps one of the others still counts, and after eight none does.
+    marks += [(110.0 + 10 * k, 11.0, 66.0 + 20 * k, 220.0 + 20 * k) for k in range(1, 9)]
+    assert waiting(marks)[-2] == pytest.approx([1 / 80, 1 - 146 / 160, 146 / 79])
+    assert waiting(marks)[-1] == pytest.approx([0.0, 0.0, 2.0])
+
+
+def test_nothing_is_said_of_pools_without_a_sampler():
+    assert waiting([(10.0 * k, 9.0 * k, 0.0, 0.0) for k in range(1, 5)]) == [[]] * 4
+
+
+def test_times_of_a_sampler_that_is_gone_still_count():
+    """A sampler that joins begins at what it says first, and another one does not lose what is known."""
+    desk = SimpleNamespace(members={}, evaluation=Leases(), ledger=Leases(), locals=(), busy_s=0.0, total_s=0.0)
+    desk._order = lambda identity: None
+    reports = [("a", 1.0, 2.0), ("a", 4.0, 7.0), ("b", 0.5, 0.5), ("a", 5.0, 9.0), ("b", 2.5, 4.5)]
+    for name, busy, total in reports:
+        report = Report(name, "run", 0, 8, [], [], [], None, busy, total)
+        Dispatcher._note(desk, name, report, {}, [])
+        if (name, busy) == ("a", 5.0):
+            del desk.members["a"]
+    assert (desk.busy_s, desk.total_s) == (4.0 + 2.0, 7.0 + 4.0)
+
+
+def test_the_line_of_a_step_says_which_side_waits():
+    found = {"perf/throughput": 1000.0, "timing_s/step": 5.0}
+    assert "wait" not in progress_line(1, 9, found)
+    found |= {"trainer/idle_ratio": 0.625, "rollouter/idle_ratio": 0.02, "samplers/balanced_count": 2.6}
+    sentence = "trainers wait 62% and samplers 2% of the time, 2.6 samplers would balance it"
+    assert f"| {sentence} |" in progress_line(3, 9, found)
