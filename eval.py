@@ -23,10 +23,9 @@ from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0,
 from rl.model.checks import check_context, open_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
-from rl.run.metrics import of_scoring
 from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
 from rl.sampling.environments import EnvironmentFlags, check_rows, make_environments
-from rl.sampling.evaluation import final_answer, majority_vote, pass_at_k
+from rl.sampling.evaluation import final_answer, majority_vote, of_scoring, pass_at_k
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Rewards, Scoring, make_scorer
 

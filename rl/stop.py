@@ -94,6 +94,11 @@ def _listen(reading: int, state: _State) -> None:
                 os._exit(128 + number[0])  # what a shell calls death by this signal
 
 
+def is_armed() -> bool:
+    """Whether the first step has begun."""
+    return bool(_state.leave)
+
+
 def ask(exit_code: int) -> None:
     """Ask this process, and so all ranks, to stop, as a signal does: for a run that cannot go on, but can be saved."""
     _state.asked_at, _state.exit_code = _state.asked_at or time.monotonic(), exit_code

@@ -151,11 +151,13 @@ def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
         if is_set:
             fix = "leave the first out" if other == "--max-staleness" else "leave one of them out"
             raise ValueError(f"{flag} and {other} exclude each other; {fix}")
+    _check_corrected(args, f"{flag}: older weights have sampled some tokens")
+
+
+def _check_corrected(args: Any, problem: str) -> None:
     if isinstance(args, RL) and args.correction.rollout_is is None:
-        raise ValueError(
-            f"{flag}: older weights have sampled some tokens; add --rollout-is token, which corrects for that, or "
-            "--rollout-is none to do without"
-        )
+        fix = "add --rollout-is token, which corrects for that, or --rollout-is none to do without"
+        raise ValueError(f"{problem}; {fix}")
 
 
 def _check_rl(args: Any) -> None:
@@ -166,11 +168,7 @@ def _check_rl(args: Any) -> None:
             raise ValueError(f"{flag} needs --engine vllm; --engine {rollout.engine} has no quantization")
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
             raise ValueError(f"{flag} needs a GPU that computes in FP8, such as an H100 or L40S; leave it out")
-        if isinstance(args, RL) and args.correction.rollout_is is None:
-            raise ValueError(
-                f"{flag}: the policy that samples is not quite the one that learns; add --rollout-is token, which "
-                "corrects for that, or --rollout-is none to do without"
-            )
+        _check_corrected(args, f"{flag}: the policy that samples is not quite the one that learns")
     if share := args.decoding.partial_rollouts:
         _check_partial(args, values, f"--partial-rollouts {share:g}")
     if (values.get("ppo_mini_batch_size") or 0) > args.train_batch_size:

@@ -1,5 +1,7 @@
 """Reading the command line of a script."""
 
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -7,7 +9,7 @@ from dataclasses import fields
 import tyro
 
 from extras.plan import exit_if_planning
-from rl.console import outlive_output, say
+from rl.console import outlive_output
 from rl.flags import SWITCH, T, marked, spelled
 from rl.ranks import die_with_launcher
 
@@ -30,15 +32,19 @@ def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
 
     What a script leaves behind is its folder, so a closed or full stdout does not change its exit code. `hint` is
     printed after the error if the command line has a flag that the script does not have, or a value that is none. With
-    --plan the process ends here, see extras/plan/.
+    --plan the process ends here, see extras/plan/. From here on a mistake of the user ends the script with one
+    sentence, see `rl.mistakes.explain`.
     """
     die_with_launcher()
+    sys.excepthook = lambda *error: importlib.import_module("rl.mistakes").explain(*error)
     if "checkpoints" in {field.name for field in fields(cls)}:
         outlive_output()
+    way = dict(description=description, config=(tyro.conf.OmitArgPrefixes,))
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})
-        return exit_if_planning(tyro.cli(cls, args=words, description=description, config=(tyro.conf.OmitArgPrefixes,)))
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
+        return exit_if_planning(tyro.cli(cls, args=words, console_outputs=is_first, **way))
     except SystemExit as end:
-        if end.code == 2 and hint:  # tyro has refused the command line
-            say(hint, sys.stderr)
+        if end.code == 2:  # tyro has refused the command line
+            importlib.import_module("rl.mistakes").tell_once(hint)
         raise

@@ -4,15 +4,14 @@ Each function turns data of a step into {name: float}; docs/metrics.md says what
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
-from rl.data.types import Batch, Response, Score
+from rl.data.types import Batch, Response
 from rl.formulas import implicit_reward, losses
 from rl.ranks import Ranks
-from rl.sampling.evaluation import mean_by_name
+from rl.sampling.evaluation import mean_by_name, of_scoring
 from rl.sampling.rollout import lengths_of, scores_of
 
 DESCRIBED = ("mean", "max", "min")
@@ -287,22 +286,3 @@ def of_norms(norms: Sequence[dict[str, float]]) -> dict[str, float]:
     """
     found = {f"{name}/grad_norm": sum(x[name] for x in norms) / len(norms) for name in (norms[0] if norms else ())}
     return found | {"actor/skipped_updates": float(sum(not all(map(math.isfinite, x.values())) for x in norms))}
-
-
-def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
-    """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
-
-    `sources` holds the data source of each response.
-    """
-    seconds = torch.tensor([s.seconds for s in scores])
-    status = Counter(s.status for s in scores)
-    pairs = zip(scores, sources, strict=True)
-    components = [{f"reward/{source}/{name}": x for name, x in s.components.items()} for s, source in pairs]
-    return {
-        "reward/error_frac": status["error"] / len(scores),
-        "reward/timeout_frac": status["timeout"] / len(scores),
-        "reward/none_frac": status["none"] / len(scores),
-        "reward/seconds_p95": seconds.quantile(0.95).item(),
-        "reward/seconds_max": seconds.max().item(),
-        **dict(sorted(mean_by_name(components).items())),
-    }

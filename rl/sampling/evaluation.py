@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
+import torch
+
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Sample, Sampling, Score
@@ -127,6 +129,25 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
         elected = majority_vote([final_answer(score.text) for score in scores])
         found[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if elected is None else reward[elected]
     return found
+
+
+def of_scoring(scores: Sequence[Score], sources: Sequence[str]) -> dict[str, float]:
+    """How scoring went: shares of responses without a score by cause, seconds, and every component's mean by source.
+
+    `sources` holds the data source of each response.
+    """
+    seconds = torch.tensor([s.seconds for s in scores])
+    status = Counter(s.status for s in scores)
+    pairs = zip(scores, sources, strict=True)
+    components = [{f"reward/{source}/{name}": x for name, x in s.components.items()} for s, source in pairs]
+    return {
+        "reward/error_frac": status["error"] / len(scores),
+        "reward/timeout_frac": status["timeout"] / len(scores),
+        "reward/none_frac": status["none"] / len(scores),
+        "reward/seconds_p95": seconds.quantile(0.95).item(),
+        "reward/seconds_max": seconds.max().item(),
+        **dict(sorted(mean_by_name(components).items())),
+    }
 
 
 def mean_by_name(found: Sequence[dict[str, float]]) -> dict[str, float]:

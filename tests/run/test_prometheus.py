@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import train_grpo
 from rl.flags import build
 from rl.ranks import Ranks
+from rl.run import together
 from rl.run.prometheus import Exporter, name_of
 from rl.run.tracking import Logging
 
@@ -104,12 +105,13 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_other_ranks_serve_nothing_and_hear_of_a_refusal():
-    class OtherRank(Ranks):
-        def all_gather(self, items):
-            return ["Address already in use", *items]
+def test_other_ranks_serve_nothing_and_hear_of_a_refusal(monkeypatch):
+    def gather(own, group):  # what rank 0 has met, and this rank has not
+        assert own == (None, None)
+        return [(None, "Address already in use"), own]
 
-    other = OtherRank(1, 2, torch.device("cpu"), torch.float32, data_rank=1, data_size=2, group=None, data_group=None)
+    monkeypatch.setattr(together, "gather", gather)
+    other = Ranks(1, 2, torch.device("cpu"), torch.float32, data_rank=1, data_size=2, group=None, data_group=None)
     (port,) = launch.free_ports(1)
     with pytest.raises(ValueError, match="Address already in use"):
         Exporter(Logging(prometheus_port=port), other)

@@ -24,12 +24,12 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 6967,
-    "wall": 1866,
-    "import train_grpo": 7184,
-    "import sft": 6946,
-    "import eval": 5191,
-    "eval.py": 111,
+    "core": 6872,
+    "wall": 1849,
+    "import train_grpo": 7183,
+    "import sft": 6945,
+    "import eval": 4874,
+    "eval.py": 110,
     "sft.py": 102,
     "train_async.py": 178,
     "train_dapo.py": 222,
