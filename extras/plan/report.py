@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from extras.plan import seconds
 from extras.plan.cards import Machine, named
 from extras.plan.flops import weights_used
 from extras.plan.work import Phase, Work, script_of, work_of
 from rl.flags import flat
+from rl.model import vision
 
 
 class Step(NamedTuple):
@@ -25,12 +26,14 @@ class Step(NamedTuple):
 
 def model_of(path: str, *, adapters_rank: int = 0) -> seconds.Model:
     """What of the model in `path` costs time, from its config.json alone."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    full_config = AutoConfig.from_pretrained(path)
+    config = full_config.get_text_config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    head = model.get_output_embeddings()
+        model = vision.auto_class(path).from_config(full_config)
+    head, tower = model.get_output_embeddings(), vision.tower_of(model)
+    sees = set(tower[1].modules()) if tower else set()  # a text token passes through none of it
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-    inside = [x for x in model.modules() if x is not head and not isinstance(x, nn.Embedding)]
+    inside = [x for x in model.modules() if x is not head and x not in sees and not isinstance(x, nn.Embedding)]
     share = config.num_experts_per_tok / count if count else 0.0
     experts = sum(x.numel() for x in model.parameters() if count and x.ndim == 3 and len(x) == count)
     layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)

@@ -8,6 +8,8 @@ import importlib
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from helpers_flags import commands, parsed
 from launch import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from extras.plan import exit_if_planning
+from extras.plan.report import model_of
 from rl.flags import change, check_limits, flat
 from rl.model.checks import check_trainable
 from rl.model.sharding import clip_grad_norm
@@ -153,6 +157,38 @@ def test_a_command_says_what_the_original_says_and_defaults_are_those_of_the_ori
     assert otherwise.keys() <= values.keys()
     wanted = {name: value for name, value in (SETTINGS | otherwise).items() if name in values}
     assert {name: values[name] for name in wanted} == wanted
+
+
+def planned(args: Any, machine: str, capsys: pytest.CaptureFixture) -> tuple[Any, str]:
+    """Exit code and output of --plan."""
+    with pytest.raises(SystemExit) as end:
+        exit_if_planning(change(args, plan=(machine,)))
+    return end.value.code, capsys.readouterr().out
+
+
+@each
+def test_a_command_fits_on_the_gpus_that_it_names(recipe, capsys):
+    code, plan = planned(recipe.args, f"{recipe.kind}x{recipe.gpus}", capsys)
+    assert not code, code
+    assert f"{recipe.script} on {recipe.gpus} x " in plan
+
+
+def test_the_command_line_with_plan_ends_with_0_and_runs_nothing():
+    """On the page's longest command; under torchrun it is the same, once for each process."""
+    recipe = RECIPES[-1]
+    command = [sys.executable, ROOT / recipe.script, *recipe.flags, "--plan", f"{recipe.kind}x{recipe.gpus}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "train_dapo.py on 16 x H100 80 GB in 2 hosts" in ended.stdout
+    assert not (ROOT / "runs" / "glassrl" / "dapo_math_7b").exists()
+
+
+def test_a_token_of_text_passes_through_no_vision_tower():
+    """The text part of Qwen2.5-VL-7B has the shape of Qwen2-7B."""
+    alone, with_tower = (model_of(str(CONFIGS / x)) for x in ("Qwen2-7B-Instruct", "Qwen2.5-VL-7B-Instruct"))
+    # 28 layers of q and o, of k and v with 4 heads of 128, and of gate, up and down.
+    assert alone.active == with_tower.active == 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)
+    assert with_tower.parameters - alone.parameters == 8_292_166_656 - 7_615_616_512
 
 
 @pytest.fixture(scope="module")
