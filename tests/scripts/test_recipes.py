@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from extras.plan import exit_if_planning
 from extras.plan.report import model_of
+from rewards.by_data_source import reward_name
 from rl.flags import change, check_limits, flat
 from rl.model.checks import check_trainable
 from rl.model.sharding import clip_grad_norm
@@ -246,6 +247,11 @@ def test_every_setting_of_verls_published_commands_has_an_answer_on_the_page():
     assert unanswered(settings, page) == []
     wrong = ["algorithm.pfppo.weight", "data.max_prompt_lengths", "trainer.name", "actor.micro_batch_sizes"]
     assert unanswered(wrong, page) == wrong
+
+
+def test_rows_that_the_page_sends_to_a_reward_get_it():
+    [name] = re.findall(r"Rows with the `data_source` `(\w+)` are graded .*?\n  by `rewards/math_reward.py`", PART)
+    assert reward_name(name) == "math_reward"
 
 
 # Parameters of the published weights, as the hub counts them; a head that is tied to the embedding counts once.
