@@ -20,13 +20,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime, time
+from datetime import date, datetime
 from typing import Any
+from unittest import mock
 
 import jinja2
 import jinja2.meta
 import markupsafe
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from rl.data import images
 from rl.data.rows import Row, from_json, is_absent, named, shown
@@ -97,9 +99,7 @@ def prepare(tokenizer: Tokenizer, flags: Texts, day: str | None) -> Tokenizer:
 
 def rendering_of(tokenizer: Tokenizer) -> Rendering:
     """How the chat template is used: as `prepare` was told, by default without arguments and with the date of today."""
-    if not hasattr(tokenizer, "rendering"):
-        tokenizer.rendering = Rendering()
-    return tokenizer.rendering
+    return vars(tokenizer).setdefault("rendering", Rendering())
 
 
 def prepare_like(tokenizer: Tokenizer, other: Tokenizer, *, allow_dropped_text: bool = False) -> Tokenizer:
@@ -144,9 +144,10 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:
     Args: how, arguments of `apply_chat_template`: add_generation_prompt, tools, chat_template, continue_final_message.
     """
     rendering = rendering_of(tokenizer)
-    if "strftime_now" in variables(tokenizer):  # a run that is resumed on another day has the prompts of its first day
-        how["strftime_now"] = datetime.combine(date.fromisoformat(rendering.day), time()).strftime
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
+    # A run that is resumed on another day has the prompts of its first day. A template asks this clock by strftime_now.
+    clock = type("Clock", (), {"now": lambda: datetime.fromisoformat(rendering.day)})
+    with mock.patch.object(chat_template_utils, "datetime", clock):
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **rendering.arguments, **how)
 
 
 def continued(tokenizer: Tokenizer, messages: Sequence[dict], **how: Any) -> str:

@@ -16,7 +16,7 @@ from rl.data.prompts import add_given
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.data.text import Texts, prepare, prepare_like, rendering_of, variables
 from rl.flags import build
-from rl.run.arguments import _open_model
+from rl.run.arguments import check
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>", "[CLS]", "[SEP]"]
 
@@ -662,10 +662,10 @@ def test_the_date_is_that_of_the_day_that_is_asked_for():
 
 
 def test_a_resumed_run_has_the_date_of_its_first_day(tmp_path, tiny_model):
-    flag = dict(model=tiny_model, default_local_dir=str(tmp_path / "run"))
+    flag = dict(model=tiny_model, max_length=128, default_local_dir=str(tmp_path / "run"))
 
     def day(**more):
-        return rendering_of(_open_model(build(sft.Args, **flag, **more))).day
+        return rendering_of(check(build(sft.Args, **flag, **more))).day
 
     today = datetime.date.today().isoformat()
     assert day() == today

@@ -335,9 +335,9 @@ def test_routers_of_another_form(name, batch, world, tmp_path):
 
 
 def test_an_auxiliary_loss_that_would_do_nothing_is_refused(tmp_path):
-    transformers.JambaConfig(**families.SIZES | dict(num_experts=E, use_mamba_kernels=False)).save_pretrained(tmp_path)
+    transformers.JetMoeConfig(**families.SIZES | dict(num_local_experts=E)).save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"--router-aux-loss-coef 0\.1: .*a jamba, has routers that are not known here"
+        ValueError, match=r"--router-aux-loss-coef 0\.1: .*a jetmoe, has routers that are not known here"
     ):
         experts.check_routed(str(tmp_path), "--router-aux-loss-coef 0.1")
 
