@@ -1,13 +1,14 @@
 """What a run will take, by arithmetic from a model's config and the flags, without a GPU and without loading weights.
 
---plan prints it. sizes.py measures a model, cards.py knows kinds of GPUs, work.py says what a step of a script
+--plan prints it, and memory flags that are `auto` are settled by it. sizes.py measures a model, memory.py adds up bytes,
+ways.py chooses the memory flags, cards.py knows kinds of GPUs, work.py says what a step of a script
 computes, seconds.py how long that takes, and report.py writes all of it down.
 """
 
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rl.flags import Free, Positive, check_limits
 
@@ -49,3 +50,40 @@ def exit_if_planning(args: T) -> T:
     except ValueError as error:
         sys.exit(str(error))
     sys.exit()
+
+
+class Hardware(NamedTuple):
+    """What a run runs on."""
+
+    gpu: int  # bytes of a GPU, whether they are in use or not
+    host: int  # bytes of host memory of a machine
+    ranks: int  # that train
+    local: int  # of them on one machine
+
+
+class Settled(NamedTuple):
+    """What was chosen where memory flags were `auto`."""
+
+    memory: Any  # the group of flags, without `auto`
+    rest: list[Any]  # groups with more expensive ways, the cheapest first
+    record: dict[str, Any]  # for a run that is resumed
+    text: str  # says what was chosen
+
+
+def hardware() -> Hardware | None:
+    """What this rank sees; None without a GPU."""
+    from extras.plan import host
+
+    return host.hardware()
+
+
+def settle(args: Any, least: int, of_ranks: list[Hardware], then: dict[str, Any] | None = None) -> Settled:
+    """Args' memory flags with the cheapest way that fits in the place of `auto`: a pure function.
+
+    Args: least, the tokens that a micro-batch must hold; of_ranks, the hardware of each, of which the smallest counts;
+    then, the record of a run that is resumed. Raises ValueError with a sentence if nothing fits.
+    """
+    from extras.plan import ways
+
+    gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)
+    return ways.settle(args, least, of_ranks[0]._replace(gpu=gpu, host=memory), then)

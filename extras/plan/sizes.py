@@ -48,6 +48,7 @@ class Sizes:
     vocabulary: int
     hidden: int
     heads: int  # of attention
+    key_heads: int  # of keys and values; 1 where all heads share one vector
     tensors: tuple[int, ...]  # entries of each parameter
     experts: int  # in a layer
     experts_used: int  # by a token
@@ -108,7 +109,7 @@ def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = 
     used, experts = getattr(text, "num_experts_per_tok", None) or 0, count_experts(config)
     layers = tuple(_layer(unit, text, i, names, experts, used) for i, unit in enumerate(units))
     parameters = {id(x): x.numel() for x in model.parameters()}  # a tied one once
-    head = model.get_output_embeddings()
+    head, heads = model.get_output_embeddings(), getattr(text, "num_attention_heads", None) or 0
     total = sum(parameters.values())
     return Sizes(
         layers=layers,
@@ -117,7 +118,8 @@ def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = 
         head=0 if head is None else head.weight.numel(),
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
-        heads=getattr(text, "num_attention_heads", None) or 0,
+        heads=heads,
+        key_heads=1 if getattr(text, "kv_lora_rank", None) else getattr(text, "num_key_value_heads", None) or heads,
         tensors=tuple(parameters.values()),
         experts=experts,
         experts_used=used if experts else 0,
