@@ -1,8 +1,8 @@
 """What a run will take, by arithmetic from a model's config and the flags, without a GPU and without loading weights.
 
---plan prints it, and memory flags that are `auto` are settled by it. sizes.py measures a model, memory.py adds up bytes,
-ways.py chooses the memory flags, cards.py knows kinds of GPUs, work.py says what a step of a script
-computes, seconds.py how long that takes, and report.py writes all of it down.
+--plan prints it, and memory flags that are `auto` are settled by it. sizes.py measures a model, memory.py adds up bytes
+and ways.py chooses memory flags, which rehearsal.py tries. cards.py knows kinds of GPUs, work.py says what a step of a
+script computes, seconds.py how long that takes, and report.py writes all of it down.
 """
 
 import os
@@ -87,3 +87,12 @@ def settle(args: Any, least: int, of_ranks: list[Hardware], then: dict[str, Any]
 
     gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)
     return ways.settle(args, least, of_ranks[0]._replace(gpu=gpu, host=memory), then)
+
+
+def rehearse(trained: dict[str, Any], ways: list[Any], **beside: Any) -> tuple[Any, str]:
+    """Which of `ways` a run takes, after the first of them was used to load what is trained, and a line about that. See
+    `rehearsal.rehearse`.
+    """
+    from extras.plan import rehearsal
+
+    return rehearsal.rehearse(trained, ways, **beside)

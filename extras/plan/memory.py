@@ -15,15 +15,13 @@ hidden states. In bytes, on each rank:
     logits       10 V for 2,048 tokens
     engine       2 P / T and its keys and values, T GPUs that share it; at most --gpu-memory-utilization of the GPU
 
-With --param-offload the first three are on the host. torch pins each weight and each gradient for itself there, in the
-next power of two. Besides, a save in the background has on the host
+With --param-offload the first three are on the host. Besides, a save in the background has on the host
 
     copy         12 P / N of what learns and AdamW (LoRA: 12 a / N), and a buffer
     export       on rank 0, 2 P; with LoRA or experts 4 P, of weights as they are trained and as files have them
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -217,8 +215,7 @@ def host_bytes(load: Load, way: Way) -> float:
         each += 8 * learned / n
     for x in load.models:
         if way.param_offload:
-            each += pinned(x.learned, 4, n) * 2  # and gradients
-            each += pinned(x.sizes.tensors, 2, n) if x.rank or x.is_frozen else 0
+            each += (8 * x.count + 2 * x.fixed) / n  # weights, and gradients
         elif x.is_away:
             each += (2 * x.fixed + (4 if way.optimizer_offload else 12) * x.count) / n
     each += sum(2 * x.total / n for x in load.scores)
@@ -228,8 +225,3 @@ def host_bytes(load: Load, way: Way) -> float:
         once = 12 * learned / n * min(n, local)
         once += sum(2 * x.sizes.total * (2 if x.rank or x.sizes.experts else 1) for x in load.models if not x.is_frozen)
     return local * each + once
-
-
-def pinned(entries: Iterable[int], width: int, shards: int) -> int:
-    """Bytes of host memory for a rank's part of tensors with so many entries of `width` bytes."""
-    return sum(1 << (-(-n // shards) * width - 1).bit_length() for n in entries)

@@ -9,8 +9,8 @@ from extras.plan.sizes import sizes_of
 from rl.flags import flat, settled, spelled
 from rl.model.lora import LoRA
 
-USABLE = 0.93  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
-HOST_USABLE = 0.97
+USABLE = 0.95  # of a GPU: torch's allocator leaves gaps, and what is not counted takes some
+HOST_USABLE = 0.95  # of the host
 TOKENS = (16384, 8192, 4096)  # of a micro-batch; with fewer, a GPU computes at a fraction of its speed
 FEW = (2048, 1024, 512)
 AUTO = "auto"
@@ -88,7 +88,7 @@ def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
     Args: least, the tokens that a micro-batch must hold; has_adapters, whether adapters learn, whose moments are so
     small that it does not help to move them.
     """
-    budget = next(value for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
+    budget = vars(memory)[budget_of(memory)]
     few = [n for n in (*TOKENS, *FEW) if n > least] + [least]
     large = [n for n in few if n >= min(TOKENS)] or few[:1]
     small = [n for n in few if n not in large]
@@ -111,11 +111,7 @@ def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
 
 
 def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
-    """The cheapest way that fits the smallest GPU and the smallest host. If none fits with room to spare, the one that
-    needs least of a GPU, if that is not more than it has: the rehearsal will tell.
-
-    Raises DoesNotFit.
-    """
+    """The cheapest way that fits the smallest GPU and the smallest host, with some room to spare. Raises DoesNotFit."""
     open_ways = ways(memory, load.longest, has_adapters=bool(load.models[0].rank))
     found = [Choice(way, needed(load, way, hardware.gpu)) for way in open_ways]
     fits_host = [x for x in found if x.needed.host <= HOST_USABLE * hardware.host]
@@ -127,16 +123,13 @@ def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
         )
     if fitting := [x for x in fits_host if x.needed.most <= USABLE * hardware.gpu]:
         return fitting[0]
-    least = min(fits_host or found, key=lambda x: x.needed.most)
-    if fits_host and least.needed.most <= hardware.gpu:
-        return least
     raise DoesNotFit(_why_not(found, fits_host, load, hardware))
 
 
 def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware) -> str:
     """Why no way fits, in a sentence."""
     least = min(found, key=lambda x: x.needed.most)
-    if least.needed.most <= hardware.gpu and least not in fits_host:
+    if least.needed.most <= USABLE * hardware.gpu:  # and so not into the host
         fix = "use more GPUs, machines with more memory, or --lora-rank"
         fix += ", or --save-freq 0, since a save copies the state to the host" if load.saves else ""
         return (
@@ -145,15 +138,19 @@ def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware:
         )
     least = min(fits_host or found, key=lambda x: x.needed.most)
     phase = max(least.needed.phases, key=least.needed.phases.get)
-    parts = ", ".join(f"{name} {_gib(x)}" for name, x in least.needed.parts.items()) if phase == "updating" else ""
-    if phase in ("sampling", "start of the engine"):
-        parts = f"of which vLLM takes {_gib(least.needed.engine)}"
+    parts, fix = f"of which vLLM takes {_gib(least.needed.engine)}", "--gpu-memory-utilization or --max-num-seqs"
+    if phase not in ("sampling", "start of the engine"):
+        parts, fix = ", ".join(f"{name} {_gib(x)}" for name, x in least.needed.parts.items()), "the longest sequence"
     return (
         f"the run does not fit: with {spell(least.way)}, which needs least, {phase} takes "
-        f"{_gib(least.needed.phases[phase])} GiB of each GPU{f' ({parts})' if parts else ''}, and it has "
-        f"{_gib(hardware.gpu)}; use more GPUs or --lora-rank, or lower "
-        + ("--gpu-memory-utilization" if phase == "start of the engine" else "the longest sequence")
+        f"{_gib(least.needed.phases[phase])} GiB of each GPU ({parts}), and of its {_gib(hardware.gpu)} GiB at most "
+        f"{_gib(USABLE * hardware.gpu)} can be used; use more GPUs or --lora-rank, or lower {fix}"
     )
+
+
+def budget_of(memory: Any) -> str:
+    """The name of the flag that limits the tokens of a micro-batch."""
+    return next(name for name in vars(memory) if name.endswith("max_token_len_per_gpu"))
 
 
 def spell(way: Way, flag: str = "ppo_max_token_len_per_gpu") -> str:
@@ -171,14 +168,14 @@ def _gib(x: float) -> str:
 def settle(args: Any, least: int, hardware: Hardware, then: dict[str, Any] | None) -> Settled:
     """See `extras.plan.settle`."""
     memory, load = args.memory, load_of(args, hardware, least)
-    flag = next(name for name in vars(memory) if name.endswith("max_token_len_per_gpu"))
+    flag = budget_of(memory)
     found, why = None, ""
     if then:
         found, why = _again(then, load, memory, hardware)
     chosen = found or choose(load, memory, hardware)
     every = ways(memory, least, has_adapters=bool(load.models[0].rank))
     rest = every[every.index(chosen.way) + 1 :] if chosen.way in every else []
-    record = chosen.way._asdict() | {"gpu": hardware.gpu, "ranks": hardware.ranks}
+    record = {"gpu": hardware.gpu, "ranks": hardware.ranks}
     on_gpu = ", ".join(f"{name} {_gib(x)}" for name, x in chosen.needed.phases.items())
     lines = [why] if why else []
     lines.append(f"memory: {'as before, ' if found else ''}{spell(chosen.way, flag)}")
@@ -199,20 +196,22 @@ def _group(memory: Any, way: Way, flag: str) -> Any:
 
 def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) -> tuple[Choice | None, str]:
     """The recorded way of a run that is resumed, or why it is not used again."""
-    way = Way(**{name: then[name] for name in Way._fields})
-    if changed := [
-        f"{what} {then[key]} instead of {now}"
-        for what, key, now in (("GPUs", "ranks", hardware.ranks), ("bytes of a GPU", "gpu", hardware.gpu))
-        if then[key] != now
-    ]:
-        return None, f"the checkpoint's {spell(way)} is not used, since it had {' and '.join(changed)}"
+    if "gpu" not in then:
+        return None, ""
+    flag = budget_of(memory)
+    names = ("activation_checkpointing", flag, "optimizer_offload", "param_offload")
+    way = Way(*(then.get(name) for name in names))
+    unused = f"the checkpoint's {spell(way, flag)} is not used again, since"
+    if then["ranks"] != hardware.ranks:
+        return None, f"{unused} there were {then['ranks']} ranks, and there are {hardware.ranks} now"
+    if round(then["gpu"] / GIB) != round(hardware.gpu / GIB):
+        return None, f"{unused} a GPU had {_gib(then['gpu'])} GiB, and has {_gib(hardware.gpu)} now"
     if way not in ways(memory, load.longest, has_adapters=bool(load.models[0].rank)):
-        return None, f"the checkpoint's {spell(way)} is not used, since flags or lengths have changed"
+        return None, f"{unused} flags or lengths have changed"
     takes = needed(load, way, hardware.gpu)
     if takes.most > hardware.gpu or takes.host > hardware.host:
         return None, (
-            f"the checkpoint's {spell(way)} is not used, since it does not fit any more: it takes "
-            f"{_gib(takes.most)} of {_gib(hardware.gpu)} GiB of a GPU and {_gib(takes.host)} of "
-            f"{_gib(hardware.host)} on the host"
+            f"{unused} it does not fit any more: it takes {_gib(takes.most)} of {_gib(hardware.gpu)} GiB of a GPU, and "
+            f"{_gib(takes.host)} of {_gib(hardware.host)} on the host"
         )
     return Choice(way, takes), ""

@@ -37,10 +37,9 @@ COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inducto
 # without, trained or frozen. After eight graphs it would run whatever is new uncompiled.
 torch._dynamo.config.recompile_limit = 64
 
-PRODUCTS = (  # beginnings of the names of operations whose results "selective" keeps
-    *("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm"),
-    *("aten._scaled_dot_product", "torch_attn.", "flash_attn.", "rl.gated_delta"),
-)
+# Beginnings of the names of operations whose results "selective" keeps.
+PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm", "aten._scaled_dot_product")
+PRODUCTS += ("torch_attn.", "flash_attn.", "rl.gated_delta")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     tower = set(found[1].modules()) if (found := vision.tower_of(model)) else set()
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
-    home = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if memory.param_offload else OffloadPolicy()
+    home = CPUOffloadPolicy(pin_memory=False) if memory.param_offload else OffloadPolicy()
     fsdp = dict(mesh=mesh, offload_policy=home, ignored_params=plain)
     for unit in units:
         if (what := memory.activation_checkpointing) != "none":
@@ -116,6 +115,8 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
         own = replace(precision, cast_forward_inputs=module is model)
         # A shard of one is the whole: freed after the forward pass, the bf16 weights would only be made again.
         fully_shard(module, mp_policy=own, reshard_after_forward=False if is_whole else None, **fsdp)
+    for x in model.parameters() if memory.param_offload else ():  # FSDP2 would pin twice as much as a weight takes
+        x._local_tensor = _pinned(x._local_tensor, ranks.device).copy_(x._local_tensor)
     for module in model.modules():
         if isinstance(module, FSDPModule) and ranks.size > 1:  # alone, FSDP2 would spend a pass on dividing by 1
             module.set_gradient_divide_factor(1.0)

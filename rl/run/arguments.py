@@ -6,16 +6,17 @@ class Args(RL):
     logging: LoggingRL = LoggingRL(experiment_name="my_run")  # another default of a flag in a group
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from extras.plan import Planned
+from extras.plan import Hardware, Planned, Settled, hardware, settle
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Auto, Free, check_limits, flat, settled, spelled
-from rl.model.checks import check_trainable, open_model
+from rl.model.checks import LENGTHS, check_trainable, open_model
 from rl.model.experts import check_routed
 from rl.model.lora import LoRA
 from rl.model.reward_model import check_reward_model
@@ -90,7 +91,7 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
 
     Args: scores, whether --model becomes a reward model, whose head may be new. Raises ValueError, naming the flag, its
     value and the fix: for numbers beyond the limits of their flags, flags that contradict each other, and a model that
-    is broken or cannot be trained on sequences of the given length.
+    is broken, cannot be trained on sequences of the given length, or does not fit into the memory of this machine.
     """
     check_limits(args)
     for alarm in args.logging.alarms:
@@ -110,9 +111,8 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
         check_routed(args.model, f"--router-aux-loss-coef {coef}")
     if is_rl:
         check_engine_flags(args.rollout, args.model)
-        check_trainable(args.model, args.max_prompt_length + args.max_response_length)
-    else:
-        check_trainable(args.model, args.max_length, "--max-length")
+    check_trainable(args.model, max_length_of(args), LENGTHS if is_rl else "--max-length")
+    settled_memory(args, [hardware()])
     return tokenizer
 
 
@@ -123,21 +123,28 @@ def budget_of(memory: Memory) -> tuple[str, int | Literal["auto"]]:
 
 def units(args: Any) -> dict[str, int]:
     """Tokens of what a micro-batch never divides, by what it is: a micro-batch holds at least one of each."""
-    unit, n = "one sequence of" if args.rows_per_unit == 1 else "one pair of 2 x", args.rows_per_unit
-    if not isinstance(args, RLBase):
-        return {f"{unit} --max-length": n * args.max_length}
-    sequence = args.max_prompt_length + args.max_response_length
-    lengths = {f"{unit} (--max-prompt-length + --max-response-length)": n * sequence}
-    if args.rewards.reward_model:
+    unit = "one sequence of" if args.rows_per_unit == 1 else "one pair of 2 x"
+    flags = "(--max-prompt-length + --max-response-length)" if isinstance(args, RLBase) else "--max-length"
+    lengths = {f"{unit} {flags}": args.rows_per_unit * max_length_of(args)}
+    if isinstance(args, RLBase) and args.rewards.reward_model:
         lengths["one conversation of --reward-model-max-length"] = args.rewards.reward_model_max_length
     return lengths
 
 
-def settled_memory(args: Any) -> Memory:
-    """The memory flags with what `auto` stands for. With --param-offload, --optimizer-offload says nothing."""
-    flag, _ = budget_of(args.memory)
-    memory = settled(args.memory, **UNPLANNED | {flag: max(USUAL_TOKENS, *units(args).values())})
-    return replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload)
+def max_length_of(args: Any) -> int:
+    """Tokens of the longest sequence."""
+    return args.max_prompt_length + args.max_response_length if isinstance(args, RLBase) else args.max_length
+
+
+def settled_memory(args: Any, of_ranks: Sequence[Hardware | None], then: dict[str, Any] | None = None) -> Settled:
+    """The memory flags with what `auto` stands for: on GPUs, what is the cheapest and fits them. With --param-offload,
+    --optimizer-offload says nothing. For the arguments and for what raises see `extras.plan.settle`.
+    """
+    least, (flag, _) = max(units(args).values()), budget_of(args.memory)
+    if None not in of_ranks:
+        return settle(args, least, of_ranks, then)
+    memory = settled(args.memory, **UNPLANNED | {flag: max(USUAL_TOKENS, least)})
+    return Settled(replace(memory, optimizer_offload=memory.optimizer_offload and not memory.param_offload), [], {}, "")
 
 
 def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:

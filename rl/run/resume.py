@@ -20,7 +20,7 @@ from rl.run.run_folder import RunFolder
 from rl.run.together import Failed, gather, together
 from rl.run.tracking import without_secrets
 
-NEWER = ("script", "experts", "lora", "day")  # fields of trainer_state.json that older checkpoints lack
+NEWER = ("script", "experts", "lora", "day", "memory")  # fields of trainer_state.json that older checkpoints lack
 
 
 def _is_count(x: Any) -> bool:
@@ -41,6 +41,10 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of trainer_state.jso
     "day": ("a date such as 2026-01-31", lambda x: isinstance(x, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", x))),
     "script": ("a text", lambda x: isinstance(x, str)),
     "experts": ("three whole numbers", lambda x: isinstance(x, list) and len(x) == 3 and all(map(_is_count, x))),
+    "memory": (
+        "flags by their names, and two whole numbers, gpu and ranks, if these were planned",
+        lambda x: isinstance(x, dict) and all(_is_count(x.get(name, 0)) for name in ("gpu", "ranks")),
+    ),
     "lora": (
         "base and base_sha256 of each module",
         lambda x: isinstance(x, dict)

@@ -10,18 +10,18 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from extras.plan import hardware, rehearse
 from rl import stop
-from rl.console import let_go_of_output, progress_line, show_sample
+from rl.console import let_go_of_output, progress_line, say, show_sample
 from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Score
 from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms
-from rl.run.arguments import settled_memory
+from rl.run.arguments import budget_of, max_length_of, settled_memory
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
-from rl.run.memory import rehearse
 from rl.run.metrics import of_staleness
 from rl.run.prometheus import Exporter
 from rl.run.run_folder import RunFolder, folder_of
@@ -54,7 +54,7 @@ class Run:
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
-        self.ranks, self.memory = init_ranks(), settled_memory(args)
+        self.ranks = init_ranks()
         if self.ranks.size % (size := args.memory.fsdp_size or 1):
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)
@@ -64,6 +64,11 @@ class Run:
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
         self.resume_from, record = resume.choose(args, tokenizer, self.folder)
+        then = resume.trainer_state(self.resume_from).get("memory") if self.resume_from else None
+        chosen = settled_memory(args, self.ranks.all_gather([hardware()]), then)
+        self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
+        if chosen.text and self.ranks.is_main:
+            say(chosen.text)
         keep = args.checkpoints.max_ckpt_to_keep
         self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)
         self.states = checkpoint.load_states(self.resume_from)
@@ -92,21 +97,35 @@ class Run:
         generates; visiting, a teacher on the host that comes to the device to score; data, demonstrations: the
         exported generation config gets the tokens that end what is learned of them, beside those of the model.
 
-        With an engine, raises RuntimeError with the flags to change if something will not fit in memory: everything
-        else that stays on the device has to be there by now.
+        On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
+        flags to change if nothing fits: everything else that stays on the device has to be there by now.
         """
-        memory, path = self.memory, self.resume_from
+        plan, (policy, _), path = "", next(iter(trained.values())), self.resume_from
         self.trained, self.engine = trained, engine
-        self.offloaded = () if memory.param_offload else offloaded  # on the host already
-        self.start = checkpoint.load(path, trained, moments_on_host=memory.optimizer_offload) if path else 0
+        self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
+        self.start = checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload) if path else 0
+        policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
+        if engine is not None:
+            engine.policy_version = self.start  # with one push a step, that of an unbroken run
+            policy.packed = replace(policy.packed, replays=engine.routing is not None)
+        if self.ranks.device.type == "cuda" and "actor" in trained:
+            self.memory, plan = rehearse(
+                trained,
+                [self.memory, *self.other_ways],
+                max_length=max_length_of(self.args),
+                engine_memory=engine.memory if engine else 0,
+                ranks=self.ranks,
+                offloaded=self.offloaded,
+                visiting=visiting,
+            )
+        self.saver.record["memory"] |= vars(self.memory)
+        policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])
         for optimizer in filter(None, (x for _, x in trained.values())):
             optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
-            if memory.optimizer_offload:
+            if self.memory.optimizer_offload:
                 keep_moments_on_host(optimizer, self.ranks.device)
-        evaluates_first = self.evaluation_is_due(self.start)
-        self.tracker = Tracker(self.folder.root, self.args, self.start, evaluates_first, enabled=self.ranks.is_main)
-        plan, (policy, _) = "", next(iter(trained.values()))
-        policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
+        evaluates_first, used = self.evaluation_is_due(self.start), replace(self.args, memory=self.memory)
+        self.tracker = Tracker(self.folder.root, used, self.start, evaluates_first, enabled=self.ranks.is_main)
         if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer
             stops = stop_token_ids(self.args.model, self.tokenizer)
             ends = {i for s in data for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()}
@@ -114,13 +133,6 @@ class Run:
             policy.generation_config.eos_token_id = all_stops if len(all_stops) > 1 else next(iter(all_stops), None)
             if new := self.tokenizer.convert_ids_to_tokens(all_stops[len(stops) :]):
                 about += f"\nthe data ends answers with {' '.join(new)}, so the exported generation config does too"
-        if engine is not None:
-            engine.policy_version = self.start  # with one push a step, that of an unbroken run
-            limit = memory.ppo_max_token_len_per_gpu
-            policy.packed = replace(policy.packed, replays=engine.routing is not None, max_tokens=limit)
-            longest, beside = self.args.max_prompt_length + self.args.max_response_length, engine.memory
-            moved = dict(offloaded=self.offloaded, visiting=visiting)
-            plan = rehearse(trained, memory, max_length=longest, engine_memory=beside, ranks=self.ranks, **moved)
         how = f"resumed from {path}" if path else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
         self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())

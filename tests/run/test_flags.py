@@ -597,12 +597,12 @@ LENGTHS = dict(max_prompt_length=10, max_response_length=32)
     ],
 )
 def test_a_micro_batch_has_16384_tokens_or_one_unit_where_nothing_is_computed(script, changes, expected):
-    memory = arguments.settled_memory(build(TRAINING[script].Args, **changes))
+    memory = arguments.settled_memory(build(TRAINING[script].Args, **changes), [None]).memory
     assert arguments.budget_of(memory)[1] == expected
     assert memory.activation_checkpointing == "selective"
     assert memory.optimizer_offload is memory.param_offload is False
 
 
 def test_with_param_offload_the_moments_are_on_the_host_already():
-    memory = arguments.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True))
+    memory = arguments.settled_memory(build(train_grpo.Args, param_offload=True, optimizer_offload=True), [None]).memory
     assert memory.param_offload is True and memory.optimizer_offload is False

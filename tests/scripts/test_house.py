@@ -25,9 +25,9 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 6872,
-    "wall": 1849,
-    "import train_grpo": 7183,
-    "import sft": 6945,
+    "wall": 1787,
+    "import train_grpo": 7121,
+    "import sft": 6883,
     "import eval": 4874,
     "eval.py": 110,
     "sft.py": 102,
