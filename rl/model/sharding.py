@@ -38,8 +38,8 @@ COMPILE_OPTIONS = {UNGUARDED_FUSION: True} if UNGUARDED_FUSION in torch._inducto
 torch._dynamo.config.recompile_limit = 64
 
 # Beginnings of the names of operations whose results "selective" keeps.
-PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm", "aten._scaled_dot_product")
-PRODUCTS += ("torch_attn.", "flash_attn.", "rl.gated_delta")
+PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm")
+ATTENTION = ("aten._scaled_dot_product", "torch_attn.", "flash_attn.", "rl.gated_delta")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
 
 
 def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = str(op).startswith(PRODUCTS)
+    kept = str(op).startswith(PRODUCTS + ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
