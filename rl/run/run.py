@@ -23,9 +23,8 @@ from rl.run.arguments import budget_of, max_length_of, settled_memory
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.metrics import of_staleness
-from rl.run.prometheus import Exporter
 from rl.run.run_folder import RunFolder, folder_of
-from rl.run.tracking import Tracker
+from rl.run.tracking import Tracker, open_early
 from rl.sampling.engines.base import Engine
 from rl.sampling.evaluation import Evaluation
 
@@ -59,7 +58,7 @@ class Run:
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
         watchdog.start(args.checkpoints.stall_timeout)
         stop.start(args.checkpoints.max_hours)
-        self.exporter = Exporter(args.logging, self.ranks)
+        self.sinks = open_early(args.logging, self.ranks)
         resume.check_mode(args.checkpoints.resume_mode)
         root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
         self.folder = RunFolder(root, self.ranks, total_steps)
@@ -125,7 +124,8 @@ class Run:
             if self.memory.optimizer_offload:
                 keep_moments_on_host(optimizer, self.ranks.device)
         evaluates_first, used = self.evaluation_is_due(self.start), replace(self.args, memory=self.memory)
-        self.tracker = Tracker(self.folder.root, used, self.start, evaluates_first, enabled=self.ranks.is_main)
+        ahead = dict(enabled=self.ranks.is_main, sinks=self.sinks)
+        self.tracker = Tracker(self.folder.root, used, self.start, evaluates_first, **ahead)
         if policy.can_generate():  # what is exported stops where the engine does, and where the data ends an answer
             stops = stop_token_ids(self.args.model, self.tokenizer)
             ends = {i for s in data for i in s.response_ids[np.diff(s.response_mask, append=0) == -1].tolist()}
@@ -206,8 +206,7 @@ class Run:
         return metrics
 
     def _record(self, step: int, metrics: dict[str, float], line: str, *, is_evaluation: bool) -> None:
-        """Hand metrics to Prometheus and the trackers, and print their line and alarms."""
-        self.exporter.update(step, metrics)
+        """Record metrics, and print their line and alarms."""
         self.tracker.log(step, metrics, line)
         if self.ranks.is_main:
             stream = sys.stdout if "console" in self.args.logging.logger else sys.stderr
@@ -273,7 +272,6 @@ class Run:
         self.saver.close("completed", self.total_steps)
         stop.end()
         self.tracker.close()
-        self.exporter.close()
         for other in others:
             other.close()
         shutdown_ranks()

@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from extras import trackers
 from rl.console import say
 from rl.flags import Count, Free, Port, flat
-from rl.run.trackers import TRACKERS, Connection
+from rl.ranks import Ranks
+from rl.run.together import together
 
 METRICS, GENERATIONS, CONFIG = RECORDS = ("metrics.jsonl", "generations.jsonl", "config.json")
 SECRET_NAME = re.compile("key|token(?!iz)|secret|passw", re.IGNORECASE)  # but not TOKENIZERS_PARALLELISM
@@ -55,6 +57,21 @@ class LoggingSupervised(Logging):
     log_freq: Free[Count] = 10  # print a line every this many steps; 0 only at the end
 
 
+def open_early(flags: Logging, ranks: Ranks) -> dict[str, trackers.Sink]:
+    """The sinks by name that may refuse a flag, so that a run knows before a model is loaded: that of Prometheus, on
+    rank 0. Raises ValueError, on every rank, if --prometheus-port is in use. All ranks must enter.
+    """
+    sinks, port = {}, flags.prometheus_port
+    if port is not None:
+
+        def serve() -> None:
+            if ranks.is_main:
+                sinks["prometheus"] = trackers.serve(port, flags.project_name, flags.experiment_name)
+
+        together(serve)
+    return sinks
+
+
 class Tracker:
     """Writes the records of a run on rank 0; does nothing on other ranks.
 
@@ -63,18 +80,27 @@ class Tracker:
 
     Args: args, of the script; start, the step from which the run is resumed: lines that it will write again are
     dropped. With 0 the files of an earlier run get other names; evaluates, whether the run evaluates at `start` first;
-    enabled, whether this is rank 0.
+    enabled, whether this is rank 0; sinks, that are open already, by name.
 
     Raises OSError if the folder or config.json cannot be written. Nothing is raised later: lines that a full disk
     refuses wait in memory, and a tracker that raises gets nothing more.
     """
 
-    def __init__(self, run_dir: str | pathlib.Path, args: Any, start: int, evaluates: bool, *, enabled: bool):
+    def __init__(
+        self,
+        run_dir: str | pathlib.Path,
+        args: Any,
+        start: int,
+        evaluates: bool,
+        *,
+        enabled: bool,
+        sinks: dict[str, trackers.Sink] | None = None,
+    ):
         self.enabled, self.run_dir, flags = enabled, pathlib.Path(run_dir), args.logging
         self.prints = enabled and "console" in flags.logger
         self.names = flags.project_name, flags.experiment_name
         self.metrics, self.generations = Lines(self.run_dir / METRICS), Lines(self.run_dir / GENERATIONS)
-        self.trackers: dict[str, Connection | None] = {}
+        self.sinks: dict[str, trackers.Sink | None] = dict(sinks or {})
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,10 +115,10 @@ class Tracker:
         (self.run_dir / CONFIG).write_text(json.dumps(config, indent=2))
 
         def connect(name: str) -> None:
-            self.trackers[name] = TRACKERS[name](str(self.run_dir), *self.names, config)
+            self.sinks[name] = self.sinks[name] or trackers.connect(name, str(self.run_dir), *self.names, config)
 
-        self.trackers = {name: None for name in flags.logger if name != "console"}
-        self._for_each_tracker(connect)
+        self.sinks |= {name: None for name in flags.logger if name != "console"}
+        self._for_each_sink(connect)
 
     def log(self, step: int, metrics: dict[str, float], line: str = "") -> None:
         """Record the metrics of a step; print `line` if --logger has console.
@@ -103,7 +129,7 @@ class Tracker:
             finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
             record = {"step": step, "time": time.time(), **finite}
             self.metrics.append(record)
-            self._for_each_tracker(lambda name: hand_on(self.trackers[name], [record]))
+            self._for_each_sink(lambda name: hand_on(self.sinks[name], [record]))
         if line:
             self.print(line)
 
@@ -112,7 +138,7 @@ class Tracker:
         if self.enabled and generations:
             records = [{"step": step, "kind": kind, **generation} for generation in generations]
             self.generations.append(*records)
-            self._for_each_tracker(lambda name: hand_on(self.trackers[name], records))
+            self._for_each_sink(lambda name: hand_on(self.sinks[name], records))
 
     def print(self, text: str) -> None:
         """Print on rank 0 if --logger has console."""
@@ -124,15 +150,15 @@ class Tracker:
         if self.enabled:
             self.metrics.close()
             self.generations.close()
-            self._for_each_tracker(lambda name: self.trackers[name].finish())
+            self._for_each_sink(lambda name: self.sinks[name].close())
 
-    def _for_each_tracker(self, call: Callable[[str], object]) -> None:
-        """Call with the name of each tracker. One that raises gets nothing more: none of its faults may end a run."""
-        for name in list(self.trackers):
+    def _for_each_sink(self, call: Callable[[str], object]) -> None:
+        """Call with the name of each sink. One that raises gets nothing more: none of its faults may end a run."""
+        for name in list(self.sinks):
             try:
                 call(name)
             except (Exception, SystemExit) as error:  # trackers also exit
-                del self.trackers[name]
+                del self.sinks[name]
                 hint = f" (pip install {name})" if isinstance(error, ImportError) else ""
                 again = shlex.join([name, str(self.run_dir), *self.names])
                 say(
@@ -142,28 +168,28 @@ class Tracker:
                 )
 
 
-def hand_on(tracker: Connection, records: Sequence[dict[str, Any]]) -> None:
-    """Give a tracker a record of metrics, or the records of responses that belong together."""
+def hand_on(sink: trackers.Sink, records: Sequence[dict[str, Any]]) -> None:
+    """Give a sink a record of metrics, or the records of responses that belong together."""
     step, kind = records[0]["step"], records[0].get("kind")
     hidden = ("step", "time", "kind", "tokens")  # the numbers of each token are for benchmarks/view.py
-    kept = [{name: x for name, x in record.items() if name not in hidden} for record in records]
+    shown = [{name: x for name, x in record.items() if name not in hidden} for record in records]
     if kind:
-        tracker.log(step, {f"{kind}/generations": tracker.shown(kept)})
+        sink.show(step, kind, shown)
     else:
-        tracker.log(step, {name: math.nan if x is None else x for name, x in kept[0].items()})
+        sink.log(step, {name: math.nan if x is None else x for name, x in shown[0].items()})
 
 
 def send(name: str, run_dir: str, project: str, experiment: str) -> None:
     """Send what the files of a run hold to a tracker, step by step: of each first the metrics."""
     folder, found = pathlib.Path(run_dir), []
-    tracker = TRACKERS[name](run_dir, project, experiment, json.loads((folder / CONFIG).read_text()))
+    sink = trackers.connect(name, run_dir, project, experiment, json.loads((folder / CONFIG).read_text()))
     for file in (folder / METRICS, folder / GENERATIONS):
         records = map(_parsed, file.read_text().splitlines() if file.exists() else ())
         by_kind = itertools.groupby(filter(None, records), key=lambda x: (x["step"], x.get("kind", x.get("time"))))
         found += [list(group) for _, group in by_kind]
     for group in sorted(found, key=lambda group: group[0]["step"]):
-        hand_on(tracker, group)
-    tracker.finish()
+        hand_on(sink, group)
+    sink.close()
 
 
 class Lines:

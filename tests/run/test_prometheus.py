@@ -12,11 +12,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import train_grpo
+from extras.trackers.prometheus import name_of
 from rl.flags import build
 from rl.ranks import Ranks
 from rl.run import together
-from rl.run.prometheus import Exporter, name_of
-from rl.run.tracking import Logging
+from rl.run.tracking import Logging, open_early
 
 DASHBOARD = launch.ROOT / "docs" / "grafana.json"
 
@@ -114,7 +114,7 @@ def test_other_ranks_serve_nothing_and_hear_of_a_refusal(monkeypatch):
     other = Ranks(1, 2, torch.device("cpu"), torch.float32, data_rank=1, data_size=2, group=None, data_group=None)
     (port,) = launch.free_ports(1)
     with pytest.raises(ValueError, match="Address already in use"):
-        Exporter(Logging(prometheus_port=port), other)
+        open_early(Logging(prometheus_port=port), other)
     socket.create_server(("127.0.0.1", port)).close()
 
 

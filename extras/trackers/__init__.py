@@ -1,0 +1,29 @@
+"""Where the numbers of a run go besides the files in its folder: wandb, swanlab, tensorboard, and Prometheus.
+
+A sink takes them. connections.py makes the sinks of --logger, and prometheus.py that of --prometheus-port.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Sink(NamedTuple):
+    """A place that takes what a run reports, until it is closed."""
+
+    log: Callable[[int, dict[str, float]], object]  # takes a step and its metrics by name; NaN for what is not finite
+    show: Callable[[int, str, Sequence[dict[str, Any]]], object]  # takes a step, "train" or "val", and responses
+    close: Callable[[], object]  # sends what is left
+
+
+def connect(name: str, run_dir: str, project: str, experiment: str, config: dict[str, Any]) -> Sink:
+    """A new run in the tracker of this name. Raises whatever the tracker's package raises."""
+    from extras.trackers import connections
+
+    return connections.TRACKERS[name](run_dir, project, experiment, config)
+
+
+def serve(port: int, project: str, experiment: str) -> Sink:
+    """The newest metrics for Prometheus, on a port of this machine. Raises ValueError if the port is in use."""
+    from extras.trackers import prometheus
+
+    return prometheus.serve(port, project, experiment)
