@@ -1,18 +1,15 @@
 """What --plan prints: the memory, the seconds and the cost of a run on a machine."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from transformers import AutoConfig
-
 from extras.plan import seconds
 from extras.plan.cards import Machine, named
-from extras.plan.flops import weights_used
+from extras.plan.sizes import sizes_of
 from extras.plan.work import Phase, Work, script_of, work_of
 from rl.flags import flat
-from rl.model import vision
+from rl.model.lora import LoRA
 
 
 class Step(NamedTuple):
@@ -24,46 +21,16 @@ class Step(NamedTuple):
     notes: tuple[str, ...]
 
 
-def model_of(path: str, *, adapters_rank: int = 0) -> seconds.Model:
-    """What of the model in `path` costs time, from its config.json alone."""
-    full_config = AutoConfig.from_pretrained(path)
-    config = full_config.get_text_config()
-    with torch.device("meta"):
-        model = vision.auto_class(path).from_config(full_config)
-    head, tower = model.get_output_embeddings(), vision.tower_of(model)
-    sees = set(tower[1].modules()) if tower else set()  # a text token passes through none of it
-    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-    inside = [x for x in model.modules() if x is not head and x not in sees and not isinstance(x, nn.Embedding)]
-    share = config.num_experts_per_tok / count if count else 0.0
-    experts = sum(x.numel() for x in model.parameters() if count and x.ndim == 3 and len(x) == count)
-    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attending = sum(kind not in ("linear_attention", "conv") for kind in kinds)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = 2 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    if count:
-        inner = 2 * config.num_experts_per_tok * (getattr(config, "moe_intermediate_size", None) or inner // 2)
-    states = 0
-    if hasattr(config, "linear_num_value_heads"):
-        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-        states = 4 * state * kinds.count("linear_attention")
-    linear = [x for x in inside if isinstance(x, nn.Linear)]
-    return seconds.Model(
-        parameters=sum(x.numel() for x in model.parameters()),
-        layers=layers,
-        hidden=config.hidden_size,
-        inner=inner,
-        active=sum(weights_used(x, model) for x in inside),
-        experts=experts,
-        expert_share=share,
-        head=head.weight.numel(),
-        vocabulary=config.vocab_size,
-        attention=attending * heads * width,
-        cache_bytes=4 * attending * key_heads * width,
-        state_bytes=states,
-        adapters=adapters_rank * sum(x.in_features + x.out_features for x in linear),
-    )
+@functools.cache
+def costs_of(path: str, lora: LoRA | None = None, has_score: bool = False) -> seconds.Costs:
+    """What the model in `path` costs, from its config.json alone."""
+    sizes = sizes_of(path, lora=lora, has_score=has_score)
+    return seconds.costs_of(sizes, lora.lora_rank if lora else 0)
+
+
+def policy_of(args: Any) -> seconds.Costs:
+    """What the model costs that --model names, with its adapters."""
+    return costs_of(args.model, args.lora if args.lora.lora_rank else None)
 
 
 def step_of(args: Any, work: Work, machine: Machine) -> Step:
@@ -80,25 +47,23 @@ def step_of(args: Any, work: Work, machine: Machine) -> Step:
     budget = next(x for name, x in v.items() if name.endswith("max_token_len_per_gpu"))
     shards = v["fsdp_size"] or ranks
     link = card.link_gb_s if machine.hosts == 1 or shards <= 8 else card.network_gb_s
-    policy, phases = model_of(v["model"], adapters_rank=v["lora_rank"]), {}
+    policy, phases = policy_of(args), {}
     lengths = work.lengths
     if work.prompts:
         phases["update_weights"] = seconds.push_s(policy, sleeps=v["free_cache_engine"] and not samplers)
         phases["gen"] = sampling_s(v, policy, work, machine, samplers or ranks)
-    models: dict[tuple[str, bool], seconds.Model] = {}
     for phase in work.phases:
-        key = phase.path, phase.has_adapters
-        if key not in models:
-            models[key] = model_of(phase.path, adapters_rank=v["lora_rank"] if phase.has_adapters else 0)
+        lora = args.lora if phase.has_adapters and args.lora.lora_rank else None
         limit = 16384 if budget == "auto" else budget
         phases[phase.name] = phases.get(phase.name, 0.0) + phase_s(
-            models[key],
+            costs_of(phase.path, lora, not phase.has_head),
             machine,
             phase,
             work,
             ranks=ranks,
             limit=limit,
             recompute=recompute,
+            compiled=v["compile"],
             shards=shards,
             link=link,
             on_host=on_host,
@@ -120,7 +85,7 @@ def step_of(args: Any, work: Work, machine: Machine) -> Step:
     return Step(phases, whole, work.rows * (lengths.prompt + lengths.response), notes)
 
 
-def sampling_s(v: dict[str, Any], policy: seconds.Model, work: Work, machine: Machine, gpus: int) -> float:
+def sampling_s(v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Machine, gpus: int) -> float:
     """Seconds in which all engines answer the prompts of a step."""
     shared_by = v.get("tensor_model_parallel_size", 1)
     engines = max(1, gpus // shared_by)
@@ -138,7 +103,7 @@ def sampling_s(v: dict[str, Any], policy: seconds.Model, work: Work, machine: Ma
 
 
 def phase_s(
-    model: seconds.Model,
+    model: seconds.Costs,
     machine: Machine,
     phase: Phase,
     work: Work,
@@ -146,6 +111,7 @@ def phase_s(
     ranks: int,
     limit: int,
     recompute: str,
+    compiled: bool,
     shards: int,
     link: float,
     on_host: bool,
@@ -163,6 +129,7 @@ def phase_s(
         passes,
         backward=phase.learns,
         recompute=recompute,
+        compiled=compiled,
         shards=shards,
         link_gb_s=link,
         on_host=on_host,
@@ -173,43 +140,69 @@ def phase_s(
     return took
 
 
-def start_s(policy: seconds.Model, samples: bool) -> float:
+def start_s(policy: seconds.Costs, samples: bool) -> float:
     """Seconds from the command to the first step."""
     return 35 + 4 * policy.parameters / 1e9 + (40 if samples else 0)
 
 
-def text_of(args: Any, machine: Machine, response_length: float | None) -> str:
-    """The plan of a run on a machine. Raises ValueError if it does not fit."""
-    v = flat(args)
-    work = work_of(args, response_length)
-    policy = model_of(v["model"], adapters_rank=v["lora_rank"])
-    lines = [f"{script_of(args)}.py on {machine}"]
-    lines.append(f"model: {v['model']}, {policy.parameters / 1e9:.2f}e9 parameters, {policy.learned / 1e9:.3f}e9 learn")
-    if machine.card.tflops:
-        step = step_of(args, work, machine)
+class Plan(NamedTuple):
+    """What a run takes on a machine."""
+
+    script: str
+    machine: Machine
+    work: Work
+    policy: seconds.Costs
+    step: Step
+    start_s: float  # from the command to the first step
+    evaluation_s: float  # of each evaluation
+
+    @property
+    def hours(self) -> float | None:
+        """From the command to the end; None if it is not known how many steps there are."""
+        if self.work.steps is None:
+            return None
+        return (
+            self.start_s + self.work.steps * self.step.seconds + self.work.evaluations * self.evaluation_s
+        ) / 3600
+
+
+def plan_of(args: Any, machine: Machine, response_length: float | None = None) -> Plan:
+    """The plan of a run. Raises ValueError for flags that cannot be planned."""
+    work, policy = work_of(args, response_length), policy_of(args)
+    evaluation = 0.0
+    if work.evaluations:
+        v = flat(args)
+        asked = work._replace(prompts=work.questions, answers=1)
+        evaluation = sampling_s(v, policy, asked, machine, v.get("samplers") or machine.gpus)
+    start = start_s(policy, work.prompts > 0)
+    return Plan(script_of(args), machine, work, policy, step_of(args, work, machine), start, evaluation)
+
+
+def text_of(plan: Plan, path: str) -> str:
+    """A plan as it is printed."""
+    policy = plan.policy
+    lines = [f"{plan.script}.py on {plan.machine}"]
+    lines.append(f"model: {path}, {policy.parameters / 1e9:.2f}e9 parameters, {policy.learned / 1e9:.3f}e9 learn")
+    if plan.machine.card.tflops:
+        step = plan.step
         shown = ", ".join(f"{name} {x:.1f}" for name, x in step.phases.items() if x >= 0.05)
         lines.append(f"seconds per step: {step.seconds:.1f} ({shown})")
         lines += step.notes
-        per_second = step.tokens / step.seconds
-        lines.append(f"tokens per second: {per_second:,.0f}, {per_second / machine.gpus:,.0f} per GPU, with prompts")
-        start = start_s(policy, work.prompts > 0)
-        lines.append(f"start: {start:.0f} s before the first step")
-        if work.steps:
-            evaluation = 0.0
-            if work.evaluations:
-                asked = work._replace(prompts=work.questions, answers=1)
-                evaluation = sampling_s(v, policy, asked, machine, v.get("samplers") or machine.gpus)
-                lines.append(f"evaluations: {work.evaluations} of {evaluation:.0f} s")
-            total = start + work.steps * step.seconds + work.evaluations * evaluation
-            hours = total / 3600
-            lines.append(f"{work.steps} steps: {hours:.2f} hours, {hours * machine.gpus:.1f} GPU hours")
+        rate = step.tokens / step.seconds
+        lines.append(f"tokens per second: {rate:,.0f}, {rate / plan.machine.gpus:,.0f} per GPU, with prompts")
+        lines.append(f"start: {plan.start_s:.0f} s before the first step")
+        if plan.work.evaluations:
+            lines.append(f"evaluations: {plan.work.evaluations} of {plan.evaluation_s:.0f} s")
+        if plan.hours is not None:
+            cost = f"{plan.hours:.2f} hours, {plan.hours * plan.machine.gpus:.1f} GPU hours"
+            lines.append(f"{plan.work.steps} steps: {cost}")
     else:
         lines.append("seconds: not known, since nothing is known about this card but its memory")
-    lines += [f"assumed: {text}" for text in work.assumed]
+    lines += [f"assumed: {text}" for text in plan.work.assumed]
     return "\n".join(lines)
 
 
 def report(args: Any, machines: tuple[str, ...], response_length: float | None, host_gib: float | None) -> str:
     """The plans of a run on machines that are named as in cards.py, one after the other."""
-    return "\n\n".join(text_of(args, named(name, host_gib), response_length) for name in machines or ("here",))
-
+    plans = [plan_of(args, named(name, host_gib), response_length) for name in machines or ("here",)]
+    return "\n\n".join(text_of(plan, args.model) for plan in plans)

@@ -5,68 +5,113 @@ shown them; docs/plan.md says which runs they were fitted to, and how far off th
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from extras.plan.cards import Card
+from extras.plan.sizes import Sizes
 
 # Decoding
-READ_WEIGHTS = 0.80  # share of the memory's bandwidth at which weights are read
-READ_CACHE = 0.70  # and keys and values
-DECODE_PRODUCTS = 0.60  # share of the peak at which many sequences are multiplied with the weights
-DRAW_BYTES = 46  # of logits and log-probs that are moved per entry of the vocabulary and token
-LAYER_S = 20e-6  # of small kernels, per layer
-STEP_S = 0.5e-3  # between two steps of the GPU
-HOST_S, HOST_SEQUENCE_S = 2.75e-3, 7.3e-6  # of the host per step, and per sequence in it
-SHARED_HOST_S = 0.8e-3  # more, where GPUs share an engine
-REDUCE_S = 12e-6  # of one sum over GPUs that share an engine, of which a layer has two
+READ_WEIGHTS = 0.84  # share of the memory's bandwidth at which weights are read
+READ_CACHE = 0.79  # and keys and values
+DECODE_PRODUCTS = 0.54  # share of the peak at which many sequences are multiplied with the weights
+DRAW_BYTES = 45  # of logits and log-probs that are moved per entry of the vocabulary and token
+LAYER_S = 21e-6  # of small kernels, per layer
+STEP_S = 1.2e-3  # between two steps of the GPU
+HOST_S, HOST_SEQUENCE_S = 3.0e-3, 9.8e-6  # of the host per step, and per sequence in it
+SHARED_HOST_S = 0.5e-3  # more, where GPUs share an engine
+REDUCE_S = 8.5e-6  # of one sum over GPUs that share an engine, of which a layer has two
+ROUTED = 0.5  # tokens that would choose as many different experts at random as one token does in a real batch
 
 # Training
-PRODUCTS = 0.55  # share of the peak at which products and attention run, forward and backward
-HIDDEN_PASSES = 50  # times that a layer's hidden state moves through memory, forward and backward
-INNER_PASSES = 13  # times that its widest results move
-LOGIT_BYTES = 28  # moved per logit, forward and backward
-LINK = 0.65  # share of the bandwidth between GPUs that FSDP reaches
-HIDDEN_BEHIND = 0.6  # share of that communication that goes on behind computation
-BUS = 0.7  # share of the bandwidth to the host
+PRODUCTS = 0.58  # share of the peak at which products and attention run, forward and backward
+EXPERTS = 0.29  # of that, what products of experts reach
+HIDDEN_PASSES = 40  # times that a layer's hidden state moves through memory, forward and backward
+INNER_PASSES = 14  # times that its widest results move
+LOGIT_BYTES = 20  # moved per logit, forward and backward
+FORWARD = 0.35  # share of these that a forward pass alone has
+UNCOMPILED = 7.2  # times as many with --no-compile
+RECURRENT_S = 4.5e-12  # per token and entry of a recurrent state, on an H100
+LINK = 0.67  # share of the bandwidth between GPUs that FSDP reaches
+HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computation
+BUS = 0.66  # share of the bandwidth to the host
 HOST_ADAMW = 5e8  # parameters that AdamW steps per second on the host of one GPU
 
 
-class Model(NamedTuple):
-    """What of a model costs time."""
+class Costs(NamedTuple):
+    """What of a model costs time. Weights are counted in entries."""
 
     parameters: float
     layers: int
     hidden: int
-    inner: float  # widest results of a layer that a token has: gate and up of its MLP, of all its experts
+    inner: float  # entries that the widest results of a layer have for a token, those of all its experts together
     active: float  # weights that multiply a token, without those of the LM head; of experts those that a token gets
     experts: float  # weights of all experts; 0 in a dense model
     expert_share: float  # share of a layer's experts that a token gets
     head: float  # weights of the LM head
     vocabulary: int
-    attention: float  # width of attention, summed over the layers that have it
-    cache_bytes: float  # of keys and values of a token
-    state_bytes: float = 0.0  # of the recurrent states of a sequence
+    attention: tuple[tuple[float, float], ...]  # (width, most tokens that are attended to) of each layer that has it
+    cache: tuple[tuple[float, float], ...]  # (bytes of keys and values of a token, most tokens that are kept)
+    state: float = 0.0  # entries of the recurrent states of a sequence
     adapters: float = 0.0  # parameters of LoRA; 0: all weights learn
 
     @property
     def learned(self) -> float:
         return self.adapters or self.parameters
 
+    def cache_bytes(self, context: float) -> float:
+        """Bytes of keys and values that an engine reads for the next token of a sequence."""
+        return sum(width * min(context, window) for width, window in self.cache)
+
+    def attended(self, tokens: float, squares: float) -> float:
+        """Width of attention times the squared lengths of sequences; a window makes it less."""
+        return sum(width * min(squares, 2 * window * tokens) for width, window in self.attention)
+
+
+def costs_of(sizes: Sizes, rank: int = 0) -> Costs:
+    """What a model of these sizes costs, with LoRA's adapters of this rank."""
+    layers, share = sizes.layers, sizes.experts_used / sizes.experts if sizes.experts else 0.0
+    experts = sum(x.experts for x in layers)
+    caching = [(x, math.inf if x.window is None else x.window) for x in layers if x.cache]
+    return Costs(
+        parameters=sizes.total,
+        layers=len(layers),
+        hidden=sizes.hidden,
+        inner=2 * sum(x.inner for x in layers) / len(layers),
+        active=sum(x.parameters for x in layers) - (1 - share) * experts,
+        experts=experts,
+        expert_share=share,
+        head=sizes.head,
+        vocabulary=sizes.vocabulary,
+        attention=_merged((x.attention, window) for x, window in caching),
+        cache=_merged((2 * x.cache, window) for x, window in caching),
+        state=sum(x.state for x in layers),
+        adapters=sum(sizes.adapters(rank)) if rank else 0,
+    )
+
+
+def _merged(pairs: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Layers with the same window as one."""
+    widths: dict[float, float] = {}
+    for width, window in pairs:
+        widths[window] = widths.get(window, 0.0) + width
+    return tuple((width, window) for window, width in widths.items())
+
 
 # --- decoding
 
 
-def decode_s(model: Model, card: Card, n: float, context: float, *, shared_by: int = 1, fp8: bool = False) -> float:
+def decode_s(model: Costs, card: Card, n: float, context: float, *, shared_by: int = 1, fp8: bool = False) -> float:
     """Seconds in which an engine adds a token to each of n sequences, which have `context` tokens on average."""
     bandwidth, peak = card.memory_gb_s * 1e9 * shared_by, card.tflops * 1e12 * shared_by
     width = 1 if fp8 else 2
     dense = model.active - model.experts * model.expert_share
-    touched = 1 - (1 - model.expert_share) ** n  # share of the experts that some sequence needs
+    touched = 1 - (1 - model.expert_share) ** (ROUTED * n)  # share of the experts that some sequence needs
     weights = width * (dense + model.experts * touched) + 2 * model.head
     products = 2 * (model.active + model.head) * n / (DECODE_PRODUCTS * peak * (1.4 if fp8 else 1))
-    moved = n * (context * model.cache_bytes + 2 * model.state_bytes) / (READ_CACHE * bandwidth)
+    moved = n * (model.cache_bytes(context) + 2 * 4 * model.state) / (READ_CACHE * bandwidth)
     drawn = n * model.vocabulary * DRAW_BYTES / (card.memory_gb_s * 1e9)
     layers = model.layers * (LAYER_S + (2 * REDUCE_S if shared_by > 1 else 0))
     on_gpu = max(weights / (READ_WEIGHTS * bandwidth), products) + moved + drawn + layers + STEP_S
@@ -102,7 +147,7 @@ class Lengths(NamedTuple):
 
 
 def generate_s(
-    model: Model, card: Card, lengths: Lengths, n: int, *, slots: int, prompts: float, shared_by: int = 1, fp8=False
+    model: Costs, card: Card, lengths: Lengths, n: int, *, slots: int, prompts: float, shared_by: int = 1, fp8=False
 ) -> float:
     """Seconds in which an engine answers: n responses to `prompts` prompts, at most `slots` at a time.
 
@@ -123,7 +168,7 @@ def generate_s(
     return seconds + prefill_s(model, card, prompts * lengths.prompt, shared_by)
 
 
-def prefill_s(model: Model, card: Card, tokens: float, shared_by: int = 1) -> float:
+def prefill_s(model: Costs, card: Card, tokens: float, shared_by: int = 1) -> float:
     """Seconds in which an engine reads so many tokens."""
     return 2 * model.active * tokens / (PRODUCTS * card.tflops * 1e12 * shared_by)
 
@@ -141,12 +186,13 @@ class Pass(NamedTuple):
 
 
 def pass_s(
-    model: Model,
+    model: Costs,
     card: Card,
     work: Pass,
     *,
     backward: bool,
     recompute: str = "none",
+    compiled: bool = True,
     shards: int = 1,
     link_gb_s: float | None = None,
     on_host: bool = False,
@@ -156,33 +202,33 @@ def pass_s(
     Args: recompute, as --activation-checkpointing; shards, GPUs that share a copy of the weights; on_host, whether the
     weights come over the bus.
     """
-    frozen = model.adapters > 0
-    factor = 2.0
-    if backward:
-        factor = (4 if frozen else 6) + (2 if recompute == "full" else 0)
-    flops = factor * (model.active * work.tokens)
+    frozen, again = model.adapters > 0, 2 if recompute == "full" else 0
+    weights = (4 if frozen else 6) + again if backward else 2
+    others = 6 + again if backward else 2
+    experts = model.experts * model.expert_share
+    flops = weights * (model.active - experts + experts / EXPERTS) * work.tokens
     flops += (2 if not backward else 4 if frozen else 6) * model.head * work.head_tokens
-    flops += (6 if backward else 2) * model.adapters * work.tokens
-    flops += (6 + (2 if recompute == "full" else 0) if backward else 2) * model.attention * work.squares
-    passes = 1.0 if backward else 0.35
-    extra = {"none": 0.0, "selective": 0.4, "full": 0.4}[recompute] if backward else 0.0
-    per_token = model.layers * 2 * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner) * (passes + extra)
-    moved = per_token * work.tokens + LOGIT_BYTES * model.vocabulary * work.head_tokens * passes
+    flops += others * (model.adapters * work.tokens + model.attended(work.tokens, work.squares))
+    passes = 1.0 if backward else FORWARD
+    more = {"none": 0.0, "selective": 0.3, "full": 0.4}[recompute] if backward else 0.0
+    of_layer = 2 * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner)
+    moved = model.layers * of_layer * (passes + more) * (1 if compiled else UNCOMPILED) * work.tokens
+    moved += LOGIT_BYTES * model.vocabulary * work.head_tokens * passes
     compute = flops / (PRODUCTS * card.tflops * 1e12) + moved / (READ_WEIGHTS * card.memory_gb_s * 1e9)
-    weights, others = 2 * model.parameters, (shards - 1) / shards
-    gathers = (2 if backward else 1) * weights
+    compute += model.state * work.tokens * RECURRENT_S * passes
+    gathers = 2 * model.parameters * (2 if backward else 1)
     summed = 4 * model.learned if backward else 0
     sent = 0.0
     if on_host:
         sent = work.micro_batches * (gathers / shards + summed / shards) / (BUS * card.bus_gb_s * 1e9)
     if shards > 1:
         over = (link_gb_s or card.link_gb_s) * 1e9 * LINK
-        exposed = work.micro_batches * (gathers + summed) * others / over
+        exposed = work.micro_batches * (gathers + summed) * (shards - 1) / shards / over
         sent += max((1 - HIDDEN_BEHIND) * exposed, exposed - compute)
     return compute + sent
 
 
-def step_s(model: Model, card: Card, *, shards: int = 1, moments_on_host: bool = False, on_host: bool = False) -> float:
+def step_s(model: Costs, card: Card, *, shards: int = 1, moments_on_host: bool = False, on_host: bool = False) -> float:
     """Seconds of one step of AdamW on a rank."""
     own = model.learned / shards
     if on_host:
@@ -194,7 +240,7 @@ def step_s(model: Model, card: Card, *, shards: int = 1, moments_on_host: bool =
 # --- the rest of a step
 
 
-def push_s(model: Model, *, sleeps: bool) -> float:
+def push_s(model: Costs, *, sleeps: bool) -> float:
     """Seconds in which an engine wakes and gets the policy's weights."""
     return 0.05 + (0.1 if sleeps else 0.0) + 2 * model.parameters / 40e9
 
