@@ -6,9 +6,9 @@
     python benchmarks/partial_rollouts.py --shape tiny --prompts 4 --max-length 60 --mean-length 20 -- --engine hf
 
 Random weights, prompts of digits, responses of geometric lengths, as benchmarks/step_time.py makes them. A run begins
-in the steady state: responses in flight get random tokens, as many as benchmarks/step_model.py says, instead of the
+in the steady state: responses in flight get random tokens, as many as extras/plan/simulation.py says, instead of the
 minutes of sampling after which they would have them. Behind -- stand flags of train_grpo.py. report.json in --out is
-written after every run; benchmarks/step_model.py --report compares it with the model.
+written after every run; python -m extras.plan.simulation --report compares it with the model.
 """
 
 import gc
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import rl.run.run  # noqa: E402
 import train_grpo  # noqa: E402
-from benchmarks import step_model, step_time  # noqa: E402
+from benchmarks import step_time  # noqa: E402
+from extras.plan import simulation  # noqa: E402
 from rl.data.rows import Row  # noqa: E402
 from rl.data.types import Sampling  # noqa: E402
 from rl.ranks import shutdown_ranks  # noqa: E402
@@ -78,7 +79,7 @@ def kept(make: Callable, **always: Any) -> Callable:
 def steady_state(args: Args, share: float, rows: list[Row], sampling: Sampling, vocabulary: int) -> list[dict]:
     """The groups that are in flight between two steps, as a checkpoint of `InFlight` has them."""
     settings = {name: getattr(args, name) for name in ("prompts", "rollout_n", "max_length", "mean_length")}
-    flight = step_model.simulate(step_model.Args(**settings), share, steps=20)[1]
+    flight = simulation.simulate(simulation.Args(**settings), share, steps=20)[1]
     random, rollouts = np.random.default_rng(1), Rollouts(None)
     ends, whole = list(sampling.stop_token_ids), {}
     for name, (row, group) in enumerate(zip(rows, flight, strict=True)):

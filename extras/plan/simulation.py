@@ -1,8 +1,9 @@
-"""A model of a step: how long it takes, from the speed of decoding and the lengths of responses.
+"""A model of a step in time: partial rollouts, and the pools of train_async.py, from the speed of decoding and the
+lengths of responses.
 
-    python benchmarks/step_model.py                                    # the table of docs/performance.md
-    python benchmarks/step_model.py --base-ms 7 --sequence-ms 0.036 --prompts 16 --max-length 8192 --mean-length 2000
-    python benchmarks/step_model.py --report runs/partial_rollouts/report.json      # what it says of measured runs
+    python -m extras.plan.simulation                                  # the table of docs/performance.md
+    python -m extras.plan.simulation --base-ms 7 --sequence-ms 0.036 --prompts 16 --max-length 8192 --mean-length 2000
+    python -m extras.plan.simulation --report runs/partial_rollouts/report.json     # what it says of measured runs
 
 With n responses open, one more token of each takes `base + sequence * n` milliseconds: reading the weights, and what a
 response adds. Lengths are geometric with mean M, cut at L. A step needs P groups of G responses; with a share F there
@@ -128,13 +129,15 @@ def synchronous(args: Args, share: float, gpus: int) -> float:
     return tokens / sum(max(x.step_s for x in step) for step in steps)
 
 
-def pools(args: Args, staleness: int, samplers: int, trainers: int, tick_s: float = 0.1) -> float:
-    """Tokens a second of train_async.py, which trains on P groups for each of its GPUs in a step.
+def pools(
+    args: Args, staleness: int, samplers: int, trainers: int, tick_s: float = 0.1, batch: int | None = None
+) -> float:
+    """Tokens a second of train_async.py, which trains on `batch` groups in a step, by default P for each of its GPUs.
 
     Version v may sample the groups below P (v + 1 + S), and step v needs all groups below P (v + 1). New responses go
     round the samplers, from that with the fewest on; after a push a sampler first reads again what it has in flight.
     """
-    random, batch = np.random.default_rng(0), args.prompts * (samplers + trainers)
+    random, batch = np.random.default_rng(0), batch or args.prompts * (samplers + trainers)
     open_of = np.zeros(batch * (args.steps + staleness + 1), int)  # responses of a group that are not complete
     group, rest, have, place = (np.zeros(0, kind) for kind in (int, float, float, int))  # of those in flight
     seconds, drawn, trained, update_ends = 0.0, 0, 0, np.inf
