@@ -1,10 +1,12 @@
 """What --plan prints: the memory, the seconds and the cost of a run on a machine."""
 
+import dataclasses
 import functools
 import math
+import statistics
 from typing import Any, NamedTuple
 
-from extras.plan import seconds
+from extras.plan import seconds, simulation
 from extras.plan.cards import Machine, named
 from extras.plan.sizes import sizes_of
 from extras.plan.work import Phase, Work, script_of, work_of
@@ -50,7 +52,8 @@ def step_of(args: Any, work: Work, machine: Machine) -> Step:
     policy, phases = policy_of(args), {}
     lengths = work.lengths
     if work.prompts:
-        phases["update_weights"] = seconds.push_s(policy, sleeps=v["free_cache_engine"] and not samplers)
+        sleeps = v["free_cache_engine"] and not samplers
+        phases["update_weights"] = seconds.push_s(policy, sleeps=sleeps, to_others=samplers > 0)
         phases["gen"] = sampling_s(v, policy, work, machine, samplers or ranks)
     for phase in work.phases:
         lora = args.lora if phase.has_adapters and args.lora.lora_rank else None
@@ -73,16 +76,53 @@ def step_of(args: Any, work: Work, machine: Machine) -> Step:
     whole, notes = sum(phases.values()), ()
     if samplers:
         trained = whole - phases["gen"]
-        sampled = phases["gen"]
-        whole = trained + sampled if v["max_staleness"] == 0 else max(trained, sampled)
-        balanced = max(1, math.ceil(samplers * sampled / trained))
+        whole, sampled = in_pools_s(v, policy, work, machine, samplers, trained)
+        phases["gen"] = whole - trained
         waiting = "trainers wait for samplers" if sampled > trained else "samplers wait for trainers"
+        balanced = max(1, math.ceil(samplers * sampled / trained))
         notes = (
-            f"{samplers} sampler(s) answer in {sampled:.1f} s what {ranks} trainer(s) learn from in {trained:.1f} s: "
-            f"{waiting}, and {balanced} sampler(s) would balance that",
+            f"{samplers} sampler(s) need {sampled:.1f} s for the responses that {ranks} trainer(s) learn from in "
+            f"{trained:.1f} s: {waiting}, and {balanced} sampler(s) would be enough",
         )
-        phases["gen"] = max(0.0, whole - trained)
     return Step(phases, whole, work.rows * (lengths.prompt + lengths.response), notes)
+
+
+def in_pools_s(
+    v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Machine, samplers: int, trained: float
+) -> tuple[float, float]:
+    """Seconds of a step of train_async.py, whose trainers need `trained` seconds, by simulation; and those in which
+    samplers that never wait make as many tokens.
+    """
+    staleness, per_step = v["max_staleness"], work.prompts * work.answers
+    in_flight = min(v["max_num_seqs"], math.ceil(per_step * (1 + staleness) / samplers))
+    args = simulated(v, policy, work, machine, in_flight)
+    tokens = per_step * work.lengths.response
+    sampled = tokens / samplers * (args.base_ms / in_flight + args.sequence_ms) / 1000
+    args = dataclasses.replace(args, update_ms=0.0, fixed_s=trained, steps=18)
+    rate = simulation.pools(args, staleness, samplers, trainers=1, batch=work.prompts)
+    return max(trained, tokens / rate), sampled
+
+
+def simulated(
+    v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Machine, in_flight: int
+) -> simulation.Args:
+    """The speeds of an engine with so many responses in flight, for the simulation of a step."""
+    lengths = work.lengths
+    shared_by, fp8 = v.get("tensor_model_parallel_size", 1), v.get("rollout_quantization", "none") != "none"
+    context = lengths.prompt + lengths.response / 2
+    one, all_of_them = (
+        seconds.decode_s(policy, machine.card, n, context, shared_by=shared_by, fp8=fp8) for n in (1, in_flight)
+    )
+    sequence = (all_of_them - one) / max(1, in_flight - 1)
+    return simulation.Args(
+        rollout_n=work.answers,
+        prompt_length=round(lengths.prompt),
+        max_length=lengths.limit,
+        mean_length=min(lengths.uncut, 1e12),
+        base_ms=1000 * (one - sequence),
+        sequence_ms=1000 * sequence,
+        read_ms=1000 * seconds.prefill_s(policy, machine.card, 1000, shared_by),
+    )
 
 
 def sampling_s(v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Machine, gpus: int) -> float:
@@ -90,6 +130,10 @@ def sampling_s(v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Ma
     shared_by = v.get("tensor_model_parallel_size", 1)
     engines = max(1, gpus // shared_by)
     n = math.ceil(work.prompts * work.answers / engines)
+    if share := v.get("partial_rollouts"):
+        args = simulated(v, policy, work, machine, min(v["max_num_seqs"], math.ceil(n * (1 + share))))
+        args = dataclasses.replace(args, prompts=math.ceil(work.prompts / engines), steps=18)
+        return statistics.mean(step.generate_s for step in simulation.steady(args, share))
     return seconds.generate_s(
         policy,
         machine.card,

@@ -127,12 +127,13 @@ class Lengths(NamedTuple):
 
     def open(self, at: np.ndarray) -> np.ndarray:
         """Share of responses that have more than so many tokens."""
-        if self.response >= self.limit * 0.999:
-            return (at < self.limit).astype(float)
-        return np.where(at < self.limit, np.exp(-at / self._uncut()), 0.0)
+        return np.where(at < self.limit, np.exp(-at / self.uncut), 0.0)
 
-    def _uncut(self) -> float:
+    @property
+    def uncut(self) -> float:
         """Mean of the geometric lengths before the cut, whose mean with the cut is `response`: by bisection."""
+        if self.response >= self.limit * 0.999:
+            return math.inf
         low, high = self.response, 1e3 * self.limit
         for _ in range(60):
             middle = (low * high) ** 0.5
@@ -240,9 +241,9 @@ def step_s(model: Costs, card: Card, *, shards: int = 1, moments_on_host: bool =
 # --- the rest of a step
 
 
-def push_s(model: Costs, *, sleeps: bool) -> float:
-    """Seconds in which an engine wakes and gets the policy's weights."""
-    return 0.05 + (0.1 if sleeps else 0.0) + 2 * model.parameters / 40e9
+def push_s(model: Costs, *, sleeps: bool, to_others: bool = False) -> float:
+    """Seconds in which engines wake and get the policy's weights; `to_others`, whether these are other processes."""
+    return 0.05 + (0.1 if sleeps else 0.0) + 2 * model.parameters / (2e9 if to_others else 40e9)
 
 
 def other_s(responses: int) -> float:
