@@ -22,18 +22,20 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.make_model import config_of  # noqa: E402
-from extras.plan.cards import named  # noqa: E402
+from extras.plan.cards import GIB, KINDS, named  # noqa: E402
 from extras.plan.report import Plan, plan_of  # noqa: E402
 from rl.flags import SWITCH, marked, spelled  # noqa: E402
 from rl.run.command_line import with_values  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "benchmarks" / "plan_runs.toml"
-PHASES = ("gen", "update", "others")
+SECONDS = ("step", "gen", "update", "others")
+MEMORY = ("GiB sampling", "GiB learning")
+BOUNDS = {"step": 0.25, "GiB sampling": 0.3, "GiB learning": 0.3}  # of the errors that docs/plan.md publishes
 
 
 class Compared(NamedTuple):
-    """A run: planned and measured seconds by phase, and GiB of a GPU; None where something is not known."""
+    """A run: planned and measured seconds by phase, and GiB of a GPU."""
 
     name: str
     run: dict[str, Any]
@@ -41,7 +43,7 @@ class Compared(NamedTuple):
     measured: dict[str, float]
 
     def error(self, what: str) -> float | None:
-        if what not in self.measured or what not in self.planned:
+        if not self.measured.get(what) or what not in self.planned or what in self.run.get("other", ()):
             return None
         return self.planned[what] / self.measured[what] - 1
 
@@ -112,11 +114,13 @@ def planned(run: dict[str, Any]) -> dict[str, float]:
 
 
 def numbers(plan: Plan) -> dict[str, float]:
-    phases = plan.step.phases
+    """Planned seconds by phase, and GiB of a GPU."""
+    phases, takes = plan.step.phases, plan.choice.needed.phases
     update = phases.get("update_actor", 0.0) + phases.get("update", 0.0)
     found = {"step": plan.step.seconds, "gen": phases.get("gen", 0.0), "update": update}
     found["others"] = found["step"] - found["gen"] - update
-    return found
+    learning = max(takes["updating"], takes["optimizer step"])
+    return found | {"GiB sampling": takes.get("sampling", 0.0) / GIB, "GiB learning": learning / GIB}
 
 
 def compare() -> list[Compared]:
@@ -124,24 +128,66 @@ def compare() -> list[Compared]:
 
 
 def table(compared: list[Compared], columns: tuple[str, ...]) -> str:
-    """Markdown: planned, measured and the error of each column."""
-    head = f"| run | {' | '.join(f'{x}: planned, measured' for x in columns)} | error |"
-    lines = [head, f"|---|{'---|' * (len(columns) + 1)}"]
+    """Markdown: of each column what was planned, what was measured, and the error."""
+    lines = [f"| run | machine | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
     for x in compared:
-        if columns[0] not in x.measured:
+        errors = {c: x.error(c) for c in columns}
+        if all(error is None for error in errors.values()):
             continue
-        cells = [f"{x.planned[c]:.1f}, {x.measured[c]:.1f}" if c in x.measured else "" for c in columns]
-        errors = [f"{error:+.0%}" for c in columns if (error := x.error(c)) is not None]
-        star = "*" if x.run.get("fitted") else ""
-        lines.append(f"| {x.name}{star} | {' | '.join(cells)} | {', '.join(errors)} |")
+        cells = [
+            "" if error is None else f"{x.planned[c]:.1f}, {x.measured[c]:.1f}: {error:+.0%}"
+            for c, error in errors.items()
+        ]
+        lines.append(f"| {x.name}{'*' if x.run.get('fitted') else ''} | {x.run['machine']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def cards() -> str:
+    """The table of GPUs of the page."""
+    head = "| kind | card | GiB | TFLOP/s | memory, GB/s | another GPU, GB/s | host, GB/s | host GiB per GPU | source |"
+    lines = [head, f"|---|---|{'---|' * 7}"]
+    for kind, x in KINDS.items():
+        figures = (x.gib, x.tflops, x.memory_gb_s, x.link_gb_s, x.bus_gb_s, x.host_gib)
+        lines.append(f"| `{kind}` | {x.name} | {' | '.join(f'{y:g}' for y in figures)} | {x.source} |")
+    return "\n".join(lines)
+
+
+def summary(compared: list[Compared]) -> str:
+    """How large errors are, in a sentence for each figure."""
+    lines = []
+    for what in BOUNDS:
+        for words, kind in (("fitted", True), ("others", False)):
+            chosen = [x for x in compared if bool(x.run.get("fitted")) == kind]
+            errors = [abs(error) for x in chosen if (error := x.error(what)) is not None]
+            if errors:
+                median, most = statistics.median(errors), max(errors)
+                lines.append(f"| {what} | {words} | {len(errors)} | {median:.0%} | {most:.0%} |")
+    return "\n".join(["| figure | runs | number | median error | largest |", "|---|---|---|---|---|", *lines])
+
+
+def parts(compared: list[Compared]) -> dict[str, str]:
+    """The tables of the page by name."""
+    return {
+        "cards": cards(),
+        "seconds": table(compared, SECONDS),
+        "memory": table(compared, MEMORY),
+        "errors": summary(compared),
+    }
+
+
+def filled(page: str, by_name: dict[str, str]) -> str:
+    """The page with these tables between its marks."""
+    for name, text in by_name.items():
+        begin, end = f"<!-- plan_errors: {name} -->\n", "\n<!-- end of it -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + text + end + rest.partition(end)[2]
+    return page
+
+
 def main() -> None:
-    compared = compare()
-    print(table(compared, ("step", *PHASES)))
-    errors = [abs(x.error("step")) for x in compared]
-    print(f"\n{len(errors)} runs: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+    page, by_name = ROOT / "docs" / "plan.md", parts(compare())
+    page.write_text(filled(page.read_text(), by_name))
+    print(*by_name.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ and ways.py chooses memory flags, which rehearsal.py tries. cards.py knows kinds
 script computes, seconds.py how long that takes, and report.py writes all of it down.
 """
 
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from rl.flags import Free, Positive, check_limits
+from rl.flags import Free, Positive
 
 T = TypeVar("T")
 
@@ -37,19 +35,12 @@ def exit_if_planning(args: T) -> T:
 
     The exit code is 0 if the run fits. Otherwise one sentence says why it does not, and the exit code is 1.
     """
-    flags: Any = getattr(args, "planning", PlanFlags())
-    if flags.plan is None:
-        return args
-    if os.environ.get("RANK", "0") != "0":
-        sys.exit()
-    from extras.plan.report import report
+    flags = getattr(args, "planning", PlanFlags())
+    if flags.plan is not None:
+        from extras.plan import report
 
-    try:
-        check_limits(args)
-        print(report(args, flags.plan, flags.plan_response_length, flags.plan_host_memory), flush=True)
-    except ValueError as error:
-        sys.exit(str(error))
-    sys.exit()
+        report.print_and_exit(args, flags)
+    return args
 
 
 class Hardware(NamedTuple):

@@ -3,10 +3,12 @@
 Figures are those of the vendor's data sheets: dense bfloat16 with accumulation in float32, never with sparsity.
 """
 
+import os
 import re
 import subprocess
-from pathlib import Path
 from typing import NamedTuple
+
+from extras.plan.host import host_memory
 
 GIB = 2**30
 VISIBLE = 0.98  # of a card's memory by name, what CUDA shows: a card of 24 GB has 23.5 GiB
@@ -138,7 +140,9 @@ def of_this_machine(host_gib: float | None = None) -> Machine:
         raise ValueError(
             "--plan: this machine has no GPU that nvidia-smi can see; name the GPUs, such as --plan h100x8"
         ) from None
-    return machine_of(out, memory_of_host() if host_gib is None else host_gib)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    lines = out.strip().splitlines()[: None if visible is None else len(visible.split(","))]
+    return machine_of("\n".join(lines), host_memory() / GIB if host_gib is None else host_gib)
 
 
 def machine_of(listing: str, host_gib: float) -> Machine:
@@ -150,12 +154,3 @@ def machine_of(listing: str, host_gib: float) -> Machine:
     fallback = Card(name.strip(), gib, 0, 0, 0, 0, 0, 64, "")
     card = min(near, key=lambda x: abs(x.gib - gib), default=fallback)
     return Machine(card._replace(gib=min(card.gib, gib)) if abs(card.gib - gib) > 2 else card, len(cards), host_gib)
-
-
-def memory_of_host() -> float:
-    """GiB of this host, or of the container that this process is in."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total = int(fields["MemTotal"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text) if text.isdigit() else total) / GIB

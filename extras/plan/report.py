@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 import math
+import os
 import statistics
-from typing import Any, NamedTuple
+import sys
+from typing import Any, NamedTuple, NoReturn
 
-from extras.plan import seconds, simulation
-from extras.plan.cards import Machine, named
-from extras.plan.sizes import sizes_of
-from extras.plan.work import Phase, Work, script_of, work_of
-from rl.flags import flat
+from extras.plan import Hardware, PlanFlags, seconds, simulation
+from extras.plan.cards import GIB, PER_HOST, Machine, named
+from extras.plan.memory import ENGINE, Engine, engine_bytes, engine_weights, least_engine, sequence_bytes
+from extras.plan.sizes import Sizes, sizes_of
+from extras.plan.ways import Choice, DoesNotFit, choose, load_of, spell
+from extras.plan.work import Phase, Work, longest, script_of, work_of
+from rl.flags import check_limits, flat, spelled
+from rl.model.checks import check_heads, read_config
 from rl.model.lora import LoRA
 
 
@@ -24,10 +29,14 @@ class Step(NamedTuple):
 
 
 @functools.cache
+def cached_sizes(path: str, lora: LoRA | None = None, has_score: bool = False) -> Sizes:
+    """See `sizes_of`."""
+    return sizes_of(path, lora=lora, has_score=has_score)
+
+
 def costs_of(path: str, lora: LoRA | None = None, has_score: bool = False) -> seconds.Costs:
     """What the model in `path` costs, from its config.json alone."""
-    sizes = sizes_of(path, lora=lora, has_score=has_score)
-    return seconds.costs_of(sizes, lora.lora_rank if lora else 0)
+    return seconds.costs_of(cached_sizes(path, lora, has_score), lora.lora_rank if lora else 0)
 
 
 def policy_of(args: Any) -> seconds.Costs:
@@ -35,20 +44,69 @@ def policy_of(args: Any) -> seconds.Costs:
     return costs_of(args.model, args.lora if args.lora.lora_rank else None)
 
 
-def step_of(args: Any, work: Work, machine: Machine) -> Step:
-    """Seconds of a step by phase."""
-    v, card = flat(args), machine.card
-    samplers = v.get("samplers", 0)
+def trainers_of(args: Any, machine: Machine) -> int:
+    """GPUs that train. Raises ValueError if the flags do not fit the number of GPUs."""
+    v = flat(args)
+    samplers, shared_by = v.get("samplers", 0), v.get("tensor_model_parallel_size", 1)
     ranks = machine.gpus - samplers
     if ranks < 1:
         raise ValueError(
             f"--samplers {samplers} leaves no GPU of {machine.gpus} to train on; start fewer, or name more GPUs"
         )
-    on_host, moments_on_host = v["param_offload"] is True, v["optimizer_offload"] is True
-    recompute = "selective" if v["activation_checkpointing"] == "auto" else v["activation_checkpointing"]
-    budget = next(x for name, x in v.items() if name.endswith("max_token_len_per_gpu"))
+    if ranks % shared_by:
+        raise ValueError(
+            f"--tensor-model-parallel-size {shared_by} does not divide the {ranks} GPUs; name a multiple of it"
+        )
+    if (size := v["fsdp_size"]) is not None and (size < 1 or ranks % size):
+        raise ValueError(f"--fsdp-size {size} does not divide the {ranks} GPUs that train; choose a divisor")
+    check_heads(args.model, shared_by)
+    return ranks
+
+
+def choice_of(args: Any, machine: Machine, ranks: int) -> Choice:
+    """The memory flags that the program would choose, and the memory that the run takes. Raises DoesNotFit."""
+    gpu, host = machine.card.gib * GIB, machine.host_gib * GIB
+    hardware, least, v = Hardware(int(gpu), int(host), ranks, min(ranks, PER_HOST)), longest(args), flat(args)
+    choice = choose(load_of(args, hardware, least), args.memory, hardware)
+    if "samplers" not in v:
+        return choice
+    sampler = engine_of(v, v["max_prompt_length"] + v["max_response_length"])
+    if (least := least_engine(sampler)) > sampler.share * gpu:
+        raise DoesNotFit(
+            f"a sampler needs {least / GIB:.1f} GiB for the weights and one sequence, and --gpu-memory-utilization "
+            f"{sampler.share:g} leaves it {sampler.share * gpu / GIB:.1f} of {gpu / GIB:.1f}; raise that, or use GPUs "
+            "with more memory"
+        )
+    phases = choice.needed.phases | {"sampling, on the GPUs of samplers": engine_bytes(sampler, gpu)}
+    return choice._replace(needed=choice.needed._replace(phases=phases))
+
+
+def engine_of(v: dict[str, Any], length: float) -> Engine:
+    """The engine of a run, from flags by name, for sequences of so many tokens."""
+    return Engine(
+        sizes=cached_sizes(v["model"]),
+        length=math.ceil(length),
+        sequences=v["max_num_seqs"],
+        share=v["gpu_memory_utilization"],
+        shared_by=v["tensor_model_parallel_size"],
+        is_fp8=v["rollout_quantization"] == "fp8",
+    )
+
+
+def slots_of(v: dict[str, Any], lengths: seconds.Lengths, machine: Machine) -> int:
+    """Sequences that an engine decodes at a time: --max-num-seqs, or as many as its KV cache holds on average."""
+    engine = engine_of(v, lengths.prompt + 0.75 * lengths.response)
+    cache = engine.share * machine.card.gib * GIB - engine_weights(engine) - ENGINE
+    return max(1, min(engine.sequences, int(cache / max(1.0, sequence_bytes(engine)))))
+
+
+def step_of(args: Any, work: Work, machine: Machine, choice: Choice) -> Step:
+    """Seconds of a step by phase."""
+    v, card, way = flat(args), machine.card, choice.way
+    ranks = trainers_of(args, machine)
+    samplers = machine.gpus - ranks
     shards = v["fsdp_size"] or ranks
-    link = card.link_gb_s if machine.hosts == 1 or shards <= 8 else card.network_gb_s
+    link = card.link_gb_s if machine.hosts == 1 or shards <= PER_HOST else card.network_gb_s
     policy, phases = policy_of(args), {}
     lengths = work.lengths
     if work.prompts:
@@ -57,20 +115,19 @@ def step_of(args: Any, work: Work, machine: Machine) -> Step:
         phases["gen"] = sampling_s(v, policy, work, machine, samplers or ranks)
     for phase in work.phases:
         lora = args.lora if phase.has_adapters and args.lora.lora_rank else None
-        limit = 16384 if budget == "auto" else budget
         phases[phase.name] = phases.get(phase.name, 0.0) + phase_s(
             costs_of(phase.path, lora, not phase.has_head),
             machine,
             phase,
             work,
             ranks=ranks,
-            limit=limit,
-            recompute=recompute,
+            limit=way.tokens,
+            recompute=way.checkpointing,
             compiled=v["compile"],
             shards=shards,
             link=link,
-            on_host=on_host,
-            moments_on_host=moments_on_host,
+            on_host=way.param_offload,
+            moments_on_host=way.optimizer_offload,
         )
     phases["others"] = seconds.other_s(work.rows if work.prompts else 0) if work.prompts else 0.05
     whole, notes = sum(phases.values()), ()
@@ -94,7 +151,7 @@ def in_pools_s(
     samplers that never wait make as many tokens.
     """
     staleness, per_step = v["max_staleness"], work.prompts * work.answers
-    in_flight = min(v["max_num_seqs"], math.ceil(per_step * (1 + staleness) / samplers))
+    in_flight = min(slots_of(v, work.lengths, machine), math.ceil(per_step * (1 + staleness) / samplers))
     args = simulated(v, policy, work, machine, in_flight)
     tokens = per_step * work.lengths.response
     sampled = tokens / samplers * (args.base_ms / in_flight + args.sequence_ms) / 1000
@@ -129,9 +186,9 @@ def sampling_s(v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Ma
     """Seconds in which all engines answer the prompts of a step."""
     shared_by = v.get("tensor_model_parallel_size", 1)
     engines = max(1, gpus // shared_by)
-    n = math.ceil(work.prompts * work.answers / engines)
+    n, slots = math.ceil(work.prompts * work.answers / engines), slots_of(v, work.lengths, machine)
     if share := v.get("partial_rollouts"):
-        args = simulated(v, policy, work, machine, min(v["max_num_seqs"], math.ceil(n * (1 + share))))
+        args = simulated(v, policy, work, machine, min(slots, math.ceil(n * (1 + share))))
         args = dataclasses.replace(args, prompts=math.ceil(work.prompts / engines), steps=18)
         return statistics.mean(step.generate_s for step in simulation.steady(args, share))
     return seconds.generate_s(
@@ -139,7 +196,7 @@ def sampling_s(v: dict[str, Any], policy: seconds.Costs, work: Work, machine: Ma
         machine.card,
         work.lengths,
         n,
-        slots=v["max_num_seqs"],
+        slots=slots,
         prompts=work.prompts / engines,
         shared_by=shared_by,
         fp8=v.get("rollout_quantization", "none") != "none",
@@ -196,57 +253,93 @@ class Plan(NamedTuple):
     machine: Machine
     work: Work
     policy: seconds.Costs
-    step: Step
+    choice: Choice
+    step: Step | None  # None if nothing is known about the speed of the GPUs
     start_s: float  # from the command to the first step
     evaluation_s: float  # of each evaluation
 
     @property
     def hours(self) -> float | None:
         """From the command to the end; None if it is not known how many steps there are."""
-        if self.work.steps is None:
+        if self.work.steps is None or self.step is None:
             return None
-        return (
-            self.start_s + self.work.steps * self.step.seconds + self.work.evaluations * self.evaluation_s
-        ) / 3600
+        total = self.start_s + self.work.steps * self.step.seconds + self.work.evaluations * self.evaluation_s
+        return total / 3600
 
 
 def plan_of(args: Any, machine: Machine, response_length: float | None = None) -> Plan:
-    """The plan of a run. Raises ValueError for flags that cannot be planned."""
-    work, policy = work_of(args, response_length), policy_of(args)
+    """The plan of a run. Raises ValueError if it does not fit, and for flags that cannot be planned."""
+    for flag in ("model", "critic_model", "prm_model", "teacher_model", "reward_model"):
+        path = flat(args).get(flag)
+        if path and not (flag == "teacher_model" and args.teacher.teacher_url):
+            read_config(path, flag=spelled(flag))
+    ranks = trainers_of(args, machine)
+    choice, work, policy = choice_of(args, machine, ranks), work_of(args, response_length), policy_of(args)
     evaluation = 0.0
-    if work.evaluations:
+    knows_speed = machine.card.tflops > 0
+    if work.evaluations and knows_speed:
         v = flat(args)
         asked = work._replace(prompts=work.questions, answers=1)
         evaluation = sampling_s(v, policy, asked, machine, v.get("samplers") or machine.gpus)
-    start = start_s(policy, work.prompts > 0)
-    return Plan(script_of(args), machine, work, policy, step_of(args, work, machine), start, evaluation)
+    step = step_of(args, work, machine, choice) if knows_speed else None
+    return Plan(script_of(args), machine, work, policy, choice, step, start_s(policy, work.prompts > 0), evaluation)
 
 
-def text_of(plan: Plan, path: str) -> str:
+def text_of(plan: Plan, args: Any) -> str:
     """A plan as it is printed."""
-    policy = plan.policy
-    lines = [f"{plan.script}.py on {plan.machine}"]
-    lines.append(f"model: {path}, {policy.parameters / 1e9:.2f}e9 parameters, {policy.learned / 1e9:.3f}e9 learn")
-    if plan.machine.card.tflops:
-        step = plan.step
-        shown = ", ".join(f"{name} {x:.1f}" for name, x in step.phases.items() if x >= 0.05)
-        lines.append(f"seconds per step: {step.seconds:.1f} ({shown})")
+    policy, needed, card = plan.policy, plan.choice.needed, plan.machine.card
+    flag = next(name for name in vars(args.memory) if name.endswith("max_token_len_per_gpu"))
+    by_phase = ", ".join(f"{name} {x / GIB:.1f}" for name, x in needed.phases.items())
+    lines = [
+        f"{plan.script}.py on {plan.machine}",
+        f"model: {args.model}, {policy.parameters / 1e9:.2f}e9 parameters, of which {policy.learned / 1e9:.3g}e9 learn",
+        f"flags: {spell(plan.choice.way, flag)}",
+        f"GiB of each GPU, which has {card.gib:.1f}: {by_phase}",
+        f"GiB of host memory, of which each machine has {plan.machine.host_gib:.0f}: {needed.host / GIB:.0f}",
+    ]
+    if plan.step is None:
+        lines.append("seconds: not known, since nothing is known about this card but its memory")
+    else:
+        step, gpus = plan.step, plan.machine.gpus
+        by_phase = ", ".join(f"{name} {x:.1f}" for name, x in step.phases.items() if x >= 0.05)
+        lines.append(f"seconds per step: {step.seconds:.1f} ({by_phase})")
         lines += step.notes
         rate = step.tokens / step.seconds
-        lines.append(f"tokens per second: {rate:,.0f}, {rate / plan.machine.gpus:,.0f} per GPU, with prompts")
+        lines.append(f"tokens per second: {rate:,.0f}, {rate / gpus:,.0f} per GPU, prompts included")
         lines.append(f"start: {plan.start_s:.0f} s before the first step")
         if plan.work.evaluations:
             lines.append(f"evaluations: {plan.work.evaluations} of {plan.evaluation_s:.0f} s")
         if plan.hours is not None:
-            cost = f"{plan.hours:.2f} hours, {plan.hours * plan.machine.gpus:.1f} GPU hours"
-            lines.append(f"{plan.work.steps} steps: {cost}")
-    else:
-        lines.append("seconds: not known, since nothing is known about this card but its memory")
+            lines.append(f"{plan.work.steps} steps: {plan.hours:.2f} hours, {plan.hours * gpus:.1f} GPU hours")
     lines += [f"assumed: {text}" for text in plan.work.assumed]
     return "\n".join(lines)
 
 
-def report(args: Any, machines: tuple[str, ...], response_length: float | None, host_gib: float | None) -> str:
-    """The plans of a run on machines that are named as in cards.py, one after the other."""
-    plans = [plan_of(args, named(name, host_gib), response_length) for name in machines or ("here",)]
-    return "\n\n".join(text_of(plan, args.model) for plan in plans)
+def report(args: Any, flags: PlanFlags) -> tuple[list[str], list[str]]:
+    """The plans of a run on the machines that --plan names, as cards.py has them, and a sentence for each on which it
+    does not fit. Raises ValueError for flags that mean nothing.
+    """
+    check_limits(args)
+    plans, refused = [], []
+    for name in flags.plan or ("here",):
+        machine = named(name, flags.plan_host_memory)
+        if not flags.plan and "WORLD_SIZE" in os.environ:  # torchrun says how many of these GPUs train
+            gpus = int(os.environ["WORLD_SIZE"]) + flat(args).get("samplers", 0)
+            machine = machine._replace(gpus=gpus)
+        try:
+            plans.append(text_of(plan_of(args, machine, flags.plan_response_length), args))
+        except DoesNotFit as error:
+            refused.append(f"{args.model} on {machine}: {error}")
+    return plans, refused
+
+
+def print_and_exit(args: Any, flags: PlanFlags) -> NoReturn:
+    """Print the plans on rank 0, and end this process. The exit code is 1 if the run does not fit on every machine."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit()
+    try:
+        plans, refused = report(args, flags)
+    except ValueError as error:
+        plans, refused = [], [str(error)]
+    print("\n\n".join(plans), end="\n" if plans else "", flush=True)
+    sys.exit("\n".join(refused) or None)

@@ -37,7 +37,7 @@ RECURRENT_S = 4.5e-12  # per token and entry of a recurrent state, on an H100
 LINK = 0.67  # share of the bandwidth between GPUs that FSDP reaches
 HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computation
 BUS = 0.66  # share of the bandwidth to the host
-HOST_ADAMW = 5e8  # parameters that AdamW steps per second on the host of one GPU
+HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
 
 
 class Costs(NamedTuple):
@@ -143,8 +143,8 @@ class Lengths(NamedTuple):
 
     def squares(self) -> float:
         """Mean of the squared length of prompt and response."""
-        at = np.arange(self.limit)
-        return self.prompt**2 + float((2 * (self.prompt + at) + 1) @ self.open(at))
+        at = np.arange(self.limit) + 0.5
+        return self.prompt**2 + float(2 * (self.prompt + at) @ self.open(at))
 
 
 def generate_s(
@@ -248,4 +248,4 @@ def push_s(model: Costs, *, sleeps: bool, to_others: bool = False) -> float:
 
 def other_s(responses: int) -> float:
     """Seconds of rewards, batches, advantages, and the check of the engine."""
-    return 0.3 + 1.5e-4 * responses
+    return 0.25 + 1.5e-4 * responses

@@ -73,6 +73,10 @@ def work_of(args: Any, response_length: float | None) -> Work:
             )
         lengths = Lengths(float(prompt), float(response_length or limit), limit)
     prompts, answers, rows, same = _counts(args, v, samples)
+    if samples and v["engine"] != "vllm":
+        assumed.append(f"responses are sampled as fast as by vllm; --engine {v['engine']} is many times slower")
+    if v.get("environment") or v.get("tools"):
+        assumed.append("tools and environments answer at once")
     if v.get("filter_groups"):
         assumed.append("no group of responses is dropped by --filter-groups")
     taken = prompts if "prm_lr" in v else v["train_batch_size"]
@@ -137,6 +141,13 @@ def _phases(args: Any, v: dict[str, Any]) -> list[Phase]:
     return [*phases, update("update_actor", v["model"])]
 
 
+def longest(args: Any) -> int:
+    """Tokens that a micro-batch must hold at least: those of one sequence, or of a pair of sequences."""
+    v = flat(args)
+    sequence = v["max_length"] if "max_length" in v else v["max_prompt_length"] + v["max_response_length"]
+    return max(args.rows_per_unit * sequence, v["reward_model_max_length"] if v.get("reward_model") else 0)
+
+
 # --- the data, as far as it can be read cheaply
 
 
@@ -157,7 +168,7 @@ def look_at(args: Any, v: dict[str, Any]) -> Data:
         return Data(None, held_out, None, None, (f"--train-files {' '.join(v['train_files'])} cannot be read",))
     try:
         prompt, response = mean_lengths(args, v, first_rows(Path(v["train_files"][0])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Data(rows, held_out, None, None, (f"lengths of the data are not known ({reason})",))
     return Data(rows, held_out, prompt, response, ())
@@ -187,7 +198,8 @@ def first_rows(file: Path) -> list[dict]:
     import pyarrow.parquet as pq
 
     if file.suffix == ".parquet":
-        return next(pq.ParquetFile(file).iter_batches(LOOKED_AT)).to_pylist()
+        batches = pq.ParquetFile(file).iter_batches(LOOKED_AT)
+        return next((batch.to_pylist() for batch in batches), [])
     with file.open() as lines:
         return [json.loads(line) for line, _ in zip(lines, range(LOOKED_AT), strict=False) if line.strip()]
 
@@ -197,6 +209,8 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
     from rl.data.encode import encode_conversation, encode_prompts, encode_sft, load_tokenizer
     from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 
+    if not rows or any(row.get("images") for row in rows):
+        raise ValueError("rows with images are not measured" if rows else "there are no rows")
     tokenizer = load_tokenizer(v["model"], args.data)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
@@ -224,7 +238,7 @@ def script_of(args: Any) -> str:
 
 def is_of_rewards(args: Any) -> bool:
     """Whether a script learns a reward model, from pairs of rows."""
-    return "ppo_epochs" not in flat(args) and script_of(args) == "train_reward"
+    return "ppo_epochs" not in flat(args) and args.rows_per_unit == 2
 
 
 def mean(numbers: list[int]) -> float:
