@@ -90,6 +90,7 @@ class Machine(NamedTuple):
 
     @property
     def hosts(self) -> int:
+        """How many machines that takes."""
         return -(-self.gpus // PER_HOST)
 
     def __str__(self) -> str:

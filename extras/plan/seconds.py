@@ -59,6 +59,7 @@ class Costs(NamedTuple):
 
     @property
     def learned(self) -> float:
+        """Parameters that learn."""
         return self.adapters or self.parameters
 
     def cache_bytes(self, context: float) -> float:

@@ -195,6 +195,7 @@ def count(files: tuple[str, ...]) -> int | None:
 
 
 def first_rows(file: Path) -> list[dict]:
+    """The first rows of a parquet or jsonl file, as many as are looked at."""
     import pyarrow.parquet as pq
 
     if file.suffix == ".parquet":
@@ -242,4 +243,5 @@ def is_of_rewards(args: Any) -> bool:
 
 
 def mean(numbers: list[int]) -> float:
+    """Their mean, in tokens."""
     return sum(numbers) / len(numbers)

@@ -19,7 +19,7 @@ RL_SCRIPTS = "train_grpo train_grpo_variants train_ppo train_dapo train_reinforc
 RL_SCRIPTS += " train_async"
 SCRIPTS = [ROOT / f"{name}.py" for name in [*RL_SCRIPTS.split(), "sft", "train_reward", "eval"]]  # not a user's copies
 LIBRARY = sorted((ROOT / "rl").rglob("*.py"))
-DOORS = sorted(ROOT.glob("extras/*/__init__.py"))
+EXTRAS = sorted((ROOT / "extras").rglob("*.py"))
 # Each room may import those before it, and the files directly in rl/.
 ROOMS = ["formulas", "data", "model", "scoring", "sampling", "run"]
 FORMULAS = sorted(path for path in (ROOT / "rl" / "formulas").glob("*.py") if path.stem != "__init__")
@@ -223,8 +223,8 @@ def test_a_flag_that_picks_from_a_table_has_its_choices_from_there():
 
 def test_every_flag_is_read():
     """As an attribute, wherever: `args.lr` in a script, `memory.fsdp_size` in the library."""
-    read = {path: set(re.findall(r"\.(\w+)\b", path.read_text())) for path in [*SCRIPTS, *LIBRARY, *DOORS]}
-    of_library = set().union(*(read[path] for path in [*LIBRARY, *DOORS]))
+    read = {path: set(re.findall(r"\.(\w+)\b", path.read_text())) for path in [*SCRIPTS, *LIBRARY, *EXTRAS]}
+    of_library = set().union(*(read[path] for path in [*LIBRARY, *EXTRAS]))
     named = {"project_name", "experiment_name"}  # getattr in a loop
     for path in SCRIPTS:
         assert flags.flat(args_of(path)()).keys() - named <= read[path] | of_library, path
@@ -343,7 +343,7 @@ def test_importing_a_module_changes_nothing_in_the_process(tmp_path):
     assert end == f"imported {len(modules) + 1}"
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=label)
+@pytest.mark.parametrize("path", [*LIBRARY, *EXTRAS], ids=label)
 def test_importing_a_module_runs_definitions_only(path):
     for node in tree(path).body:
         kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
@@ -371,14 +371,14 @@ def test_no_guessing_at_attributes_and_no_swallowed_errors(path):
 OTHERS_CODE = [ROOT / "rl/scoring/worker.py", ROOT / "rl/sampling/environment_worker.py"]  # which may raise SystemExit
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p not in OTHERS_CODE], ids=label)
+@pytest.mark.parametrize("path", [p for p in [*LIBRARY, *EXTRAS] if p not in OTHERS_CODE], ids=label)
 def test_no_bare_except_in_the_library(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None and ast.unparse(node.type) != "BaseException", f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p.read_text().strip()], ids=label)
+@pytest.mark.parametrize("path", [p for p in [*LIBRARY, *EXTRAS] if p.read_text().strip()], ids=label)
 def test_every_public_function_and_module_is_documented(path):
     module = tree(path)
     assert ast.get_docstring(module), f"{path} has no docstring"
