@@ -63,6 +63,10 @@ class Settled(NamedTuple):
 
 def hardware() -> Hardware | None:
     """What this rank sees; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
     from extras.plan import host
 
     return host.hardware()

@@ -18,6 +18,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import helpers_scripts as h
 import launch
 import pytest
 from launch import ROOT
@@ -207,6 +208,37 @@ def test_core_and_wall_know_an_extra_only_by_its_door(part):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [module]
             rooms = [name for name in names if name.startswith("extras.") and name.count(".") > 1]
             assert not rooms, f"{path} imports {rooms}; only the door of an extra may be imported"
+
+
+@pytest.mark.parametrize("extra", DOORS, ids=lambda door: door.parent.name)
+def test_an_extra_knows_the_core_its_own_room_and_doors(extra):
+    for path in sorted(extra.parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            files = {file for name in names for file in files_of(name)}
+            wall = {file for file in files if file.is_relative_to(ROOT / "rl" / "run")}
+            assert not wall, f"{path} imports {names} of the wall; the caller can hand in what is needed"
+            rooms = {file for file in files if file.is_relative_to(ROOT / "extras") and file.name != "__init__.py"}
+            others = {file for file in rooms if not file.is_relative_to(extra.parent)}
+            assert not others, f"{path} imports {names} of another extra; only its door may be imported"
+
+
+def test_a_default_run_loads_no_file_of_an_extra_except_doors(tmp_path):
+    h.needs_vllm()
+    settings = h.grpo_settings(h.make_task(tmp_path), tmp_path / "run", engine="vllm", total_training_steps=3)
+    program = (
+        "import sys, train_grpo\n"
+        "from rl.flags import build\n"
+        f"train_grpo.main(build(train_grpo.Args, **{settings!r}))\n"
+        "print('LOADED', *sorted(name for name in sys.modules if name.startswith('extras')))\n"
+    )
+    (line,) = [x for x in launch.run("-c", program).splitlines() if x.startswith("LOADED")]
+    loaded, doors = set(line.split()[1:]), {f"extras.{door.parent.name}" for door in DOORS}
+    assert "extras.plan" in loaded
+    assert not (rooms := loaded - doors - {"extras"}), f"a default run has loaded {rooms}"
 
 
 def test_what_counts_as_a_code_line():
