@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3Config,
@@ -102,17 +103,22 @@ class Random:
         return model.eval(), {"missing_keys": []}
 
 
+def save(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, seed: int = 0) -> int:
+    """Write a model of new weights with this config, and the tokenizer. Returns the number of parameters."""
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.bfloat16).cpu()
+    torch.cuda.empty_cache()  # somebody may want the GPU while the files are written
+    model.save_pretrained(out, max_shard_size="2GB")  # which are copied in memory, one at a time
+    tokenizer.save_pretrained(out)
+    return sum(p.numel() for p in model.parameters())
+
+
 def main(args: Args) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     config = config_of(args.shape, args.layers, eos_token_id=tokenizer.eos_token_id)
-    torch.manual_seed(args.seed)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        kind = AutoModelForImageTextToText if args.shape in HYBRIDS else AutoModelForCausalLM
-        model = kind.from_config(config, dtype=torch.bfloat16).cpu()
-    torch.cuda.empty_cache()  # somebody may want the GPU while the files are written
-    model.save_pretrained(args.out, max_shard_size="2GB")  # which are copied in memory, one at a time
-    tokenizer.save_pretrained(args.out)
-    count = sum(p.numel() for p in model.parameters())
+    count = save(config, tokenizer, args.out, seed=args.seed)
     print(f"{args.out}: {args.shape} shape, {count / 1e9:.2f}B parameters, random")
 
 

@@ -8,6 +8,7 @@ import importlib
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from helpers_flags import commands, parsed
 from launch import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+import train_grpo
+from benchmarks import recipes as benchmark
 from extras.plan import exit_if_planning
 from rewards.by_data_source import reward_name
 from rl.flags import change, check_limits, flat
@@ -208,6 +211,47 @@ def test_a_step_of_a_command_in_miniature_makes_as_many_updates_as_the_original(
     models = 2 if recipe.script == "train_ppo.py" else 1
     assert len(made) == models * updates
     assert step["actor/lr"] == pytest.approx(recipe.args.lr * (0.1 if recipe.args.lr_warmup_steps else 1.0))
+
+
+def test_the_benchmark_takes_a_step_of_a_command_and_keeps_its_number_of_updates():
+    args = benchmark.Args(("grpo_7b",), "tok", Path("out"), Path("models"), Path("gsm8k"), prompts=64)
+    words = benchmark.one_step(benchmark.published("grpo_7b", (ROOT / "docs" / "verl.md").read_text()), args)
+    assert words[:4] == ["torchrun", "--nproc_per_node", "2", "train_grpo.py"]
+    smaller = parsed(train_grpo.Args, words[4:])
+    [same] = [recipe.args for recipe in RECIPES if recipe.args.logging.experiment_name == "grpo_7b"]
+    assert smaller == change(
+        same,
+        model="models/Qwen2-7B-Instruct",
+        train_files=("gsm8k/train.parquet",),
+        val_files=("gsm8k/test.parquet",),
+        custom_reward_function=("benchmarks/noise_reward.py",),
+        train_batch_size=64,
+        ppo_mini_batch_size=16,  # 1024 / 256 = 64 / 16 updates
+        total_training_steps=1,
+        test_freq=-1,
+        val_before_train=False,
+        save_freq=0,
+        resume_mode="disable",
+    )
+    refused = {"grpo_70b": "docs/verl.md has no such command; it has ppo_0.5b, ", "grpo_vl_7b": "needs images"}
+    for name, reason in refused.items():
+        with pytest.raises(ValueError, match=f"{name}:? {reason}"):
+            benchmark.published(name, (ROOT / "docs" / "verl.md").read_text())
+
+
+@pytest.mark.thorough
+def test_the_benchmark_runs_a_command_and_says_how_it_ended(task, tmp_path, capsys):
+    """On a tiny model, which stands where the benchmark would have made one."""
+    shutil.copytree(task.model, tmp_path / "models" / "Qwen2.5-0.5B-Instruct")
+    sizes = "--max-prompt-length 32 --max-response-length 12 --engine hf --reward-workers 1"
+    folders = tmp_path / "out", tmp_path / "models", Path(task.train).parent
+    args = benchmark.Args(("ppo_0.5b",), "none", *folders, prompts=8, more=sizes)
+    assert benchmark.main(args) == 0
+    assert re.search(r"ppo_0.5b: exit 0 after \d+ s\n  step 1/1 \| reward ", capsys.readouterr().out)
+    assert len(h.read_jsonl(tmp_path / "out" / "ppo_0.5b" / "metrics.jsonl")) == 1
+    assert benchmark.main(dataclasses.replace(args, more=f"{sizes} --max-response-length 10000")) == 1
+    said = capsys.readouterr().out
+    assert "ppo_0.5b: exit 1 after " in said and "= 10032 tokens" in said
 
 
 def answers(text: str) -> list[str]:
