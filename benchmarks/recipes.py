@@ -5,8 +5,8 @@
 
 A command is named by its --experiment-name. Its flags are those of the page, except that it takes one step on questions
 of GSM8K, with rewards of noise, and neither evaluates nor saves. The models have the configs in tests/recipes/ and new
-weights, so that most responses run to the limit. grpo_vl_7b is left out, since it needs images. Each command, its output
-and its metrics.jsonl go to --out.
+weights, so that most responses run to the limit. grpo_vl_7b is left out, since it needs images. Each command, its
+output and its metrics.jsonl go to --out.
 """
 
 import math
