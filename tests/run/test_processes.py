@@ -13,14 +13,14 @@ RANK = """
 import os, sys, time
 from dataclasses import make_dataclass
 from pathlib import Path
-from rl import flags
-from rl.run import arguments
+import tyro
+from rl.run.command_line import parse
 from rl.ranks import init_ranks
 
 if sys.argv[2] == "joined":
     init_ranks()
 else:
-    arguments.parse(make_dataclass("Args", [("words", arguments.tyro.conf.Positional[tuple[str, ...]])]), None)
+    parse(make_dataclass("Args", [("words", tyro.conf.Positional[tuple[str, ...]], ())]), None)
 Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """

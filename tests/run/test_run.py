@@ -96,6 +96,16 @@ def test_a_begin_after_the_first_saves_at_save_freq_and_at_the_end_only(start, f
     ]
 
 
+def test_a_run_names_packages_that_are_newer_than_what_was_tested(start, capsys, monkeypatch):
+    start()[0].folder.release()
+    assert "newer than" not in capsys.readouterr().out  # the versions of requirements-cpu.txt were run
+    monkeypatch.setattr("rl.run.run.NEWEST", {"torch": (2, 9), "transformers": (99, 0), "vllm-gpu-of-nobody": (0, 1)})
+    start(experiment_name="newer")
+    said = [line for line in capsys.readouterr().out.splitlines() if "newer than" in line]
+    expected = f"newer than what was tested: torch {torch.__version__} (2.9); docs/troubleshooting.md has what was run"
+    assert said == [expected]
+
+
 def test_a_resumed_run_says_which_steps_are_left(start, capsys):
     for saved, left in ((3, "steps 4-5"), (5, "no steps left")):
         run, _, _ = start(save_freq=saved)

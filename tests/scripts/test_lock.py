@@ -8,6 +8,7 @@ from launch import ROOT
 from packaging.requirements import Requirement
 
 from benchmarks import make_lock
+from rl.run import run
 
 LOCK, BOUNDS = ROOT / "requirements.lock", make_lock.named(ROOT / "requirements.txt")
 
@@ -50,6 +51,8 @@ def test_the_lock_has_the_newest_stack_that_the_pages_name():
     version = {name: re.search(rf"^{name}==(\S+)", text, re.M)[1] for name in ("vllm", "torch", "transformers")}
     short = {name: x.removesuffix(".0") for name, x in version.items()}
     assert f"| vLLM {short['vllm']}, torch {short['torch']}, transformers {short['transformers']}" in page
+    newest = {x: ".".join(map(str, run.NEWEST[x])) for x in ("vllm", "torch")}  # a run says if there are newer ones
+    assert newest == {x: short[x] for x in newest}
     [bound] = [x.specifier for x in BOUNDS if x.name == "vllm"]
     major, minor, _ = map(int, version["vllm"].split("."))
     assert version["vllm"] in bound and f"{major}.{minor + 1}.0" not in bound  # nothing newer than what was run

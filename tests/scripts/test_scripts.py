@@ -1044,7 +1044,7 @@ GRPO_MISTAKES = {
     ),
     "budget": (
         lambda f: dict(ppo_max_token_len_per_gpu=43),
-        ["--ppo-max-token-len-per-gpu 43", "--max-prompt-length + --max-response-length = 44", "raise it"],
+        ["--ppo-max-token-len-per-gpu 43", "(--max-prompt-length + --max-response-length) = 44", "raise it"],
     ),
     "context": (
         lambda f: dict(max_response_length=97),
