@@ -2,7 +2,7 @@
 
 --plan prints it, and memory flags that are `auto` are settled by it. sizes.py measures a model, memory.py adds up bytes
 and ways.py chooses memory flags, which rehearsal.py tries. cards.py knows kinds of GPUs, work.py says what a step of a
-script computes, seconds.py how long that takes, and report.py writes all of it down.
+script computes, seconds.py and simulation.py how long that takes, step.py adds it up, and report.py prints it.
 """
 
 from dataclasses import dataclass

@@ -37,6 +37,7 @@ RECURRENT_S = 4.5e-12  # per token and entry of a recurrent state, on an H100
 LINK = 0.67  # share of the bandwidth between GPUs that FSDP reaches
 HIDDEN_BEHIND = 0.63  # share of that communication that goes on behind computation
 BUS = 0.66  # share of the bandwidth to the host
+DATA_S = 0.05  # of a step that samples nothing, for its rows
 HOST_ADAMW = 2e8  # parameters that AdamW steps per second on the host of one GPU
 
 
@@ -250,3 +251,8 @@ def push_s(model: Costs, *, sleeps: bool, to_others: bool = False) -> float:
 def other_s(responses: int) -> float:
     """Seconds of rewards, batches, advantages, and the check of the engine."""
     return 0.25 + 1.5e-4 * responses
+
+
+def start_s(model: Costs, *, samples: bool) -> float:
+    """Seconds from the command to the first step."""
+    return 35 + 4 * model.parameters / 1e9 + (40 if samples else 0)
