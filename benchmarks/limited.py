@@ -1,11 +1,11 @@
 """Run a program as if its GPU were smaller: what is beyond so many GiB is taken before it begins.
 
-    python benchmarks/limited.py 24 benchmarks/step_time.py --shape 7B --lora-rank 32 --param-offload \\
-        --gpu-memory-utilization 0.15
-    torchrun --nproc_per_node 2 benchmarks/limited.py 80 benchmarks/step_time.py --shape 14B --optimizer-offload ...
+    python benchmarks/limited.py 24 train_grpo.py --model models/qwen-1.5b-random ...
+    torchrun --nproc_per_node 2 benchmarks/limited.py 80 benchmarks/step_time.py --shape 14B --tokenizer T
 
---gpu-memory-utilization and memory_gb/* in the metrics are of the whole GPU: subtract what is taken. What was in use at
-most besides is printed at the end, seen five times a second.
+The program sees a GPU with so many GiB: torch says so to whoever asks how much memory there is and how much of it is
+free, so --gpu-memory-utilization is a share of these, and memory flags are chosen for them. memory_gb/* in the metrics
+leave out what is taken, too. What was in use at most is printed at the end, seen five times per second.
 """
 
 import os
@@ -24,6 +24,13 @@ def watch(most: list[float], stop: threading.Event, device: torch.device) -> Non
         most[0] = max(most[0], (total - free) / 2**30)
 
 
+def shrink(total: int) -> None:
+    """Let torch say that a GPU has `total` bytes. How much is free stays as it is."""
+    free_and_all, of_accelerator = torch.cuda.mem_get_info, torch.accelerator.get_memory_info
+    torch.cuda.mem_get_info = lambda device=None: (free_and_all(device)[0], total)
+    torch.accelerator.get_memory_info = lambda device=None: (of_accelerator(device)[0], total)
+
+
 def main(gib: float, file: str) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     sys.path.insert(0, str(Path(file).parent))
@@ -36,14 +43,14 @@ def main(gib: float, file: str) -> None:
     taken = torch.cuda.mem_get_info(device)[1] - int(gib * 2**30)
     torch.cuda.caching_allocator_alloc(taken, device)
     print(f"{device}: {taken / 2**30:.1f} GiB are taken, {gib:g} are left", flush=True)
+    shrink(int(gib * 2**30))
     most, stop = [0.0], threading.Event()
     threading.Thread(target=watch, args=(most, stop, device), daemon=True).start()
     try:
         runpy.run_path(file, run_name="__main__")
     finally:
         stop.set()
-        used = most[0] - taken / 2**30
-        print(f"{device}: at most {used:.1f} GiB were in use of the {gib:g} that were left", flush=True)
+        print(f"{device}: at most {most[0]:.1f} GiB were in use of the {gib:g} that were left", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from extras.plan.sizes import Sizes
 GIB = 2**30
 ALONE, TOGETHER = 2.5 * GIB, 3.5 * GIB  # what CUDA, compiled code and graphs take; and with NCCL
 WITHOUT_ENGINE = 1.5 * GIB  # of these, if there is no engine
+CONTEXT = 1 * GIB  # of these, what is there when the engine starts
 ENGINE = 1 * GIB  # of vLLM besides weights and KV cache
 STAGING = 2**27  # bytes of the buffer that a save copies through, see rl/run/checkpoint_tensors.py
 HEAD_CHUNK = 2048  # tokens whose logits exist at a time, see rl/model/logprobs.py
@@ -110,6 +111,7 @@ class Needed(NamedTuple):
 
     phases: dict[str, float]  # on each GPU
     engine: float  # that the engine takes while it samples, of `phases`
+    start: float  # on each GPU when the engine starts: the policy is there, and vLLM wants its whole share to be free
     host: float  # on a machine with rank 0
     parts: dict[str, float]  # of the GPU while it learns
 
@@ -141,14 +143,13 @@ def needed(load: Load, way: Way, total: float) -> Needed:
     phases["optimizer step"] += asleep
     if load.engine:
         phases["sampling"] = resting - gone + engine
-        # vLLM starts beside the policy alone, and wants its whole share free.
-        phases["start of the engine"] = weights[load.models[0]] + others + load.engine.share * total
     guests = [(weights[x], pass_bytes(x, load, way, learns=False)) for x in visiting]
     guests += [(2 * x.total / n, 2 * x.total * (n == 1)) for x in load.scores]
     if guests:
         phases["scoring"] = resting + asleep + max(map(sum, guests))
     parts = {"weights": there, "gradients": gradients, "AdamW": stepping, "a micro-batch": micro, "others": others}
-    return Needed(phases, engine, host_bytes(load, way), parts)
+    start = weights[load.models[0]] + CONTEXT + load.engine.share * total if load.engine else 0.0
+    return Needed(phases, engine, start, host_bytes(load, way), parts)
 
 
 def engine_bytes(x: Engine, total: float) -> float:

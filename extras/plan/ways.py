@@ -121,15 +121,20 @@ def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
             f"--gpu-memory-utilization {load.engine.share:g} leaves it {_gib(load.engine.share * hardware.gpu)} of "
             f"{_gib(hardware.gpu)}; raise that, or --tensor-model-parallel-size, or use more GPUs"
         )
-    if fitting := [x for x in fits_host if x.needed.most <= USABLE * hardware.gpu]:
+    if fitting := [x for x in fits_host if _fits(x.needed, hardware)]:
         return fitting[0]
     raise DoesNotFit(_why_not(found, fits_host, load, hardware))
+
+
+def _fits(x: Needed, hardware: Hardware) -> bool:
+    """Whether a way fits a GPU."""
+    return x.most <= USABLE * hardware.gpu and x.start <= hardware.gpu
 
 
 def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware) -> str:
     """Why no way fits, in a sentence."""
     least = min(found, key=lambda x: x.needed.most)
-    if least.needed.most <= USABLE * hardware.gpu:  # and so not into the host
+    if _fits(least.needed, hardware):  # and so not into the host
         fix = "use more GPUs, machines with more memory, or --lora-rank"
         fix += ", or --save-freq 0, since a save copies the state to the host" if load.saves else ""
         return (
@@ -137,9 +142,16 @@ def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware:
             f"needs {_gib(least.needed.host)} GiB of host memory and has {_gib(hardware.host)}; {fix}"
         )
     least = min(fits_host or found, key=lambda x: x.needed.most)
+    if least.needed.most <= USABLE * hardware.gpu:
+        share = f"--gpu-memory-utilization {load.engine.share:g}"
+        return (
+            f"vLLM cannot start: {share} is {_gib(load.engine.share * hardware.gpu)} GiB of each GPU, and with the "
+            f"policy and CUDA that is {_gib(least.needed.start)} of {_gib(hardware.gpu)}, even with "
+            f"{spell(least.way)}; lower {share}, or use more GPUs or --lora-rank"
+        )
     phase = max(least.needed.phases, key=least.needed.phases.get)
     parts, fix = f"of which vLLM takes {_gib(least.needed.engine)}", "--gpu-memory-utilization or --max-num-seqs"
-    if phase not in ("sampling", "start of the engine"):
+    if phase != "sampling":
         parts, fix = ", ".join(f"{name} {_gib(x)}" for name, x in least.needed.parts.items()), "the longest sequence"
     return (
         f"the run does not fit: with {spell(least.way)}, which needs least, {phase} takes "
@@ -209,7 +221,7 @@ def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) ->
     if way not in ways(memory, load.longest, has_adapters=bool(load.models[0].rank)):
         return None, f"{unused} flags or lengths have changed"
     takes = needed(load, way, hardware.gpu)
-    if takes.most > hardware.gpu or takes.host > hardware.host:
+    if max(takes.most, takes.start) > hardware.gpu or takes.host > hardware.host:
         return None, (
             f"{unused} it does not fit any more: it takes {_gib(takes.most)} of {_gib(hardware.gpu)} GiB of a GPU, and "
             f"{_gib(takes.host)} of {_gib(hardware.host)} on the host"

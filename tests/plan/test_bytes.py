@@ -116,7 +116,9 @@ def test_the_phases_with_an_engine_by_hand():
     load = replace(ONE, engine=ENGINE)
     phases = needed(load, Way("full", 7), 80 * GIB).phases
     assert phases["sampling"] == 12 * P + engine_bytes(ENGINE, 80 * GIB) + ALONE
-    assert phases["start of the engine"] == 4 * P + 0.5 * 80 * GIB + ALONE
+    assert needed(load, Way("full", 7), 80 * GIB).start == 4 * P + 0.5 * 80 * GIB + memory.CONTEXT
+    assert needed(load, Way("full", 7, param_offload=True), 80 * GIB).start == 0.5 * 80 * GIB + memory.CONTEXT
+    assert needed(ONE, Way("full", 7), 80 * GIB).start == 0
     stays = needed(replace(load, engine=replace(ENGINE, gives_back=False)), Way("full", 7), 80 * GIB).phases
     assert stays["updating"] - phases["updating"] == engine_bytes(ENGINE, 80 * GIB)
 

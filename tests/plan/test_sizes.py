@@ -1,6 +1,7 @@
 """Sizes of models from their configs alone, against numbers that are worked out by hand."""
 
 import pytest
+import torch
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -11,7 +12,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from benchmarks import make_model
 from extras.plan.sizes import sizes_of
+from rl.model import lora as adapters
+from rl.model import vision
 from rl.model.lora import LoRA
 
 
@@ -97,6 +101,18 @@ def test_a_mixture_of_experts_by_hand(folder_of):
     assert first.expert_adapters == 16 * (10 + 8 + 8 + 5)
     linear = 8 + 24 + 2 * (8 + 12) + 24 + 8
     assert sum(found.adapters(8)) == 2 * 8 * (linear + first.expert_adapters)
+
+
+@pytest.mark.parametrize("shape", ["1.5B", "7B", "30B-A3B", "4B-hybrid"])
+def test_the_sizes_are_those_of_the_model_and_of_the_adapters_that_it_gets(folder_of, shape):
+    config = make_model.config_of(shape)
+    found = sizes_of(folder_of(config), lora=LoRA(lora_rank=8))
+    with torch.device("meta"):
+        model = vision.auto_class(config.name_or_path or folder_of(config)).from_config(config)
+    assert sorted(found.tensors) == sorted(x.numel() for x in model.parameters())
+    assert found.total == sum(found.tensors) and len(found.layers) == config.get_text_config().num_hidden_layers
+    adapters.add(model, LoRA(lora_rank=8), path="", seed=0)
+    assert sorted(found.adapters(8)) == sorted(x.numel() for x in model.parameters() if x.requires_grad)
 
 
 def test_layers_with_windows_keep_what_is_in_them(folder_of):

@@ -203,8 +203,8 @@ def test_the_defaults_fit(folder_of, shape, where, flags, expected):
     assert chosen(build(train_grpo.Args, model=folder_of(shape), **flags), *where) == expected
 
 
-LADDER = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 192, 288, 500, 1000)
-HOSTS = (16, 32, 64, 128, 200, 256, 400, 512, 1024, 4096)
+LADDER = (8, 16, 20, 24, 32, 48, 80, 96, 141, 288, 1000)
+HOSTS = (16, 64, 128, 256, 512, 4096)
 CASES = [
     *itertools.product(SHOWN, (1, 2, 8), [{}]),
     *itertools.product(("1.5B", "7B"), (1, 4), [dict(lora_rank=8), dict(use_kl_loss=True), dict(param_offload=False)]),
@@ -385,6 +385,8 @@ def test_a_run_that_began_on_a_cpu_is_planned_anew_on_a_gpu(folder_of):
 
 # --- nothing fits
 
+NO_ROOM = dict(lora_rank=8, gpu_memory_utilization=0.9, max_num_seqs=8, param_offload=False)
+
 
 @pytest.mark.parametrize(
     ("shape", "where", "flags", "words"),
@@ -397,7 +399,8 @@ def test_a_run_that_began_on_a_cpu_is_planned_anew_on_a_gpu(folder_of):
             dict(gpu_memory_utilization=0.9, param_offload=False),
             "does not fit: with .* updating takes",
         ),
-        ("7B", (79.2, 999), dict(gpu_memory_utilization=0.95), "sampling takes .* lower --gpu-memory-utilization or"),
+        ("7B", (79.2, 999), dict(gpu_memory_utilization=0.94), "sampling takes .* lower --gpu-memory-utilization or"),
+        ("7B", (79.2, 999), NO_ROOM, "vLLM cannot start: --gpu-memory-utilization 0.9 is 71.3 GiB .* of 79.2"),
         ("0.5B", (80, 8), {}, "host memory and has 8.0"),
     ],
     ids=str,

@@ -56,7 +56,7 @@ from benchmarks import (
     learning,
     learning_trl,
     make_model,
-    memory_plan,
+    memory_table,
     models,
     pretrained,
     pretrained_trl,
@@ -68,7 +68,7 @@ from extras.plan.flops import train_flops
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
 from rl.flags import change, flat
-from rl.model import delta_rule, lora, recurrent
+from rl.model import delta_rule, recurrent
 from rl.run.arguments import check
 
 matplotlib.use("Agg")
@@ -737,71 +737,18 @@ def test_packed_delta_nets_are_compared_with_transformers(tmp_path, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# memory_plan.py
+# memory_table.py
 
 
-@pytest.mark.parametrize("shape", h.some(["1.5B", "7B", "30B-A3B"], "7B", "30B-A3B"))
-def test_the_memory_plan_counts_the_parameters_of_the_shape(shape):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_model.config_of(shape))
-    size = memory_plan.size_of(shape)
-    assert size.total == sum(size.tensors) == sum(x.numel() for x in model.parameters())
-    assert sorted(size.tensors) == sorted(x.numel() for x in model.parameters())
-    lora.add(model, lora.LoRA(lora_rank=8), path="", seed=0)
-    assert size.adapters(8) == sum(x.numel() for x in model.parameters() if x.requires_grad)
+def test_the_page_has_the_tables_of_memory():
+    fits, by_phase = memory_table.tables(memory_table.Args()).split("\n\n")
+    page = (launch.ROOT / "docs" / "memory.md").read_text()
+    assert fits in page and by_phase.splitlines()[2] in page
+    assert "| 1.5B | all weights | full, 16384, moments on the host |" in fits
 
 
-def test_the_memory_plan_adds_up_by_hand():
-    """Two layers of 100 parameters, a root of 50; products 10 + 2 + 2 + 10 + 20 + 20 + 10 wide; N = 1."""
-    size = memory_plan.Size(100, 2, 50, 10, (10, 2, 2, 10, 20, 20, 10), (10,) * 6 + (20,), 10, 2, (100, 100, 50))
-    routed = size._replace(experts=30)  # which adds to what a token keeps
-    work = dict(gpus=1, tokens=7, sequences=3, length=5)
-    logits, engine = 10 * memory_plan.VOCABULARY * 7, 2 * 250 + memory_plan.ENGINE + 3 * 5 * 4 * 2 * 2
-    others = memory_plan.OTHERS
-    found = memory_plan.plan(size, memory_plan.Flags(), **work)
-    assert found == (
-        12 * 250 + engine + others,
-        18 * 250 + 7 * (2 * 188 + 504) + logits + others,
-        16 * 250 + others,
-        2**27 + 12 * 250 + 2 * 250,  # the copy that a save makes, and the export of rank 0
-        engine,
-    )
-    more = memory_plan.plan(routed, memory_plan.Flags(), **work).update - found.update
-    assert more == 7 * (2 * 2 * 30 + 3 * 2 * 30)  # in two layers, and once more in the one that is computed again
-    a = 2 * (80 + 74) * 2  # rank 2, two layers
-    found = memory_plan.plan(size, memory_plan.Flags(lora_rank=2, full_checkpointing=True), **work)
-    results = 84 + 74 + 14
-    assert found.sampling == 2 * 250 + 12 * a + engine + others
-    assert found.host == 2**27 + 12 * a + 4 * 250  # the export once as trained and once with the adapters in it
-    assert memory_plan.plan(routed, memory_plan.Flags(), **work).host == 2**27 + 12 * 250 + 4 * 250
-    assert found.update == 2 * 250 + 18 * a + 7 * (2 * 20 + 6 * results) + logits + others
-    found = memory_plan.plan(size, memory_plan.Flags(optimizer_offload=True), **work)
-    assert (found.sampling, found.step) == (4 * 250 + engine + others, 8 * (250 + 100) + others)
-    assert found.host == 8 * 250 + 2**27 + 14 * 250
-    large = memory_plan.size_of("7B")  # its embedding has more than a piece
-    found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work)
-    assert found.step == 8 * large.total + 8 * 151936 * 3584 + others
-    found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
-    assert (found.sampling, found.step) == (engine - 200 + others, others)
-    assert found.host == 2 * (512 + 512 + 256) + 8 * 250 + 2**27 + 14 * 250  # weights and gradients, pinned; moments
-    found = memory_plan.plan(size, memory_plan.Flags(lora_rank=2, param_offload=True), **work | dict(gpus=2))
-    pinned = 128 + 128 + 64 + 2 * 2 * (6 * 64 + 128 + (64 + 8 + 8 + 64 + 128 + 128 + 64))  # halves of 2 and 4 bytes
-    assert found.host == pinned + 8 * a / 2 + 2**27 + 12 * a / 2 + 4 * 250
-    found = memory_plan.plan(size, memory_plan.Flags(param_offload=True, fp8=True), **work)
-    assert found.update == 2 * 250 + 10 * 150 + 7 * (2 * 188 + 504) + logits + others
-    halves = memory_plan.plan(size, memory_plan.Flags(), **work | dict(gpus=2))
-    found = memory_plan.plan(large, memory_plan.Flags(optimizer_offload=True), **work | dict(gpus=2))
-    units = 2 * (large.root + 2 * large.layer)  # gathered; gradients to be summed take more than seven tokens' pass
-    assert found.update == 4 * large.total + units + 8 * (large.root + large.layer) + others
-    assert halves.step == 8 * 250 + others and halves.update == 8 * 250 + 2 * 250 + 7 * 880 + logits + others
+@pytest.mark.parametrize("name", ["gpus", "max_prompt_length", "gpu_memory_utilization"])
+def test_the_tables_of_memory_refuse_numbers_that_mean_nothing(name):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 must be "):
+        memory_table.tables(memory_table.Args(**{name: 0}))
 
-
-@pytest.mark.parametrize("name", ["gpus", "tokens", "sequences", "length"])
-def test_the_memory_plan_refuses_numbers_that_mean_nothing(name):
-    with pytest.raises(ValueError, match=f"--{name} 0 must be at least 1"):
-        memory_plan.tables(memory_plan.Args(**{name: 0}))
-
-
-def test_the_page_has_the_first_table_of_the_memory_plan():
-    fits, by_phase = memory_plan.tables(memory_plan.Args()).split("\n\n")
-    assert fits in (launch.ROOT / "docs" / "memory.md").read_text() and "updating" in by_phase
