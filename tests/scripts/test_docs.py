@@ -20,7 +20,7 @@ from launch import ROOT
 from torch.distributed.run import get_args_parser
 
 from rl.console import SHOWN
-from rl.flags import build, check_limits, flat
+from rl.flags import SWITCH, build, check_limits, flat, marked
 from rl.formulas import advantages, losses
 from rl.sampling.protocol import TOKEN
 
@@ -61,10 +61,12 @@ def module_of(script: str) -> ModuleType:
 def flags(script: str) -> set[str]:
     """All spellings of a script's flags, those of its groups among them."""
     defaults: dict[str, object] = {}
+    switches: set[str] = set()
     for field in dataclasses.fields(module_of(script).Args):
         is_group = dataclasses.is_dataclass(field.default)
         defaults |= flat(field.default) if is_group else {field.name: field.default}
-    switches = {name for name, value in defaults.items() if isinstance(value, bool)}
+        switches |= marked(field.default, SWITCH) if is_group else set()
+    switches |= {name for name, value in defaults.items() if isinstance(value, bool)}
     return {f"--{name}".replace("_", "-") for name in [*defaults, *(f"no_{name}" for name in switches)]}
 
 
