@@ -76,7 +76,7 @@ def text_of(plan: Plan, args: Any) -> str:
     policy, needed, card = plan.policy, plan.choice.needed, plan.machine.card
     by_phase = ", ".join(f"{name} {x / GIB:.1f}" for name, x in needed.phases.items())
     lines = [
-        f"{plan.script}.py on {plan.machine}",
+        f"{plan.script}.py fits on {plan.machine}",
         f"model: {args.model}, {policy.parameters / 1e9:.2f}e9 parameters, of which {policy.learned / 1e9:.3g}e9 learn",
         f"flags: {spell(plan.choice.way, budget_of(args.memory))}",
         f"GiB of each GPU, which has {card.gib:.1f}: {by_phase}",

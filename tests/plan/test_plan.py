@@ -58,7 +58,7 @@ def test_every_script_can_be_planned(name, model, capsys):
     code, text = planned(args_of(TRAINING[name], model), capsys, "h100x8")
     assert code is None
     lines = text.splitlines()
-    assert lines[0] == f"{TRAINING[name].__name__}.py on 8 x H100 80 GB, 2048 GiB of host memory"
+    assert lines[0] == f"{TRAINING[name].__name__}.py fits on 8 x H100 80 GB, 2048 GiB of host memory"
     assert "0.49e9 parameters" in lines[1] and "--activation-checkpointing" in lines[2]
     assert re.search(r"GiB of each GPU, which has 79.2: updating \d+\.\d, optimizer step \d", text)
     [step] = re.findall(r"seconds per step: ([\d.]+) \((.*)\)", text)
@@ -76,9 +76,9 @@ def test_what_does_not_fit_is_one_sentence_and_a_bad_exit_code(model, capsys):
     code, text = planned(args, capsys, "1gbx1")
     assert isinstance(code, str) and len(code.splitlines()) == 1 and model in code and text == ""
     code, text = planned(args, capsys, "h100x1", "1gbx1")  # the one that fits is printed
-    assert "1 x 1 GB" in code and text.startswith("train_grpo.py on 1 x H100")
+    assert "1 x 1 GB" in code and text.startswith("train_grpo.py fits on 1 x H100")
     code, text = planned(args, capsys, "h100x1", "a100x4")
-    assert code is None and text.count("train_grpo.py on") == 2
+    assert code is None and text.count("train_grpo.py fits on") == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_it_needs_neither_weights_nor_vllm_nor_a_gpu(model):
     words = [str(ROOT / "train_grpo.py"), "--model", model, "--plan", "h100x8"]
     here = dict(env=launch.environment(), cwd=ROOT, timeout=300)
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, **here)
-    assert done.stdout.splitlines()[0].startswith("train_grpo.py on 8 x H100"), done.stderr
+    assert done.stdout.splitlines()[0].startswith("train_grpo.py fits on 8 x H100"), done.stderr
     assert done.stdout.splitlines()[-1] == "None False False"
 
 
@@ -127,11 +127,11 @@ def test_alone_it_means_this_machine_and_under_torchrun_its_ranks(model, capsys,
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     args = args_of(TRAINING["grpo"], model, plan_host_memory=500.0)
-    assert planned(args, capsys)[1].startswith("train_grpo.py on 4 x H100 80 GB, 500 GiB of host memory\n")
+    assert planned(args, capsys)[1].startswith("train_grpo.py fits on 4 x H100 80 GB, 500 GiB of host memory\n")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert planned(args, capsys)[1].startswith("train_grpo.py on 2 x H100 80 GB")
-    assert planned(args_of(TRAINING["async"], model), capsys)[1].startswith("train_async.py on 3 x H100 80 GB")
-    assert planned(args, capsys, "h200x4")[1].startswith("train_grpo.py on 4 x H200")
+    assert planned(args, capsys)[1].startswith("train_grpo.py fits on 2 x H100 80 GB")
+    assert planned(args_of(TRAINING["async"], model), capsys)[1].startswith("train_async.py fits on 3 x H100 80 GB")
+    assert planned(args, capsys, "h200x4")[1].startswith("train_grpo.py fits on 4 x H200")
 
 
 # --- what is planned

@@ -174,7 +174,7 @@ def planned(args: Any, machine: str, capsys: pytest.CaptureFixture) -> tuple[Any
 def test_a_command_fits_on_the_gpus_that_it_names(recipe, capsys):
     code, plan = planned(recipe.args, f"{recipe.kind}x{recipe.gpus}", capsys)
     assert code is None
-    assert f"{recipe.script} on {recipe.gpus} x " in plan
+    assert f"{recipe.script} fits on {recipe.gpus} x " in plan
     [(there, phases)] = re.findall(r"^GiB of each GPU, which has ([\d.]+): (.*)$", plan, re.MULTILINE)
     taken = {name: float(gib) for name, gib in (phase.rsplit(" ", 1) for phase in phases.split(", "))}
     assert taken.keys() >= {"updating", "sampling"}
@@ -213,7 +213,7 @@ def test_the_command_line_with_plan_ends_with_0_and_runs_nothing():
     command = [sys.executable, ROOT / recipe.script, *recipe.flags, "--plan", f"{recipe.kind}x{recipe.gpus}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert "train_dapo.py on 16 x H100 80 GB in 2 hosts" in ended.stdout
+    assert "train_dapo.py fits on 16 x H100 80 GB in 2 hosts" in ended.stdout
     assert not (ROOT / "runs" / "glassrl" / "dapo_math_7b").exists()
 
 
