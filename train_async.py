@@ -1,7 +1,7 @@
 """Asynchronous GRPO: other processes, the samplers, sample while the trainers train.
 
     torchrun --nproc_per_node 4 train_async.py --model Qwen/Qwen2.5-7B-Instruct --samplers 4    # eight GPUs
-    GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT                  # one more, anywhere
+    GLASSRL_SAMPLER_TOKEN=TOKEN python -m extras.samplers --connect tcp://HOST:PORT             # one more, anywhere
 
 The algorithm is that of train_grpo.py, and so are the loss and the names. What differs is who samples. The ranks of
 torchrun train. Each sampler has an engine; it gets prompts and weights from rank 0, and sends groups of responses. New
@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 
+from extras.samplers import SamplerFlags, Work, open_pool
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
@@ -40,7 +41,6 @@ from rl.sampling import correction
 from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout
 from rl.sampling.rollout import gather_responses, scores_of
-from rl.sampling.samplers import SamplerFlags, Samplers, describe_run
 from rl.scoring.pool import raise_if_failing
 
 
@@ -90,10 +90,10 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
-    setup = describe_run(tokenizer, args.rollout, args.envs, train_rows, sampling, longest=longest, seed=args.seed)
-    task = dict(scorer=scorer, rows=train_rows, sampling=sampling, batch_size=args.train_batch_size)
-    where = dict(total_steps=total_steps, folder=run.folder.root, state=run.state)
-    samplers = Samplers(args.pool, setup, ranks, **task, **where)  # they start while the policy is loaded
+    work = Work(
+        tokenizer, train_rows, sampling, args.rollout, args.envs, args.train_batch_size, total_steps, longest, args.seed
+    )
+    samplers = open_pool(args.pool, work, scorer, ranks, run.folder.root, run.state)  # start while the policy is loaded
     policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
     scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)

@@ -1,4 +1,4 @@
-"""Processes that this one starts: workers that call reward functions or environments, and samplers of this machine."""
+"""Processes that this one starts, such as workers that call reward functions or environments."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def start(function: str, *arguments: str, env: Mapping[str, str], descriptor: int | None = None) -> subprocess.Popen:
-    """Start a process that calls a function of rl by its whole name, with these command-line arguments.
+    """Start a process that calls a function, named with its module, with these command-line arguments.
 
     It leads a session of its own, may use the open file of `descriptor`, and prints to stderr.
     """

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-# What a line of a step says, in this order, of the metrics that there are.
+# What the line of a step says, in this order, of the metrics that there are. `m` has all of them by name. Extras add
+# entries of their own at the end.
 SHOWN = {
     "critic/score/mean": "reward {:.3f}",
     "train/loss": "loss {:.4f}",
@@ -27,8 +28,6 @@ SHOWN = {
     "reward_model/dpo_acc": "prm right {:.2f}",
     "actor/grad_norm": "|g| {:.2f}",
     "critic/vf_explained_var": "explained {:.2f}",
-    "trainer/idle_ratio": "trainers wait {:.0%} and samplers {m[rollouter/idle_ratio]:.0%} of the time, "
-    "{m[samplers/balanced_count]:.1f} samplers would balance it",
 }
 PHASES = ("gen", "update_weights", "old_log_prob", "ref", "update_actor")  # whose seconds it gives
 

@@ -54,7 +54,6 @@ Count = Annotated[int, Limit("at least 0", lambda x: x >= 0)]
 Few = Annotated[int, Limit("at least 1 and at most 65536", lambda x: 1 <= x <= 65536)]  # of what takes memory or time
 FewOr0 = Annotated[int, Limit("at least 0 and at most 65536", lambda x: 0 <= x <= 65536)]
 Processes = Annotated[int, Limit("at least 1 and at most 1024", lambda x: 1 <= x <= 1024)]  # of one machine
-ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <= x <= 1024)]
 Every = Annotated[int, Limit("at least -1", lambda x: x >= -1)]  # so many steps; what 0 and -1 say differs
 Share = Annotated[float, Limit("within 0 and 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Limit("positive and at most 1", lambda x: 0 < x <= 1)]

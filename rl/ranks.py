@@ -118,13 +118,6 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def die_with_parent(parent: int) -> None:
-    """End this process when the one that has started it ends, or now if that has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def init_ranks() -> Ranks:
     """Join the process group: gloo on CPU, nccl (plus gloo for what is on the host) on CUDA. Without torchrun it is a
     world of one; under torchrun, this process dies with it from here on.

@@ -8,13 +8,13 @@ from pathlib import Path
 import helpers_scripts as h
 import launch
 
-from rl.sampling import sampler
-from rl.sampling.samplers import Samplers
+from extras.samplers import connection
+from extras.samplers.pool import SamplerPool
 
 
 def ends_soon(seconds, fault):
     """From now on a sampler ends when it has had no connection for so long, after what `fault` does."""
-    sampler.GONE_S = seconds
+    connection.GONE_S = seconds
     if fault is not None:
         fault()
 
@@ -35,7 +35,7 @@ class Pools:
     def sampler(self, fault=None, *, gone_s=0.5, **settings):
         log = self.root / f"sampler{next(self.count)}.log"
         settings = {"connect": f"tcp://127.0.0.1:{self.port}"} | settings
-        return launch.fork("rl.sampling.sampler", settings, log, fault=partial(ends_soon, gone_s, fault), ranks=0)
+        return launch.fork("extras.samplers.sampler", settings, log, fault=partial(ends_soon, gone_s, fault), ranks=0)
 
     def lines(self):
         return h.read_jsonl(self.root / "run" / "metrics.jsonl")
@@ -43,7 +43,7 @@ class Pools:
 
 def note_batches(file):
     """From now on every batch that is taken is a line of a file: the weights' version, and row and ages of samples."""
-    take = Samplers.take
+    take = SamplerPool.take
 
     def noting(samplers):
         rows, samples, tickets = take(samplers)
@@ -53,7 +53,7 @@ def note_batches(file):
             f.write(json.dumps(line) + "\n")
         return rows, samples, tickets
 
-    Samplers.take = noting
+    SamplerPool.take = noting
 
 
 def batches(file: Path) -> dict[int, dict]:

@@ -1,17 +1,78 @@
-"""Weights that travel to samplers over the network, for --weights-transfer gloo and nccl of train_async.py."""
+"""The samplers of train_async.py: processes of their own, which sample while the trainers train.
 
-from typing import Any
+pool.py is the pool of samplers as the trainers see it. dispatcher.py is a thread of rank 0 that hands prompts out to
+samplers, takes their responses in, and starts the samplers of this machine. ledger.py knows which prompt is where.
+sampler.py is the process that samples, and connection.py is its connection to the run. protocol.py has what the
+two sides say to each other. Weights travel by weight_files.py or by weight_network.py.
+
+`python -m extras.samplers --connect ADDRESS` starts a sampler by hand.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from rl.flags import FewOr0, Free, Limit, Needs
+
+SILENT_S = 5.0  # a sampler that has said nothing for so long gets no prompt, and nobody waits for its probe
+WHERE = "an address such as tcp://127.0.0.1:* for any port, or tcp://0.0.0.0:5555"
+IS_ADDRESS = re.compile(r"ipc://.|tcp://.+:(\*|[0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d)\Z").match
+Address = Annotated[str, Limit(WHERE, IS_ADDRESS, str)]
+ProcessesOr0 = Annotated[int, Limit("at least 0 and at most 1024", lambda x: 0 <= x <= 1024)]
 
 
-def outbox(transfer: str, address: str, device: Any, patience_s: float) -> Any:
-    """The run's side: see `weight_network.Outbox`."""
-    from extras.samplers.weight_network import Outbox
+@dataclass(frozen=True)
+class SamplerFlags:
+    """samplers: processes of their own, which sample while the trainers train"""
 
-    return Outbox(transfer, address, device, patience_s)
+    text_only = "a sampler of train_async.py"  # what reads no images; not a flag
+
+    samplers: Free[ProcessesOr0] = 1  # that this run starts on its first machine; others may join at any time
+    # GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them; default: those that no trainer uses
+    sampler_devices: Free[Annotated[tuple[str, ...] | None, Needs("samplers")]] = None
+    max_staleness: FewOr0 = 1  # versions of weights that a token may be older than those that train on it (S)
+    # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
+    sampler_address: Free[Address] = "tcp://127.0.0.1:*"
+    # seconds without a word after which a sampler is lost; a run without any for so long ends
+    sampler_timeout: Free[Annotated[float, Limit("at least 5 and at most 1e9", lambda x: SILENT_S <= x <= 1e9)]] = 60.0
+    # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
+    weights_transfer: Free[Literal["host", "gloo", "nccl"]] = "host"
+    # folder for that file, which all machines see; default: shared memory, for samplers on the first machine
+    weights_dir: Free[str | None] = None
+
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if these flags contradict each other, or others of the run, which are in `flags` by name."""
+        if share := flags["partial_rollouts"]:
+            other = f"--partial-rollouts {share:g}"
+            raise ValueError(f"{other} and --max-staleness exclude each other; leave the first out")
+        if self.weights_dir is not None and self.weights_transfer != "host":
+            other = f"--weights-transfer {self.weights_transfer}"
+            raise ValueError(f"--weights-dir {self.weights_dir} and {other} exclude each other; leave one of them out")
+        if (size := flags["tensor_model_parallel_size"]) != 1:
+            other = f"--tensor-model-parallel-size {size}"
+            raise ValueError(f"{other}: a sampler has one GPU; leave it out, start more samplers")
+        if flags["router_replay"]:
+            raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
 
 
-def receiving(about: dict[str, Any], host: str) -> Any:
-    """The sampler's side: see `weight_network.Receiving`."""
-    from extras.samplers.weight_network import Receiving
+class Work(NamedTuple):
+    """What the samplers of a run work on, and how."""
 
-    return Receiving(about, host)
+    tokenizer: Any  # of the policy
+    rows: Sequence[dict[str, Any]]  # that the run trains on, with the tokens of their prompts
+    sampling: Any  # how training prompts are answered, a `rl.data.types.Sampling`
+    rollout: Any  # flags of an engine, which every sampler has
+    environment: Any  # flags of what answers the policy
+    batch_size: int  # prompts of a step (P)
+    total_steps: int  # of the run
+    longest: int  # tokens of a prompt and its response
+    seed: int  # of the run
+
+
+def open_pool(flags: SamplerFlags, work: Work, scorer: Any, ranks: Any, folder: Path, state: dict[str, Any]) -> Any:
+    """The samplers of a run: see `pool.SamplerPool`, which describes the arguments and what raises."""
+    from extras.samplers.pool import SamplerPool
+
+    return SamplerPool(flags, work, scorer, ranks, folder, state)

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from extras.samplers.weight_files import ALIGNMENT, open_weights, tensors_in
 from rl.console import say
-from rl.sampling.weight_files import ALIGNMENT, open_weights, tensors_in
 
 CHUNK = 64 * 2**20  # bytes
 # Set while a group is made: then no thread of torch's watches it, which would end this process with the other side.

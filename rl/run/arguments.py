@@ -94,6 +94,9 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     is broken, cannot be trained on sequences of the given length, or does not fit into the memory of this machine.
     """
     check_limits(args)
+    for group in vars(args).values():
+        if hasattr(group, "check"):  # a group of an extra knows what contradicts its flags
+            group.check(flat(args))
     for alarm in args.logging.alarms:
         parse_alarm(alarm)
     flag, tokens = budget_of(args.memory)
@@ -149,15 +152,12 @@ def settled_memory(args: Any, of_ranks: Sequence[Hardware | None], then: dict[st
 
 def _check_partial(args: Any, values: dict[str, Any], flag: str) -> None:
     others = {
-        "--max-staleness": "max_staleness" in values,
         "--offline": values.get("offline"),
         "--adv-estimator remax": values.get("adv_estimator") == "remax",
         "--router-replay": values["router_replay"],
     }
-    for other, is_set in others.items():
-        if is_set:
-            fix = "leave the first out" if other == "--max-staleness" else "leave one of them out"
-            raise ValueError(f"{flag} and {other} exclude each other; {fix}")
+    if other := next((name for name, is_set in others.items() if is_set), None):
+        raise ValueError(f"{flag} and {other} exclude each other; leave one of them out")
     _check_corrected(args, f"{flag}: older weights have sampled some tokens")
 
 

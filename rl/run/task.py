@@ -23,11 +23,11 @@ def _text_only(args: Any) -> str | None:
         return "the critic of train_ppo.py"
     if "prm_lr" in values:
         return "the reward model of train_prime.py"
-    if "samplers" in values:
-        return "a sampler of train_async.py"
     if values.get("reward_model") is not None:
         return "--reward-model"
-    return "the server of --teacher-url" if values.get("teacher_url") is not None else None
+    if values.get("teacher_url") is not None:
+        return "the server of --teacher-url"
+    return next((group.text_only for group in vars(args).values() if hasattr(group, "text_only")), None)
 
 
 class Task(NamedTuple):

@@ -24,15 +24,15 @@ import pytest
 import zmq
 from helpers_samplers import Pools, batches, note_batches
 
-from extras.samplers import weight_network
+from extras.samplers import connection, dispatcher, protocol, sampler, weight_network
+from extras.samplers.connection import Connection
+from extras.samplers.protocol import TOKEN
+from extras.samplers.weight_files import WeightWriter
 from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.sampling import dispatcher, protocol, sampler
 from rl.sampling.engines import hf
-from rl.sampling.protocol import TOKEN
 from rl.sampling.rollouts import Rollouts
-from rl.sampling.weight_files import WeightWriter
 
 KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness
 
@@ -132,7 +132,7 @@ def test_a_run_that_loses_its_samplers_in_an_evaluation_saves_the_step_that_has_
 
 def test_samplers_end_with_their_run(pools, task):
     run = pools.run(total_training_steps=1000, fault=partial(note_slowly, os.devnull, 0.1))
-    one = pools.sampler(gone_s=sampler.GONE_S)
+    one = pools.sampler(gone_s=connection.GONE_S)
     wait_for(" 2/1000", run)
     below = launch.descendants(run.processes[0].pid)
     assert launch.listens(one.processes[0].pid) == {"0100007F"}  # gloo; nothing can be reached from another machine
@@ -388,7 +388,7 @@ def lose_messages(share, seed):
     def losing(send):
         return lambda *arguments: send(*arguments) if chance.random() > share else None
 
-    sampler.Line.send = losing(sampler.Line.send)
+    Connection.send = losing(Connection.send)
     dispatcher.Dispatcher._send = losing(dispatcher.Dispatcher._send)
     sampler.REPORT_EVERY_S = sampler.SEND_AGAIN_S = 0.2
 

@@ -26,6 +26,8 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras.samplers import SamplerFlags
+from extras.samplers.pool import _devices
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
 from rl.model.load import check_lora
@@ -34,7 +36,6 @@ from rl.run import arguments, command_line
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
 from rl.sampling.engines import Rollout
-from rl.sampling.samplers import SamplerFlags, _devices
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -19,10 +19,10 @@ from helpers_flags import commands, parsed
 from launch import ROOT
 from torch.distributed.run import get_args_parser
 
+from extras.samplers.protocol import TOKEN
 from rl.console import SHOWN
 from rl.flags import SWITCH, build, check_limits, flat, marked
 from rl.formulas import advantages, losses
-from rl.sampling.protocol import TOKEN
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -280,7 +280,7 @@ def logged(tmp_path_factory) -> dict[str, set[str]]:
     changes |= {"train_distill": dict(loss_mode="jsd", teacher_model=task.model), "train_prime": {}}
     (port,), changes["train_async"] = launch.free_ports(1), dict(samplers=0, use_kl_loss=True, total_training_steps=3)
     changes["train_async"]["sampler_address"] = address = f"tcp://127.0.0.1:{port}"
-    launch.fork("rl.sampling.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)
+    launch.fork("extras.samplers.sampler", {"connect": address, "token": "metrics"}, folder / "sampler.log", ranks=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     names = {}

@@ -86,8 +86,7 @@ def room(name: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in ROOMS else None
 
 
-# Programs stand directly in rl/ and may import what they start.
-@pytest.mark.parametrize("path", [p for p in LIBRARY if p != ROOT / "rl" / "sampler.py"], ids=label)
+@pytest.mark.parametrize("path", LIBRARY, ids=label)
 def test_imports_run_one_way_through_the_rooms(path):
     own = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
     used = {room(name) for name in imported(path) if name.startswith("rl.")} - {None, own}

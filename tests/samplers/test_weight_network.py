@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from extras.samplers import weight_network
+from extras.samplers.sampler import Sampler
+from extras.samplers.weight_files import WeightWriter
 from extras.samplers.weight_network import Outbox, Receiving
-from rl.sampling.sampler import Sampler
-from rl.sampling.weight_files import WeightWriter
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
@@ -120,7 +120,7 @@ def test_a_sampler_goes_on_until_weights_have_come_and_tries_a_transfer_once(run
     writer, outbox = run
     told, gate, transfer = outbox.offer("one", writer.write(1, weights(1))), threading.Event(), Receiving.transfer
     monkeypatch.setattr(Receiving, "transfer", lambda receiving: gate.wait() and transfer(receiving))
-    one = SimpleNamespace(weights=told, arriving=None, tried=b"", line=SimpleNamespace(host="127.0.0.1"))
+    one = SimpleNamespace(weights=told, arriving=None, tried=b"", connection=SimpleNamespace(host="127.0.0.1"))
     assert Sampler._read_weights(one) is None and Sampler._read_weights(one) is None
     gate.set()
     one.arriving.join()

@@ -13,15 +13,17 @@ import launch
 import pytest
 from helpers_samplers import Pools, batches, note_batches
 
+from extras.samplers import pool
+from extras.samplers.dispatcher import Dispatcher
+from extras.samplers.ledger import Leases
+from extras.samplers.pool import AVERAGED_STEPS, SamplerPool
+from extras.samplers.protocol import TOKEN, Report
+from extras.samplers.sampler import Sampler
+from rl import console
 from rl.console import progress_line
 from rl.data.order import derive_seed
-from rl.sampling import in_flight, samplers
-from rl.sampling.dispatcher import Dispatcher
-from rl.sampling.ledger import Leases
-from rl.sampling.protocol import TOKEN, Report
+from rl.sampling import in_flight
 from rl.sampling.rollouts import Rollouts
-from rl.sampling.sampler import Sampler
-from rl.sampling.samplers import AVERAGED_STEPS, Samplers
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +159,15 @@ ALTERNATING = [
 
 
 def waiting(marks, **changes):
-    """What `Samplers.metrics` says after each of these steps about who waited."""
-    desk = SimpleNamespace(lock=threading.Lock(), members={"one": None}, lost=0, dropped=())
+    """What `SamplerPool.metrics` says after each of these steps about who waited."""
+    dispatcher = SimpleNamespace(lock=threading.Lock(), members={"one": None}, lost=0, dropped=())
     ledger = SimpleNamespace(num_dropped=0, ready=(), waiting=())
-    own = dict(ranks=SimpleNamespace(is_main=True), desk=desk, ledger=ledger, num_taken=0, measured_at=0.0)
-    pools, said = SimpleNamespace(**own, marks=deque(maxlen=AVERAGED_STEPS + 1)), []
-    for now, pools.waited_s, desk.busy_s, desk.total_s in marks:
+    one, said = SimpleNamespace(ranks=SimpleNamespace(is_main=True), dispatcher=dispatcher, ledger=ledger), []
+    one.num_taken, one.measured_at, one.marks = 0, 0.0, deque(maxlen=AVERAGED_STEPS + 1)
+    for now, one.waited_s, dispatcher.busy_s, dispatcher.total_s in marks:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(samplers.time, "monotonic", lambda now=now: now)
-            found = Samplers.metrics(pools)
+            patch.setattr(pool.time, "monotonic", lambda now=now: now)
+            found = SamplerPool.metrics(one)
         names = ("trainer/idle_ratio", "rollouter/idle_ratio", "samplers/balanced_count")
         said.append([found[name] for name in names if name in found])
     return said
@@ -208,7 +210,8 @@ def test_times_of_a_sampler_that_is_gone_still_count():
     assert (desk.busy_s, desk.total_s) == (4.0 + 2.0, 7.0 + 4.0)
 
 
-def test_the_line_of_a_step_says_which_side_waits():
+def test_the_line_of_a_step_says_which_side_waits(monkeypatch):
+    monkeypatch.setattr(console, "SHOWN", console.SHOWN | pool.SHOWN)  # as a pool does when it is opened
     found = {"perf/throughput": 1000.0, "timing_s/step": 5.0}
     assert "wait" not in progress_line(1, 9, found)
     found |= {"trainer/idle_ratio": 0.625, "rollouter/idle_ratio": 0.02, "samplers/balanced_count": 2.6}

@@ -6,7 +6,6 @@ said: protocol.py. The other side: sampler.py.
 
 import json
 import os
-import re
 import secrets
 import subprocess
 import sys
@@ -14,51 +13,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 import zmq
 
-from extras.samplers import outbox
+from extras.samplers import SILENT_S, SamplerFlags, protocol
+from extras.samplers.ledger import Leases, Ledger, assign
+from extras.samplers.weight_network import Outbox
 from rl import children
 from rl.console import say
 from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
-from rl.flags import FewOr0, Free, Limit, Needs, ProcessesOr0
-from rl.sampling import protocol
-from rl.sampling.ledger import Leases, Ledger, assign
 from rl.scoring.pool import Ticket
 
 POLL_MS = 20
-SILENT_S = 5.0  # a sampler that has said nothing for so long gets no prompt, and nobody waits for its probe
 START_S = 900.0  # in which a sampler builds its engine
 MAX_RESTARTS = 3  # of a sampler on this machine, in a row in which it finishes no group
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-WHERE = "an address such as tcp://127.0.0.1:* for any port, or tcp://0.0.0.0:5555"
-IS_ADDRESS = re.compile(r"ipc://.|tcp://.+:(\*|[0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d)\Z").match
-Address = Annotated[str, Limit(WHERE, IS_ADDRESS, str)]
-
-
-@dataclass(frozen=True)
-class SamplerFlags:
-    """samplers: processes of their own, which sample while the trainers train"""
-
-    samplers: Free[ProcessesOr0] = 1  # that this run starts on its first machine; others may join at any time
-    # GPUs of these samplers, as CUDA_VISIBLE_DEVICES names them; default: those that no trainer uses
-    sampler_devices: Free[Annotated[tuple[str, ...] | None, Needs("samplers")]] = None
-    max_staleness: FewOr0 = 1  # versions of weights that a token may be older than those that train on it (S)
-    # where rank 0 listens; tcp://0.0.0.0:5555 lets other machines in
-    sampler_address: Free[Address] = "tcp://127.0.0.1:*"
-    # seconds without a word after which a sampler is lost; a run without any for so long ends
-    sampler_timeout: Free[Annotated[float, Limit("at least 5 and at most 1e9", lambda x: SILENT_S <= x <= 1e9)]] = 60.0
-    # how samplers get weights: from a file; over the network by gloo (TCP), or by NCCL if each has a GPU of its own
-    weights_transfer: Free[Literal["host", "gloo", "nccl"]] = "host"
-    # folder for that file, which all machines see; default: shared memory, for samplers on the first machine
-    weights_dir: Free[str | None] = None
 
 
 @dataclass
@@ -129,7 +103,7 @@ class Dispatcher:
         self.token = os.environ.get(protocol.TOKEN) or secrets.token_hex(16)
         self.socket, self.address = protocol.listen(flags.sampler_address, self.token, zmq.Context())
         way, patience_s = flags.weights_transfer, flags.sampler_timeout
-        self.outbox = None if way == "host" else outbox(way, self.address, device, patience_s)
+        self.outbox = None if way == "host" else Outbox(way, self.address, device, patience_s)
         self.thread = threading.Thread(target=self._serve, name="samplers", daemon=True)
 
     def evaluate(self, rows: Sequence[Row], sampling: Sampling) -> None:
@@ -348,4 +322,4 @@ class Dispatcher:
         env |= {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
         env |= {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
         here = self.address.replace("0.0.0.0", "127.0.0.1")
-        return children.start("rl.sampler.run", "--connect", here, env=env)
+        return children.start("extras.samplers.sampler.run", "--connect", here, env=env)

@@ -1,46 +1,42 @@
 """A sampler: a process of its own that answers prompts for train_async.py, with one engine.
 
-    GLASSRL_SAMPLER_TOKEN=TOKEN python -m rl.sampler --connect tcp://HOST:PORT
+    GLASSRL_SAMPLER_TOKEN=TOKEN python -m extras.samplers --connect tcp://HOST:PORT
 
 The run says which model and which flags. Between two decoding steps the sampler takes new weights, if there are any;
 responses in flight go on with them behind the tokens that they have. It ends when the run ends or cannot be reached.
 """
 
+import ctypes
 import json
 import os
 import signal
 import sys
 import time
-import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
-import zmq
+import tyro
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
-from extras.samplers import receiving
+from extras.samplers import protocol
+from extras.samplers.connection import Connection, Gone
+from extras.samplers.weight_files import read_weights
+from extras.samplers.weight_network import Receiving
 from rl.console import say
 from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
 from rl.data.text import Rendering
 from rl.flags import Seconds
-from rl.ranks import die_with_parent, init_ranks
-from rl.sampling import protocol
+from rl.ranks import PR_SET_PDEATHSIG, init_ranks
 from rl.sampling.engines import Engine, make_engine
 from rl.sampling.environments import Environments, make_environments
 from rl.sampling.rollouts import Rollouts
-from rl.sampling.weight_files import read_weights
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
-GONE_S = 5.0  # the run's process has ended if its connection was lost for so long
-SILENT_S = 600.0  # nor is there a run if it says nothing for so long: its machine may have lost power
-REFUSALS = 3  # connections that end before a word is said
 UNREADABLE_S = 20.0  # a sampler that cannot read weights for so long does not share a folder with the run
 IDLE_WAIT_S = 0.05
 GROUPS_OF_A_REPORT = 16  # so that a message does not become too large
@@ -56,77 +52,13 @@ class Args:
     patience: Seconds = 600.0  # seconds to wait for a run that does not answer yet
 
 
-class Gone(Exception):
-    """There is no run any more, or it wants no sampler. The text says which."""
-
-
-class Line:
-    """The connection to the run. Raises Gone once the run has ended, or ValueError if it refuses the token."""
-
-    def __init__(self, address: str, token: str, patience_s: float):
-        self.host = urllib.parse.urlparse(address).hostname
-        self.context = zmq.Context()
-        self.socket = protocol.connect(address, token, self.context)
-        self.events = self.socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
-        self.patience_s, self.heard_at = patience_s, time.monotonic()
-        self.lost_at: float | None = None  # since when there is no connection; None: there is one
-        self.is_known, self.refusals = False, 0  # whether the run ever spoke; connections that it ended before
-        self.reader, self.writer = msgspec.msgpack.Decoder(protocol.ToSampler), msgspec.msgpack.Encoder()
-
-    def send(self, message: protocol.Join | protocol.Report) -> None:
-        """Send a message, at once or when there is a connection. Raises RuntimeError if the run would not take it."""
-        if len(encoded := self.writer.encode(message)) > protocol.LARGEST:
-            raise RuntimeError(f"a group has {len(encoded)} bytes, above {protocol.LARGEST}: lower --rollout-n")
-        self.socket.send(encoded)
-
-    def leave(self, report: protocol.Report) -> None:
-        """Tell the run why this sampler ends."""
-        self.send(report)
-        self.context.destroy(linger=2000)
-
-    def receive(self, wait_s: float) -> list[protocol.Setup | protocol.Orders]:
-        """What has come, waiting so long for the first message."""
-        found = []
-        while self.socket.poll(0 if found else 1000 * wait_s):
-            message = self.reader.decode(self.socket.recv())
-            self.heard_at, self.is_known = time.monotonic(), True
-            if isinstance(message, protocol.End):
-                raise Gone(message.reason)
-            found.append(message)
-        while self.events.poll(0):
-            self._note(recv_monitor_message(self.events)["event"])
-        now = time.monotonic()
-        if self.is_known and self.lost_at is not None and now - self.lost_at > GONE_S:
-            raise Gone("the run has ended, or its machine cannot be reached")
-        if now - self.heard_at > (SILENT_S if self.is_known else self.patience_s):
-            raise Gone(f"the run has said nothing for {now - self.heard_at:.0f} s")
-        return found
-
-    def _note(self, event: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.lost_at, self.refusals = None, 0
-        elif event == zmq.EVENT_DISCONNECTED:
-            self.lost_at = self.lost_at or time.monotonic()
-            self.refusals += 1
-            if not self.is_known and self.refusals == REFUSALS:
-                raise ValueError("the run refuses this sampler: --token is that of another run")
-
-    def join(self, name: str) -> protocol.Setup:
-        """Ask for work until the run answers."""
-        while True:
-            self.send(protocol.Join(name))
-            for message in self.receive(wait_s=2.0):
-                if isinstance(message, protocol.Setup):
-                    return message
-
-
 class Sampler:
     """Leases in, groups out."""
 
-    def __init__(self, line: Line, name: str, setup: protocol.Setup, engine: Engine, environments: Environments | None):
-        self.line, self.name, self.setup, self.engine = line, name, setup, engine
+    def __init__(
+        self, connection: Connection, setup: protocol.Setup, engine: Engine, environments: Environments | None
+    ):
+        self.connection, self.setup, self.engine = connection, setup, engine
         self.rollouts = Rollouts(engine, environments)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`
         self.room = setup.rollout.max_num_seqs
@@ -146,7 +78,7 @@ class Sampler:
     def run(self) -> None:
         """Sample until the run ends, which raises Gone."""
         while True:
-            self._obey(self.line.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
+            self._obey(self.connection.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
             if self.weights is not None and self.weights["version"] > self.version:
                 self._load()
             self._begin()
@@ -202,7 +134,7 @@ class Sampler:
         if "key" not in self.weights:
             return read_weights(self.weights)
         if self.arriving is None and self.weights["key"] != self.tried:  # else the run will see that it has failed
-            self.tried, self.arriving = self.weights["key"], receiving(self.weights, self.line.host)
+            self.tried, self.arriving = self.weights["key"], Receiving(self.weights, self.connection.host)
             self.arriving.start()
         if self.arriving is None or self.arriving.is_alive():
             return None
@@ -236,7 +168,7 @@ class Sampler:
         report, last = self.report(due), self.reported
         has_changed = last is None or (report.holding, report.begun) != (last.holding, last.begun)
         if due or has_changed or now - self.reported_at > REPORT_EVERY_S:
-            self.line.send(report)
+            self.connection.send(report)
             self.reported, self.reported_at = report, now
             self.done |= {group.number: (group, now) for group in due}
 
@@ -245,40 +177,52 @@ class Sampler:
         holding, begun = sorted([*self.leases, *self.done]), sorted(self._can_begin())
         times = self.busy_s, time.monotonic() - self.began_at
         numbers = self.version, self.room, holding, begun, groups, self.probe, *times
-        return protocol.Report(self.name, self.setup.run, *numbers, **ending)
+        return protocol.Report(self.connection.name, self.setup.run, *numbers, **ending)
+
+
+def run() -> None:
+    """Sample as the command line says."""
+    main(tyro.cli(Args))
 
 
 def main(flags: Args) -> None:
     """Join a run, and sample for it until it ends. Raises ValueError if it refuses the token."""
     if protocol.PARENT in os.environ:
-        die_with_parent(int(os.environ[protocol.PARENT]))
+        _die_with(int(os.environ[protocol.PARENT]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
-    name = protocol.name_of(os.getpid())
-    line = Line(flags.connect, flags.token or os.environ.get(protocol.TOKEN, ""), flags.patience)
+    name, token = protocol.name_of(os.getpid()), flags.token or os.environ.get(protocol.TOKEN, "")
+    connection = Connection(flags.connect, token, name, flags.patience)
     try:
-        sampler = make_sampler(line, name)
+        sampler = make_sampler(connection)
         try:
             sampler.run()
         except KeyboardInterrupt:
-            line.leave(sampler.report([], problem="it was asked to end", was_asked=True))
+            connection.leave(sampler.report([], problem="it was asked to end", was_asked=True))
             raise
         except Exception as error:  # whatever it is, the run is told
             if not isinstance(error, Gone):
-                line.leave(sampler.report([], problem=f"{type(error).__name__}: {error}"))
+                connection.leave(sampler.report([], problem=f"{type(error).__name__}: {error}"))
             raise
     except (Gone, KeyboardInterrupt) as end:
         say(f"sampler {name} ends: {end if isinstance(end, Gone) else 'it was asked to'}", sys.stderr)
         os._exit(0)  # engines and workers end with it; taking them down one by one could hang
 
 
-def make_sampler(line: Line, name: str) -> Sampler:
+def make_sampler(connection: Connection) -> Sampler:
     """Join a run, and make the engine that it wants."""
-    setup = line.join(name)
-    own = derive_seed(setup.seed, *name.encode())
-    torch.manual_seed(own)
-    np.random.seed(own)
-    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=own)
+    setup = connection.join()
+    seed = derive_seed(setup.seed, *connection.name.encode())  # another one for each sampler
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    engine = make_engine(setup.model, init_ranks(), setup.rollout, longest=setup.longest, seed=seed)
     tokenizer = load_tokenizer(setup.model)
     tokenizer.rendering = Rendering(**setup.template)
     environments = make_environments(setup.environment, tokenizer, setup.stop_token_ids)
-    return Sampler(line, name, setup, engine, environments)
+    return Sampler(connection, setup, engine, environments)
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the one that has started it ends, or now if that has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,6 +1,6 @@
-"""The samplers of a run, as its trainers see them: processes that sample while the trainers train.
+"""The pool of samplers of a run, as its trainers see it.
 
-    samplers = Samplers(...)                            rank 0 listens, and starts those of this machine
+    samplers = open_pool(...)                           rank 0 listens, and starts the samplers of this machine
     for step ...:
         samplers.push(step, named_tensors)              weights of `step` steps; those who join later get them too
         rows, own_samples, tickets = samplers.take()    waits for the groups that the step trains on
@@ -21,104 +21,87 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
-from rl import stop
+from extras.samplers import SamplerFlags, Work
+from extras.samplers.dispatcher import Dispatcher, Group
+from extras.samplers.ledger import Ledger
+from extras.samplers.protocol import Setup, row_of
+from extras.samplers.weight_files import WeightWriter
+from rl import console, stop
 from rl.console import say
 from rl.data.order import prompts_for_step
 from rl.data.rows import Row
 from rl.data.text import rendering_of
-from rl.data.types import Sample, Sampling, sample_of
+from rl.data.types import Sample, sample_of
 from rl.ranks import Ranks
-from rl.sampling.dispatcher import Dispatcher, Group, SamplerFlags
 from rl.sampling.engines.base import Rollout
-from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Evaluation, Validation, summarize
-from rl.sampling.ledger import Ledger
-from rl.sampling.protocol import Setup, row_of
 from rl.sampling.rollout import check_engine
-from rl.sampling.weight_files import WeightWriter
 from rl.scoring.pool import Scorer, Ticket
 
 AVERAGED_STEPS = 8  # whose times are averaged: with staleness, short and long steps may alternate
 NUM_PROBES, PROBE_TOKENS = 4, 16  # responses to compare after a push of weights, and tokens of each
+SHOWN = {  # in the line of a step, see `SamplerPool.metrics`
+    "trainer/idle_ratio": "trainers wait {:.0%} and samplers {m[rollouter/idle_ratio]:.0%} of the time, "
+    "{m[samplers/balanced_count]:.1f} samplers would balance it",
+}
 
 
-def describe_run(
-    tokenizer: PreTrainedTokenizerBase,
-    rollout: Rollout,
-    environment: EnvironmentFlags,
-    rows: Sequence[Row],
-    sampling: Sampling,
-    *,
-    longest: int,
-    seed: int,
-) -> Setup:
-    """What samplers have to know of a run. Args: tokenizer, of the model; rows, that it trains on; longest, tokens of
-    prompt and response.
-
-    Raises ValueError for flags that samplers do not have.
-    """
-    if (size := rollout.tensor_model_parallel_size) != 1:
-        raise ValueError(
-            f"--tensor-model-parallel-size {size}: a sampler has one GPU; leave it out, start more samplers"
-        )
-    if rollout.router_replay:
-        raise ValueError("--router-replay: samplers do not send the experts that they used; leave it out")
-    probes = [row_of(row, whole=False) for row in rows[:NUM_PROBES]]
-    probe_sampling = replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
-    rollout = replace(rollout, free_cache_engine=False)
-    rendering, stops = rendering_of(tokenizer), [*sampling.stop_token_ids]
-    template = {"arguments": rendering.arguments, "day": rendering.day}
-    model = tokenizer.name_or_path
-    return Setup(model, template, rollout, environment, longest, stops, probes, probe_sampling, seed)
+def setup_of(work: Work) -> Setup:
+    """What a sampler has to know of a run."""
+    rendering, sampling = rendering_of(work.tokenizer), work.sampling
+    return Setup(
+        model=work.tokenizer.name_or_path,
+        template={"arguments": rendering.arguments, "day": rendering.day},
+        rollout=replace(work.rollout, free_cache_engine=False),
+        environment=work.environment,
+        longest=work.longest,
+        stop_token_ids=[*sampling.stop_token_ids],
+        probes=[row_of(row, whole=False) for row in work.rows[:NUM_PROBES]],
+        probe_sampling=replace(sampling, n=1, max_tokens=min(PROBE_TOKENS, sampling.max_tokens)),
+        seed=work.seed,
+    )
 
 
-class Samplers:
+class SamplerPool:
     """See above. All ranks make all calls; rank 0 has the connections, and the tokens that come.
 
-    Args: setup, of `describe_run`; rows, that are trained on, `batch_size` a step, with `sampling.n` responses to each;
-    state, that `state` gave to the checkpoint that is resumed. Raises ValueError if flags do not fit the machine.
+    Args: flags, of the samplers; work, that they are to do; scorer, which gets every group when it is complete; folder,
+    of the run; state, that `state` gave to the checkpoint that is resumed. Raises ValueError, naming the flag, if the
+    flags do not fit the machine.
     """
 
     def __init__(
-        self,
-        flags: SamplerFlags,
-        setup: Setup,
-        ranks: Ranks,
-        scorer: Scorer,
-        rows: Sequence[Row],
-        sampling: Sampling,
-        *,
-        batch_size: int,
-        total_steps: int,
-        folder: Path,
-        state: dict[str, Any],
+        self, flags: SamplerFlags, work: Work, scorer: Scorer, ranks: Ranks, folder: Path, state: dict[str, Any]
     ):
-        if flags.weights_dir is not None and flags.weights_transfer != "host":
-            other = f"--weights-transfer {flags.weights_transfer}"
-            raise ValueError(f"--weights-dir {flags.weights_dir} and {other} exclude each other; leave one of them out")
-        self.flags, self.setup, self.ranks, self.scorer, self.sampling = flags, setup, ranks, scorer, sampling
+        self.flags, self.work, self.scorer, self.ranks = flags, work, scorer, ranks
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
-        cached = functools.lru_cache(flags.max_staleness + 2)
-        of_step = cached(lambda step: prompts_for_step(rows, step, batch_size, setup.seed))
-        self.row: Callable[[int], Row] = lambda number: of_step(number // batch_size)[number % batch_size]
-        self.ledger: Ledger[Group] = Ledger(batch_size, flags.max_staleness, total_steps)
+        self.rows_of_step = functools.lru_cache(flags.max_staleness + 2)(
+            lambda step: prompts_for_step(work.rows, step, work.batch_size, work.seed)
+        )
+        self.ledger: Ledger[Group] = Ledger(work.batch_size, flags.max_staleness, work.total_steps)
         self.held_out: Sequence[Row] = []
         self.waited_s, self.measured_at, self.num_taken = 0.0, time.monotonic(), 0
         # After each step: the clock, and seconds in which trainers waited, samplers sampled, and samplers were there.
         self.marks: deque[tuple[float, ...]] = deque(maxlen=AVERAGED_STEPS + 1)
+        console.SHOWN |= SHOWN
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
             devices = _devices(flags, ranks)
-            vocabulary = AutoConfig.from_pretrained(setup.model).get_text_config().vocab_size
-            answers = (self.ledger, self.row, sampling, scorer.submit)
-            self.desk = Dispatcher(flags, setup, *answers, devices, ranks.device, vocabulary)
-            _write_private(folder / "sampler_token", self.desk.token)
-            say(f"samplers: {self.desk.address}, with the token in {folder / 'sampler_token'}")
-            self.desk.thread.start()
+            vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
+            answers = (self.ledger, self.row, work.sampling, scorer.submit)
+            self.dispatcher = Dispatcher(flags, setup_of(work), *answers, devices, ranks.device, vocabulary)
+            _write_private(folder / "sampler_token", self.dispatcher.token)
+            say(f"samplers: {self.dispatcher.address}, with the token in {folder / 'sampler_token'}")
+            self.dispatcher.thread.start()
+
+    def row(self, number: int) -> Row:
+        """The training prompt of a number, in the order in which the run trains on them."""
+        step, place = divmod(number, self.work.batch_size)
+        return self.rows_of_step(step)[place]
 
     def push(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Give the samplers the weights that `version` steps have made, and the prompts that these may sample.
@@ -134,8 +117,8 @@ class Samplers:
                 where = self.flags.weights_dir or "the memory of this machine"
                 self._give_up(f"weights could not be written to {where} (--weights-dir): {error}")
             else:
-                with self.desk.lock:
-                    self.desk.weights = weights
+                with self.dispatcher.lock:
+                    self.dispatcher.weights = weights
                     self.ledger.draw(version)
         for _ in named_tensors:  # of other ranks, or what is left after an error: they gather the tensors together
             pass
@@ -147,7 +130,7 @@ class Samplers:
         """
         groups: dict[int, Group] = {}
         if self.ranks.is_main and self._wait(lambda: self.ledger.has_batch):
-            with self.desk.lock:
+            with self.dispatcher.lock:
                 groups = self.ledger.take()
         samples = [sample for _, group, _ in groups.values() for sample in group]
         self.num_taken += sum(s.num_sampled for s in samples)
@@ -157,7 +140,7 @@ class Samplers:
         """Let the samplers answer held-out prompts, before others, with the weights of the last push."""
         self.held_out = rows
         if self.ranks.is_main:
-            self.desk.evaluate(self.held_out, validation.settings(self.sampling))
+            self.dispatcher.evaluate(self.held_out, validation.settings(self.work.sampling))
 
     def evaluate(self, validation: Validation) -> Evaluation:
         """Wait for the answers to held-out prompts, before another push. All ranks must enter. Empty if the run was
@@ -165,7 +148,7 @@ class Samplers:
         """
         own: list[Group] = []
         if self.ranks.is_main:
-            leases = self.desk.evaluation
+            leases = self.dispatcher.evaluation
             if self._wait(lambda: not leases.waiting and not leases.leased):
                 own = [leases.ready[number] for number in sorted(leases.ready)]
         samples = [sample for _, group, _ in own for sample in group]
@@ -182,13 +165,13 @@ class Samplers:
         """
         own: list[tuple[str, list[Sample]]] = []
         if self.ranks.is_main and self._wait(self._has_probes):
-            with self.desk.lock:
-                probes = [(x.name, *x.probe) for x in self.desk.members.values()]
+            with self.dispatcher.lock:
+                probes = [(x.name, *x.probe) for x in self.dispatcher.members.values()]
                 own = [(name, samples) for name, version, samples in probes if version == self.policy_version]
         for i, name in enumerate(self.ranks.all_gather([name for name, _ in own])):
             samples = own[i][1] if self.ranks.is_main else []
             try:
-                check_engine(policy, samples, self.sampling, rollout, self.ranks)
+                check_engine(policy, samples, self.work.sampling, rollout, self.ranks)
             except RuntimeError as error:
                 raise RuntimeError(f"sampler {name}, weights of step {self.policy_version}: {error}") from error
 
@@ -196,7 +179,7 @@ class Samplers:
         """For `Run.save_and_begin`: which prompts are trained, and the groups that are ready."""
         if not self.ranks.is_main:
             return {}
-        with self.desk.lock:
+        with self.dispatcher.lock:
             groups = [[n, [vars(s) for s in samples]] for n, (_, samples, _) in self.ledger.ready.items()]
             return {"ledger": self.ledger.state(), "groups": groups}
 
@@ -219,16 +202,16 @@ class Samplers:
         if not self.ranks.is_main:
             return {}
         now = time.monotonic()
-        with self.desk.lock:
+        with self.dispatcher.lock:
             found = {
-                "samplers/count": float(len(self.desk.members)),
-                "samplers/lost": float(self.desk.lost),
-                "samplers/dropped": float(self.ledger.num_dropped + len(self.desk.dropped)),
+                "samplers/count": float(len(self.dispatcher.members)),
+                "samplers/lost": float(self.dispatcher.lost),
+                "samplers/dropped": float(self.ledger.num_dropped + len(self.dispatcher.dropped)),
                 "samplers/ready": float(len(self.ledger.ready)),
                 "samplers/waiting": float(len(self.ledger.waiting)),
                 "perf/gen_tokens_per_s": self.num_taken / (now - self.measured_at),
             }
-            self.marks.append((now, self.waited_s, self.desk.busy_s, self.desk.total_s))
+            self.marks.append((now, self.waited_s, self.dispatcher.busy_s, self.dispatcher.total_s))
         self.measured_at, self.num_taken = now, 0
         t, w, b, n = (new - old for old, new in zip(self.marks[0], self.marks[-1], strict=True))
         if len(self.marks) > 2 and n > 0:
@@ -239,7 +222,7 @@ class Samplers:
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
         if self.ranks.is_main:
-            self.desk.close()
+            self.dispatcher.close()
             self.writer.close()
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
@@ -247,15 +230,15 @@ class Samplers:
         the thread has failed, it is asked to: see `_give_up`.
         """
         start, patience = time.monotonic(), self.flags.sampler_timeout
-        with self.desk.lock:
+        with self.dispatcher.lock:
             while not (holds := condition()) and not stop.requested():
-                if self.desk.failure is not None:
-                    self._give_up(f"samplers: {self.desk.failure!r}")
+                if self.dispatcher.failure is not None:
+                    self._give_up(f"samplers: {self.dispatcher.failure!r}")
                     break
-                if not self.desk.members and time.monotonic() - self.desk.alone_since > patience:
+                if not self.dispatcher.members and time.monotonic() - self.dispatcher.alone_since > patience:
                     self._give_up(f"there has been no sampler for {patience:.0f} s (--sampler-timeout)")
                     break
-                self.desk.lock.wait(0.2)
+                self.dispatcher.lock.wait(0.2)
         self.waited_s += time.monotonic() - start
         return holds
 
@@ -266,7 +249,7 @@ class Samplers:
 
     def _has_probes(self) -> bool:
         """Whether all samplers that can be heard have sent the probe of the newest weights."""
-        return all(member.probe[0] == self.policy_version for member in self.desk.heard().values())
+        return all(member.probe[0] == self.policy_version for member in self.dispatcher.heard().values())
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""
@@ -276,7 +259,7 @@ class Samplers:
         for number, saved in state["groups"]:
             row, samples = self.row(number), [sample_of(x) for x in saved]
             fits = all(list(s.prompt_ids) == list(row["prompt_ids"]) for s in samples)
-            if fits and len(samples) == self.sampling.n:
+            if fits and len(samples) == self.work.sampling.n:
                 ready[number] = row, samples, self.scorer.submit(row, samples)
         self.ledger.load(state["ledger"], ready)
 

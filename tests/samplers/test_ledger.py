@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from extras.samplers import SamplerFlags, protocol
+from extras.samplers.dispatcher import Dispatcher
+from extras.samplers.ledger import Leases, Ledger, assign
+from extras.samplers.weight_files import WeightWriter, read_weights
 from rl.data.types import Sample, Sampling
 from rl.run import loop_state
-from rl.sampling import protocol
-from rl.sampling.dispatcher import Dispatcher, SamplerFlags
 from rl.sampling.engines import Rollout
 from rl.sampling.environments import EnvironmentFlags
-from rl.sampling.ledger import Leases, Ledger, assign
-from rl.sampling.weight_files import WeightWriter, read_weights
 
 
 def test_numbers_are_drawn_as_far_as_staleness_allows():

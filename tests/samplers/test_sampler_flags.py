@@ -1,0 +1,46 @@
+"""Flags of samplers that contradict each other or other flags of a run are refused before a model is looked for."""
+
+import re
+
+import pytest
+
+import train_async
+import train_grpo
+from rl.flags import build
+from rl.run.arguments import check
+
+CONTRADICTIONS = [
+    (dict(partial_rollouts=0.5), "--partial-rollouts 0.5 and --max-staleness exclude each other; leave the first out"),
+    (
+        dict(weights_dir="/tmp/weights", weights_transfer="gloo"),
+        "--weights-dir /tmp/weights and --weights-transfer gloo exclude each other; leave one of them out",
+    ),
+    (dict(tensor_model_parallel_size=2), "--tensor-model-parallel-size 2: a sampler has one GPU; leave it out"),
+    (dict(router_replay=True), "--router-replay: samplers do not send the experts that they used; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), CONTRADICTIONS)
+def test_flags_that_contradict_samplers_are_refused(flags, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check(build(train_async.Args, model="no/model of this name", **flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(weights_dir="/tmp/weights"),
+        dict(weights_transfer="gloo"),
+        dict(tensor_model_parallel_size=1, partial_rollouts=0.0),
+    ],
+)
+def test_flags_that_samplers_have_pass(flags):
+    """What is refused then is the model."""
+    with pytest.raises(ValueError, match="no/model of this name"):
+        check(build(train_async.Args, model="no/model of this name", **flags))
+
+
+def test_a_script_without_samplers_is_not_asked():
+    flags = dict(tensor_model_parallel_size=2, partial_rollouts=0.5, rollout_is="token")
+    with pytest.raises(ValueError, match="no/model of this name"):
+        check(build(train_grpo.Args, model="no/model of this name", **flags))
