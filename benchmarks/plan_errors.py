@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.make_model import config_of  # noqa: E402
 from extras.plan.cards import GIB, KINDS, named  # noqa: E402
-from extras.plan.report import Plan, plan_of  # noqa: E402
+from extras.plan.report import Plan, plan_of, report  # noqa: E402
 from rl.flags import SWITCH, marked, spelled  # noqa: E402
 from rl.run.command_line import with_values  # noqa: E402
 
@@ -31,6 +31,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "benchmarks" / "plan_runs.toml"
 SECONDS = ("step", "gen", "update", "others")
 MEMORY = ("GiB sampling", "GiB learning")
+EXAMPLE = (  # of the page: verl's published command for GSM8K, whose responses had so many tokens on average
+    "--tensor-model-parallel-size 2 --use-kl-loss --ppo-mini-batch-size 64 --total-training-steps 870 --plan h100x4 "
+    "--plan-response-length 366"
+)
 BOUNDS = {"step": 0.25, "GiB sampling": 0.3, "GiB learning": 0.3}  # of the errors that docs/plan.md publishes
 
 
@@ -101,7 +105,7 @@ KEPT: list[tempfile.TemporaryDirectory] = []
 def args_of(run: dict[str, Any]) -> Any:
     """The Args of a run's script."""
     cls = importlib.import_module(run["script"].removesuffix(".py")).Args
-    words = shlex.split(f"{run['flags']} --model {model_folder(run['shape'])} --train-files none.parquet")
+    words = shlex.split(f"--train-files none.parquet {run['flags']} --model {model_folder(run['shape'])}")
     words = with_values(words, {spelled(name) for name in marked(cls(), SWITCH)})
     return tyro.cli(cls, args=words, config=(tyro.conf.OmitArgPrefixes,))
 
@@ -165,9 +169,18 @@ def summary(compared: list[Compared]) -> str:
     return "\n".join(["| figure | runs | number | median error | largest |", "|---|---|---|---|---|", *lines])
 
 
+def example() -> str:
+    """A command and what it prints."""
+    name, args = "Qwen/Qwen2.5-7B-Instruct", args_of({"script": "train_grpo.py", "shape": "7B", "flags": EXAMPLE})
+    [plan], _ = report(args, args.planning)
+    plan = plan.replace(args.model, name).replace("none.parquet", "data/gsm8k/train.parquet")
+    return f"```\npython train_grpo.py --model {name} {EXAMPLE}\n\n{plan}\n```"
+
+
 def parts(compared: list[Compared]) -> dict[str, str]:
     """The tables of the page by name."""
     return {
+        "example": example(),
         "cards": cards(),
         "seconds": table(compared, SECONDS),
         "memory": table(compared, MEMORY),
