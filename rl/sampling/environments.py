@@ -81,7 +81,7 @@ class _Conversation:
 
     def __init__(self, number: int, row: Row):
         self.number, self.row = number, row
-        self.socket: socket.socket | None = None  # to its process, which starts when it is first asked
+        self.socket: socket.socket | None = None  # to its process
         self.received, self.asked_at, self.waited_s = bytearray(), 0.0, 0.0
         self.report: dict[str, Any] = {}
 
@@ -138,10 +138,16 @@ class Environments:
         children.end_worker(self.process)
 
     def start(self, key: Hashable, row: Row, seed: int) -> None:
-        """Begin a conversation; its first answer is what `reset` says."""
+        """Begin a conversation; its first answer is what `reset` says. Its process starts while the engine samples."""
         self.count += 1
         seen = {name: x for name, x in row.items() if name not in ("prompt_ids", "given")}
-        self.open[key] = _Conversation(self.count, seen)
+        x = self.open[key] = _Conversation(self.count, seen)
+        try:
+            x.socket, theirs = socket.socketpair()
+        except OSError as error:  # too many files are open
+            self.at_once.append(self._fail(key, repr(error)))
+            return
+        self._later("start", x.number, theirs)
         if self.has_reset:
             self._send(key, "reset", seen, seed)
         else:
@@ -194,11 +200,6 @@ class Environments:
     def _send(self, key: Hashable, method: str, *arguments: Any) -> None:
         x = self.open[key]
         try:
-            if x.socket is None:
-                x.socket, theirs = socket.socketpair()
-                self._later("start", x.number, theirs)
-                if method == "step" and self.has_reset:
-                    raise ConnectionError("its process is gone")
             x.socket.settimeout(self.flags.environment_timeout)
             x.socket.sendall(pickle.dumps((method, arguments)))
             x.asked_at = time.monotonic()

@@ -116,6 +116,22 @@ def test_requests_added_while_others_are_sampled(every_engine, policy):
         assert (order.index("late") > order.index(key)) == isinstance(every_engine, hf.Engine)
 
 
+def test_requests_that_come_one_by_one_begin_together(vllm_engine, policy):
+    """A step that reads prompts is slow, so there are few of them. Whoever comes while nothing is sampled begins."""
+    push(vllm_engine, policy)
+    waiting = []
+    with seeded(0, vllm_engine.device):
+        vllm_engine.add([Request(name, PROMPTS[0], Sampling(max_tokens=100)) for name in "abcd"])
+        for i in range(18):
+            assert vllm_engine.has_requests() and vllm_engine.in_flight
+            waiting.append(len(vllm_engine.new))
+            vllm_engine.add([Request(i, PROMPTS[1], WARM)])
+            vllm_engine.step()
+    # Number 0 comes before the first step, and begins with the others; 8 comes with those that begin after 8 steps.
+    assert waiting == [0, *range(7), 0, *range(7), 0, 0] and vllm.TAKE_EVERY == 8
+    vllm_engine.abort()
+
+
 def test_more_requests_than_sequences_wait_for_room(every_engine, policy):
     push(every_engine, policy)
     requests = [Request(i, PROMPTS[i % 5], Sampling(temperature=TEMPERATURE, max_tokens=1 + i % 7)) for i in range(20)]

@@ -194,7 +194,7 @@ class Talk:
 
     def begin(self, key):
         self.environments.start(key, {"row_index": 0}, 0)
-        assert self.answer(key) == [] and self.environments.open[key].socket is None  # nothing was asked yet
+        assert self.answer(key) == [] and not self.environments.open[key].asked_at  # the policy need not wait
 
     def answer(self, key):
         """The messages that answer, or "failed"; those of other conversations are for others."""
