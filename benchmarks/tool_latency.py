@@ -1,4 +1,4 @@
-"""What tools cost: conversations that call a tool, beside plain responses of as many sampled tokens.
+"""What tools cost: conversations with a tool, beside plain responses of as many sampled tokens.
 
     python benchmarks/tool_latency.py --engine vllm --out latency.jsonl
     python benchmarks/tool_latency.py --model data/smollm2 --num-prompts 64 --max-num-seqs 1024        # on a GPU
@@ -6,9 +6,9 @@
 
 A conversation has 1 to 2 * turns - 1 turns of the policy, and a turn half to one and a half times `turn_length` tokens.
 Both are drawn from the numbers of the conversation, and do not depend on the model: the engine gets two stop ids, as
-most models have them, which the model hardly ever
-says, and a turn is cut at its length. Each turn but the last ends with the call of a tool of
---tools, whose tokens replace the last ones that were sampled. The tool answers with a number, after so many seconds.
+most models have them, which the model hardly ever says, and a turn is cut at its length. Its last token is replaced by
+the one that ends a turn. A tool, which is described to the policy and whose calls are looked for in each turn, answers
+with a number after so many seconds, whatever the turn says.
 
 Three kinds of generation are measured, each with the same number of sampled tokens for each response:
 
@@ -58,12 +58,16 @@ def calculate(expression: str) -> str:
     Args:
         expression: such as 48/2 or (3+4)*12.5
     """
-    time.sleep(float(Path(__file__).with_name("latency").read_text()))
-    return "24"
+
+class Environment:
+    tools = (calculate,)
+
+    def step(self, reply):
+        time.sleep(float(Path(__file__).with_name("latency").read_text()))
+        answer = {"role": "tool", "name": "calculate", "tool_call_id": "call00000", "content": "24"}
+        return None if reply.text.endswith("####") else [answer]
 '''
-# What a trained model may have begun before, a thought or a call, ends first.
-CALL = '</think>\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "48/2"}}\n</tool_call><|im_end|>'
-END = "</tool_call></think>24<|im_end|>"
+TURN, LAST_TURN = "<|im_end|>", "####<|im_end|>"  # how they end
 # As those of Qwen2.5 and others: the schemas of the tools in a system message, and calls as JSON in tags.
 TEMPLATE = """{% if tools %}{{ '<|im_start|>system\nYou may call one or more functions.\n<tools>\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}
@@ -105,7 +109,7 @@ class Args:
     """Prompts."""
     rollout_n: int = 8
     """Conversations of each prompt."""
-    prompt_length: int = 100
+    prompt_length: int = 50
     """Tokens of a prompt."""
     turns: int = 4
     """Of the policy, on average."""
@@ -152,20 +156,19 @@ class Run(NamedTuple):
 
 
 class Script:
-    """How long the turns of each conversation are, and what the policy says at their ends, whatever it samples."""
+    """How long the turns of each conversation are, and how they end, whatever the policy samples."""
 
-    def __init__(self, args: Args, call: list[int], end: list[int]):
-        self.args, self.call, self.end = args, call, end
+    def __init__(self, args: Args, turn: list[int], last_turn: list[int]):
+        self.args, self.turn, self.last_turn = args, turn, last_turn
         self.has_turns = False  # or all that a conversation samples is one turn
         self.begun: dict[Hashable, int] = defaultdict(int)  # turns of each response
         # Tokens behind the prompt of the longest conversation; an answer of the tool gets 50.
-        self.longest = (2 * args.turns - 1) * (max(args.turn_length // 2, len(call)) + args.turn_length + 50) + 50
+        self.longest = (2 * args.turns - 1) * (args.turn_length * 3 // 2 + 50) + 50
 
     def lengths(self, key: Hashable) -> list[int]:
         """Of the turns of a conversation."""
-        draw, shortest = random.Random(repr(key)), max(self.args.turn_length // 2, len(self.call))
-        count = draw.randint(1, 2 * self.args.turns - 1)
-        return [draw.randint(shortest, shortest + self.args.turn_length) for _ in range(count)]
+        draw, length = random.Random(repr(key)), self.args.turn_length
+        return [draw.randint(length // 2, length * 3 // 2) for _ in range(draw.randint(1, 2 * self.args.turns - 1))]
 
     def direct(self, engine: Engine) -> None:
         """Let an engine end turns as it is written here."""
@@ -183,7 +186,7 @@ class Script:
         def step_to_end() -> list[Completion]:
             done = step()
             for i, x in enumerate(done if self.has_turns else ()):
-                said = self.end if self.begun[x.key] == len(self.lengths(x.key)) else self.call
+                said = self.last_turn if self.begun[x.key] == len(self.lengths(x.key)) else self.turn
                 said = said[-len(x.token_ids) :]  # shorter if the model has ended the turn itself
                 done[i] = x._replace(token_ids=x.token_ids[: -len(said)] + said, finish_reason="stop")
             return done
@@ -212,9 +215,9 @@ class Generation:
         tool.write_text(TOOL)
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = TEMPLATE
-        flags = EnvironmentFlags(tools=(str(tool),), max_turns=2 * args.turns)
+        flags = EnvironmentFlags(environment=str(tool), max_turns=2 * args.turns)
         self.environments = make_environments(flags, tokenizer, stop_token_ids(str(model), tokenizer))
-        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (CALL, END))
+        said = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (TURN, LAST_TURN))
         self.script, ranks = Script(args, *said), init_ranks()
         rollout = Rollout(engine=args.engine, max_num_seqs=args.max_num_seqs, free_cache_engine=False)
         longest = self.script.longest

@@ -1,6 +1,7 @@
 """Text in, token ids out: tokenizers, chat templates, and which tokens of a demonstration are learned."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -331,7 +332,13 @@ def without_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str
     """The text, with an invisible U+2060 (word joiner) inside all that spells a special token, such as `<|im_end|>`. A
     policy can write such text with ordinary tokens: it could end its turn and add one that praises it.
     """
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and len(token.content) > 1:
-            text = text.replace(token.content, f"{token.content[0]}\u2060{token.content[1:]}")
+    for token in _control_tokens(tokenizer):
+        text = text.replace(token, f"{token[0]}\u2060{token[1:]}")
     return text
+
+
+@functools.lru_cache(maxsize=8)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The special tokens of more than one character, which take longer to list than a short text to search."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token.content for token in added if token.special and len(token.content) > 1]

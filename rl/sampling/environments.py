@@ -233,7 +233,7 @@ class Environments:
         """What a conversation's process has sent: an answer if it is complete."""
         x = self.open[key]
         try:
-            data = x.socket.recv(1 << 20)
+            data = x.socket.recv(1 << 16)  # more would be slow, since a buffer of that size is made first
         except OSError:
             data = b""
         x.received += data

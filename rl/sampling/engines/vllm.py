@@ -23,8 +23,8 @@ from rl.sampling.engines.base import OpenRequest, Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
 PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
-# Steps after which new requests are handed to vLLM. One that reads a prompt takes two or three times as long as one that
-# only decodes, and conversations begin turns all the time, so that several of them begin theirs together.
+# Steps after which new requests are handed to vLLM. A step that only decodes is one CUDA graph. A step that also reads
+# prompts is not, and takes longer. Conversations begin turns all the time: this way several of them begin together.
 TAKE_EVERY = 8
 
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
@@ -130,9 +130,7 @@ class Engine(Base):
     def has_requests(self, *, waiting: bool = False) -> bool:
         """See `base.Engine`."""
         self._take_new()
-        if self.group is None or self.in_flight:
-            return bool(self.in_flight) or waiting
-        return any(self.of_group(waiting))
+        return bool(self.in_flight) or any(self.of_group(waiting))
 
     @property
     def is_idle(self) -> bool:
@@ -150,9 +148,8 @@ class Engine(Base):
         if not every:
             return
         self.steps = 0
-        params = {way: _params(*way) for way in {(request.sampling, request.seed) for _, request in every}}
-        prompts = [_prompt(x.prompt_ids) for _, x in every]
-        names = self.llm.enqueue(prompts, [params[x.sampling, x.seed] for _, x in every], use_tqdm=False)
+        prompts, params = [_prompt(x.prompt_ids) for _, x in every], [_params(x.sampling, x.seed) for _, x in every]
+        names = self.llm.enqueue(prompts, params, use_tqdm=False)
         # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
@@ -296,11 +293,14 @@ def _prompt(ids: Sequence[int]) -> dict[str, Any]:
 
 
 def _params(sampling: Sampling, seed: int | None) -> Any:
-    """vLLM's SamplingParams for one response, which have our names."""
+    """vLLM's SamplingParams, which have our names. vLLM makes a shallow copy of them for each request; a deep one would
+    take longer than all else that is done with a request.
+    """
     from vllm import SamplingParams
 
     ours = vars(sampling) | {"n": 1, "seed": seed, "stop_token_ids": list(sampling.stop_token_ids)}
-    return SamplingParams(**ours, logprobs=0, detokenize=False)  # logprobs: of the sampled token only
+    # logprobs: of the sampled token only
+    return SamplingParams(**ours, logprobs=0, detokenize=False, skip_clone=True)
 
 
 def _missing_parts(model: torch.nn.Module, loaded: set[str], pushed: set[str]) -> set[str]:
