@@ -77,6 +77,7 @@ class Sampler:
 
     def run(self) -> None:
         """Sample until the run ends, which raises Gone."""
+        sys.excepthook = sys.__excepthook__  # what fails from here on shows its traceback
         while True:
             self._obey(self.connection.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
             if self.weights is not None and self.weights["version"] > self.version:

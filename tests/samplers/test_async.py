@@ -217,3 +217,10 @@ def test_the_line_of_a_step_says_which_side_waits(monkeypatch):
     found |= {"trainer/idle_ratio": 0.625, "rollouter/idle_ratio": 0.02, "samplers/balanced_count": 2.6}
     sentence = "trainers wait 62% and samplers 2% of the time, 2.6 samplers would balance it"
     assert f"| {sentence} |" in progress_line(3, 9, found)
+
+
+def test_a_sampler_that_a_user_starts_with_a_mistake_says_so_in_a_sentence():
+    process = launch.start("-m", "extras.samplers", "--connect", "nowhere")
+    output = launch.finish(process)
+    assert process.returncode == 1 and "Traceback" not in output
+    assert output.splitlines()[-1].startswith("extras.samplers: error: --connect nowhere: ")
