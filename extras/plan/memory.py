@@ -8,11 +8,12 @@ hidden states. In bytes, on each rank:
     gradients    4 P / N                  with LoRA 4 a / N
     gathered     2 P on one GPU (LoRA: 2 a), else 2 (root + 2 layers)
     activations  2 (H + R) per token and layer, where R are the widths of the results that "selective" keeps: those of
-                 linear layers but the last, and of attention; with LoRA twice those of linear layers. "full" keeps 2 H.
-                 "none" keeps 2 (R + I + 3 H), I the intermediate size, and 2 V per token for logits
-    one layer    4 R per token while it is computed again and has its gradients, and with several ranks its gradients
-                 in bfloat16 and float32 and this rank's part of their sum, 6 + 4 / N per parameter
-    logits       10 V for 2,048 tokens
+                 linear layers but the last, and of attention; with LoRA those of layers with adapters twice. "full"
+                 keeps 2 H. "none" keeps 2 (R + I + 3 H), I the intermediate size, and 2 V per token for logits
+    one layer    4 R per token (without --compile 8 R) while it is computed again and has its gradients, and with
+                 several ranks the gradients of its weights in bfloat16 and float32 and this rank's part of their sum,
+                 6 + 4 / N per parameter
+    logits       10 V (without --compile 18 V) for 2,048 tokens
     engine       2 P / T and its keys and values, T GPUs that share it; at most --gpu-memory-utilization of the GPU
 
 With --param-offload the first three are on the host. Besides, a save in the background has on the host
@@ -181,13 +182,14 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
     layer, count = s.largest, len(s.layers)
     results = sum(x.results - x.last + x.attention for x in s.layers)
     if a and learns:
-        results += sum(x.results + len(x.adapted) * model.rank for x in s.layers)
+        results += sum(out + model.rank for x in s.layers for _, out in x.adapted)
     per_layer = results / count
     alone = n == 1 and not way.param_offload
     gathered = (
         2.0 * (a or s.total) if alone and learns else 2.0 * s.total if alone else 2.0 * (s.root + 2 * layer.parameters)
     )
-    logits = 10 * s.vocabulary * min(tokens, HEAD_CHUNK) if s.head else 0
+    of_logits, of_layer = (10, 4) if load.compiles else (18, 8)  # bytes
+    logits = of_logits * s.vocabulary * min(tokens, HEAD_CHUNK) if s.head else 0
     if not learns:
         return gathered + max(2 * tokens * per_layer, logits)
     inner = sum(x.inner for x in s.layers)
@@ -204,7 +206,7 @@ def pass_bytes(model: Model, load: Load, way: Way, *, learns: bool) -> float:
         in_layer, in_root = a / count, 0
     summed = 0.0 if alone else parts * in_layer + 2 * min(s.head, in_root)
     at_the_end = 0.0 if alone else parts * max(in_root, in_layer)
-    return gathered + max(tokens * kept + max(4 * tokens * per_layer + summed, logits), at_the_end)
+    return gathered + max(tokens * kept + max(of_layer * tokens * per_layer + summed, logits), at_the_end)
 
 
 def host_bytes(load: Load, way: Way) -> float:

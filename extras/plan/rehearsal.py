@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from rl.data.types import Batch, take_rows
+from rl.flags import spelled
 from rl.model.logprobs import token_logprobs
 from rl.model.sharding import own_part
 from rl.ranks import Ranks
@@ -131,7 +132,7 @@ def recompute_layers(model: nn.Module) -> None:
 
 def _changes(first: Any, taken: Any) -> str:
     """The flags of `taken` that differ from those of `first`."""
-    return ", ".join(f"{name} {x}" for name, x in vars(taken).items() if x != vars(first)[name])
+    return " ".join(f"{spelled(name)} {x}" for name, x in vars(taken).items() if x != vars(first)[name])
 
 
 def _largest(x: float, ranks: Ranks) -> float:

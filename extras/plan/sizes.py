@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from rl.model import lora as adapters
 from rl.model import lora_experts, vision
+from rl.model.checks import read_config
 from rl.model.experts import count_experts
 from rl.model.sharding import outermost
 
@@ -86,21 +87,29 @@ class Sizes:
         return sum(width * tokens + state for width, tokens, state in kept)
 
 
-def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = False) -> Sizes:
+def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = False, flag: str = "--model") -> Sizes:
     """The sizes of the model in `path`, a folder or an id of the Hub, of which only config.json is read.
 
     Args: lora, flags of adapters: which layers get some; has_score, whether it has a score head in the place of the LM
-    head, as a critic or a reward model has. Raises ValueError as `lora.layers_of` if --target-modules names no layer.
+    head, as a critic or a reward model has; flag, that has named the model. Raises ValueError as `read_config`, as
+    `lora.layers_of` if --target-modules names no layer, and if transformers can make no such model.
     """
-    config = AutoConfig.from_pretrained(path)
-    options = dict(num_labels=1) if has_score else {}
-    kind = AutoModelForSequenceClassification if has_score else vision.auto_class(path)
-    with torch.device("meta"):
-        model = kind.from_config(AutoConfig.from_pretrained(path, **options))
+    config = read_config(path, flag=flag)
     text = config.get_text_config()
+    kind = AutoModelForSequenceClassification if has_score else vision.auto_class(path)
+    if has_score:
+        config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(config)
+    except Exception as error:  # the classes of models raise whatever they meet
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{flag} {path}: no model can be made of its config ({reason}); choose another one") from error
     tower = vision.tower_of(model)
     inside_tower = set(tower[1].modules()) if tower else set()
     units = [x for x in outermost(model, model._no_split_modules or ()) if x not in inside_tower]
+    if not units:  # the model is one unit; its layers are the longest list of modules
+        units = list(max((x for x in model.modules() if isinstance(x, nn.ModuleList)), key=len))
     names = set()
     if lora is not None and lora.lora_rank:
         kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=path)

@@ -54,7 +54,8 @@ def load_of(args: Any, hardware: Hardware, least: int) -> Load:
         local=hardware.local,
         shards=v["fsdp_size"] or ranks,
         saves=v["save_freq"] != 0,
-        scores=(sizes_of(judge, has_score=True),) if judge else (),
+        compiles=v["compile"] is not False,
+        scores=(sizes_of(judge, has_score=True, flag="--reward-model"),) if judge else (),
     )
 
 
@@ -69,16 +70,20 @@ def models_of(v: dict[str, Any], lora: LoRA, *, has_score: bool) -> tuple[Model,
     )
     models = [policy]
     if "critic_lr" in v:
-        sizes = sizes_of(v["critic_model"] or v["model"], lora=lora, has_score=True)
+        flag = "--critic-model" if v["critic_model"] else "--model"
+        sizes = sizes_of(v["critic_model"] or v["model"], lora=lora, has_score=True, flag=flag)
         models.append(replace(policy, sizes=sizes, is_away=v["critic_offload"]))
     if "prm_lr" in v:
-        sizes = sizes_of(v["prm_model"] or v["model"], lora=lora)
+        flag = "--prm-model" if v["prm_model"] else "--model"
+        sizes = sizes_of(v["prm_model"] or v["model"], lora=lora, flag=flag)
         models.append(replace(policy, sizes=sizes, is_away=v["prm_offload"]))
         models += [] if lora.lora_rank else [Model(sizes, is_frozen=True)]
     if not lora.lora_rank and (v.get("use_kl_loss") or v.get("use_kl_in_reward") or "pairs" in v):
         models.append(Model(policy.sizes, is_frozen=True))
     if "teacher_model" in v and not v["teacher_url"]:
-        models.append(Model(sizes_of(v["teacher_model"]), is_frozen=True, is_away=v["teacher_offload"]))
+        models.append(
+            Model(sizes_of(v["teacher_model"], flag="--teacher-model"), is_frozen=True, is_away=v["teacher_offload"])
+        )
     return tuple(models)
 
 

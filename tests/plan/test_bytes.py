@@ -1,13 +1,17 @@
 """Bytes of a run by phase, against sums that are worked out by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
+from launch import ROOT
 
+from benchmarks import make_model
 from extras.plan import memory
 from extras.plan.host import host_memory
 from extras.plan.memory import GIB, Engine, Load, Model, Way, engine_bytes, host_bytes, least_engine, needed, pass_bytes
-from extras.plan.sizes import Layer, Sizes
+from extras.plan.sizes import Layer, Sizes, sizes_of
+from rl.model.lora import LoRA
 
 # Two layers with linear layers of widths 10, 2, 2, 10, 20, 20 and 10, and an embedding that is no LM head.
 LAYER = Layer(parameters=100, results=74, last=10, inner=20, attention=10, cache=4, adapted=((10, 10), (20, 10)))
@@ -58,6 +62,36 @@ def test_logits_exist_for_2048_tokens():
     assert two - one == 4096 * 2 * 20 and one == 2 * P + 4096 * 40 + 10 * 10**6 * 2048
 
 
+def test_without_compilation_a_layer_and_the_logits_take_more():
+    plain = replace(ONE, compiles=False)
+    assert pass_bytes(plain.models[0], plain, Way("full", 1000), learns=True) == 2 * P + 1000 * 40 + 8 * 1000 * 74
+    wide = replace(plain, models=(Model(replace(SIZES, vocabulary=10**6)),))
+    assert pass_bytes(wide.models[0], wide, Way("full", 7), learns=True) == 2 * P + 7 * 40 + 18 * 10**6 * 7
+
+
+# What a GPU had, in the logs of runs: shape, GPUs, what was kept, tokens, rank of LoRA, layers, compiled, and the error
+# that is allowed.
+MEASURED = {
+    "2026-11-23_2cc152f_ways-to-sample/training": ("1.5B", 1, "none", 16384, 0, None, True, 0.05),
+    "2026-11-26_a9ea7f5_hybrid-step/step": ("4B-hybrid", 1, "selective", 8192, 0, None, True, 0.05),
+    "2026-11-26_4c6febc_hybrid-step-two-gpus/step": ("4B-hybrid", 2, "selective", 8192, 0, None, True, 0.05),
+    "2026-11-26_5f02779_hybrid-four-layers/step": ("4B-hybrid", 1, "selective", 8192, 0, 4, False, 0.1),
+    "2026-11-26_5f02779_experts-beside-dense/dense": ("3B-dense", 2, "full", 16384, 32, None, False, 0.1),
+    "2026-11-26_5f02779_experts-beside-dense/experts": ("30B-A3B", 2, "full", 16384, 32, None, False, 0.25),
+}
+
+
+@pytest.mark.parametrize("log", MEASURED)
+def test_the_formulas_give_what_gpus_had(log, tmp_path):
+    shape, gpus, level, tokens, rank, layers, compiled, error = MEASURED[log]
+    make_model.config_of(shape, layers).save_pretrained(tmp_path)
+    model = Model(sizes_of(str(tmp_path), lora=LoRA(lora_rank=rank)), rank=rank)
+    load = Load((model,), None, longest=1152, ranks=gpus, local=gpus, shards=gpus, compiles=compiled)
+    text = (ROOT / "benchmarks" / "results" / f"{log}.log").read_text()
+    measured = float(re.search(r"a micro-batch ([\d.]+)", text)[1])
+    assert pass_bytes(model, load, Way(level, tokens), learns=True) / GIB == pytest.approx(measured, rel=error)
+
+
 def test_a_pass_on_two_gpus_by_hand():
     two = replace(ONE, ranks=2, local=2, shards=2)
     found = pass_bytes(two.models[0], two, Way("selective", 1000), learns=True)
@@ -74,7 +108,7 @@ def test_a_pass_with_adapters_by_hand():
     load = replace(ONE, models=(Model(SIZES, rank=2),))
     found = pass_bytes(load.models[0], load, Way("selective", 1000), learns=True)
     a = 2 * (20 + 20 + 40 + 20)
-    per_layer = 64 + 10 + 74 + 2 * 2  # results of layers, again of A and B, and of A alone
+    per_layer = 64 + 10 + 10 + 10 + 2 * 2  # results of layers, again of the two with adapters, and of A alone
     assert found == 2 * a + 1000 * 2 * (20 + 2 * per_layer) + 4 * 1000 * per_layer
     # Without gradients nothing is kept but a layer's results, and weights are gathered.
     assert pass_bytes(load.models[0], load, Way("full", 1000), learns=False) == 2 * P + 2 * 1000 * 74

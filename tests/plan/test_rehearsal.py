@@ -253,7 +253,7 @@ def test_the_next_way_that_fits_is_taken(monkeypatch, world, total, taken, passe
     assert seen.full == (1 if taken in (4, 5, 7) else 0)
     assert ("Other than planned: " in text) is (index > 0)
     if index == 3:
-        assert text.endswith("Other than planned: optimizer_offload True, ppo_max_token_len_per_gpu 60")
+        assert text.endswith("Other than planned: --optimizer-offload True --ppo-max-token-len-per-gpu 60")
 
 
 def test_moments_of_a_run_that_is_resumed_count_once(monkeypatch, world):

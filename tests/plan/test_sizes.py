@@ -1,18 +1,21 @@
 """Sizes of models from their configs alone, against numbers that are worked out by hand."""
 
+import helpers_scripts as h
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     DeepseekV3Config,
     Gemma3TextConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
-from benchmarks import make_model
+from benchmarks import make_model, models
 from extras.plan.sizes import sizes_of
 from rl.model import lora as adapters
 from rl.model import vision
@@ -180,6 +183,25 @@ def test_latent_attention_keeps_one_vector(folder_of):
     found = sizes_of(folder_of(config))
     assert {x.cache for x in found.layers} == {6 + 4}
     assert [x.experts > 0 for x in found.layers] == [False, True]
+
+
+@pytest.mark.parametrize("name", h.some([*models.FAMILIES], "openai-gpt", "mamba2", "gemma4_text", "qwen3_5"))
+def test_every_family_has_sizes(folder_of, name):
+    """Of models without classes for their layers, and of layers without attention too."""
+    config = CONFIG_MAPPING[models.ALIASES.get(name, name)](**models.FAMILIES[name])
+    found = sizes_of(folder_of(config))
+    assert sum(found.tensors) == found.total and found.root > 0 and found.hidden == 128
+    assert len(found.layers) >= 2 and all(x.parameters > 0 and x.results > 0 for x in found.layers)
+    states = sum(x.cache + x.state for x in found.layers)
+    assert states > 0 or name in ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")  # vLLM's own sizes
+
+
+def test_a_model_that_cannot_be_made_is_named(folder_of, tmp_path):
+    path = folder_of(GraniteConfig(**QWEN2))  # transformers has no class of it with a score head
+    with pytest.raises(ValueError, match=f"--critic-model {path}: no model can be made of its config"):
+        sizes_of(path, has_score=True, flag="--critic-model")
+    with pytest.raises(ValueError, match="--reward-model nowhere/at/all: there is no such folder"):
+        sizes_of("nowhere/at/all", flag="--reward-model")
 
 
 @pytest.mark.parametrize(
