@@ -67,8 +67,18 @@ def lines_of(run: dict[str, Any]) -> list[dict[str, float]]:
     return [line for line in map(json.loads, path.read_text().splitlines()) if line["step"] in steps]
 
 
+def in_report(run: dict[str, Any]) -> dict[str, float]:
+    """Seconds that a report.json has of a run, at dotted paths."""
+    report = json.loads((RESULTS / run["report"]).read_text())
+    step = lambda x, key: x[int(key)] if isinstance(x, list) else x[key]  # noqa: E731
+    return {what: functools.reduce(step, path.split("."), report) for what, path in run["keys"].items()}
+
+
 def measured(run: dict[str, Any]) -> dict[str, float]:
     """Medians of a run's steps, in seconds, and most GiB by phase."""
+    if "report" in run:
+        found = in_report(run)
+        return found | {"others": found["step"] - found["gen"] - found["update"]}
     lines = lines_of(run)
     median = lambda name: statistics.median(line.get(name, 0.0) for line in lines)  # noqa: E731
     found = {"step": median("timing_s/step"), "gen": median("timing_s/gen")}
@@ -112,9 +122,11 @@ def args_of(run: dict[str, Any]) -> Any:
 
 def planned(run: dict[str, Any]) -> dict[str, float]:
     """What --plan says."""
-    lengths = [line["response_length/mean"] for line in lines_of(run) if "response_length/mean" in line]
-    plan = plan_of(args_of(run), named(run["machine"]), statistics.median(lengths) if lengths else None)
-    return numbers(plan)
+    length = run.get("length")
+    if "results" in run:
+        lengths = [line["response_length/mean"] for line in lines_of(run) if "response_length/mean" in line]
+        length = statistics.median(lengths) if lengths else None
+    return numbers(plan_of(args_of(run), named(run["machine"]), length))
 
 
 def numbers(plan: Plan) -> dict[str, float]:
@@ -127,7 +139,9 @@ def numbers(plan: Plan) -> dict[str, float]:
     return found | {"GiB sampling": takes.get("sampling", 0.0) / GIB, "GiB learning": learning / GIB}
 
 
+@functools.cache
 def compare() -> list[Compared]:
+    """Every run that has results, planned and measured."""
     return [Compared(name, run, planned(run), measured(run)) for name, run in runs().items()]
 
 

@@ -1,21 +1,26 @@
 """--plan: what it prints, for which scripts, with which exit code, and what it leaves alone."""
 
 import importlib
+import json
 import math
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import helpers_scripts as h
 import launch
 import pytest
+import torch
 from launch import ROOT
 from transformers import Qwen2Config
 
+from benchmarks import plan_errors, plan_measure
 from extras.plan import Hardware, exit_if_planning, report, work
 from extras.plan.cards import GIB, KINDS, named
 from rl.flags import change
+from rl.run.clock import Clock
 
 NAMES = ("grpo", "grpo_variants", "ppo", "dapo", "reinforce", "dpo", "distill", "prime", "async", "reward")
 TRAINING = {name: importlib.import_module(f"train_{name}") for name in NAMES} | {"sft": importlib.import_module("sft")}
@@ -245,8 +250,6 @@ def test_partial_rollouts_and_staleness_make_a_step_shorter(model):
 
 
 def test_the_page_has_the_kinds_of_gpus_and_the_errors_of_the_recorded_runs():
-    from benchmarks import plan_errors
-
     parts = plan_errors.parts(plan_errors.compare())
     page = (ROOT / "docs" / "plan.md").read_text()
     assert plan_errors.filled(page, parts) == page, "run python benchmarks/plan_errors.py"
@@ -254,8 +257,6 @@ def test_the_page_has_the_kinds_of_gpus_and_the_errors_of_the_recorded_runs():
 
 
 def test_the_errors_stay_within_what_is_published():
-    from benchmarks import plan_errors
-
     compared = plan_errors.compare()
     assert len(compared) >= 8 and len({x.run["shape"] for x in compared}) >= 4
     for what, most in plan_errors.BOUNDS.items():
@@ -265,8 +266,28 @@ def test_the_errors_stay_within_what_is_published():
 
 
 def test_planned_numbers_are_divided_by_measured_ones(tmp_path):
-    from benchmarks.plan_errors import Compared
-
-    x = Compared("a", {}, {"step": 11.0, "gen": 0.0}, {"step": 10.0})
+    x = plan_errors.Compared("a", {}, {"step": 11.0, "gen": 0.0}, {"step": 10.0})
     assert x.error("step") == pytest.approx(0.1) and x.error("gen") is None and x.error("GiB sampling") is None
 
+
+
+# --- benchmarks/plan_measure.py
+
+
+@pytest.mark.parametrize("name", plan_measure.runs())
+def test_a_run_that_can_be_measured_can_be_planned(name):
+    run = plan_measure.runs()[name]
+    gpus = run["gpus"] + (run["script"] == "train_async.py")
+    plan = report.plan_of(plan_errors.args_of(run), named(f"h100x{gpus}"))
+    assert f"{plan.script}.py" == run["script"] and plan.step.seconds > 0.5
+
+
+def test_phases_of_a_measured_run_are_written_down(tmp_path, monkeypatch):
+    monkeypatch.setattr(Clock, "__call__", Clock.__call__)  # is put back
+    plan_measure.record_phases(tmp_path / "phases")
+    clock = Clock(SimpleNamespace(device=torch.device("cpu"), size=1))
+    clock("gen")
+    clock("update_actor")
+    lines = [json.loads(line) for line in (tmp_path / "phases").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["gen", "update_actor"]
+    assert [line["seconds"] for line in lines] == [clock.seconds["gen"], clock.seconds["update_actor"]]
