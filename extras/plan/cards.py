@@ -41,6 +41,10 @@ KINDS = {
         *("H100 80 GB", 79.2, 989, 3350, 450, 64, 50, 256),
         "https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
     ),
+    "h800": Card(
+        *("H800 80 GB", 79.2, 989, 3350, 200, 64, 50, 256),
+        "https://arxiv.org/abs/2505.09343: an H100 with NVLink of 400 instead of 900 GB/s in both directions",
+    ),
     "a100": Card(
         *("A100 80 GB", 79.2, 312, 2039, 300, 32, 25, 256),
         "https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
