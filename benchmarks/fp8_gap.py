@@ -18,6 +18,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from extras.engines import hf
 from rl.data.batching import collate
 from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
 from rl.data.rows import read_rows
@@ -26,7 +27,6 @@ from rl.model.load import load_causal_lm
 from rl.model.logprobs import token_logprobs
 from rl.ranks import init_ranks
 from rl.run.metrics import Means
-from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
 
 E4M3_MAX = 448.0

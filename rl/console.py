@@ -4,12 +4,17 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterable
 from typing import TextIO, TypeVar
 
+import psutil
 from tqdm import tqdm
 
 T = TypeVar("T")
+_process = psutil.Process()
+_began = (_process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else _process).create_time()  # torchrun, or this
+_last = [_began]  # when the last phase of the start ended
 
 # What the line of a step says, in this order, of the metrics that there are. `m` has all of them by name. Extras add
 # entries of their own at the end.
@@ -39,6 +44,14 @@ def say(text: str, stream: TextIO | None = None) -> None:
             print(text, file=stream, flush=True)
         except UnicodeEncodeError:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
+
+
+def started(phase: str) -> None:
+    """Print that a phase of the start has ended, with its seconds and those since the command: on rank 0."""
+    before, now = _last[0], time.time()
+    _last[0] = now
+    if os.environ.get("RANK", "0") == "0":
+        say(f"start | {phase} {now - before:.1f} s | {now - _began:.1f} s since the command")
 
 
 def outlive_output() -> None:

@@ -150,7 +150,7 @@ def wait_without_end(group: dist.ProcessGroup) -> None:
     """Let the ranks of a group wait for each other as long as it takes. torch's limits count the time in which a job
     is suspended, and would end it when it goes on. A run that hangs is ended by rl/run/watchdog.py.
     """
-    dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
+    group.set_timeout(PATIENCE)
 
 
 def memory_in_use(ranks: Ranks) -> int:

@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
+from extras.engines import hf
 from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora, reward_model
 from rl.model.logprobs import use_forward
-from rl.sampling.engines import hf
 from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
 

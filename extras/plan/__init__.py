@@ -1,8 +1,9 @@
 """What a run will take, by arithmetic from a model's config and the flags, without a GPU and without loading weights.
 
 --plan prints it, and memory flags that are `auto` are settled by it. sizes.py measures a model, memory.py adds up bytes
-and ways.py chooses memory flags, which rehearsal.py tries. cards.py knows kinds of GPUs, work.py says what a step of a
-script computes, seconds.py and simulation.py how long that takes, step.py adds it up, and report.py prints it.
+and ways.py chooses memory flags, which rehearsal.py tries. compiling.py says whether to compile. cards.py knows kinds
+of GPUs, work.py says what a step of a script computes, seconds.py and simulation.py how long that takes, step.py adds
+it up, and report.py prints it.
 """
 
 from dataclasses import dataclass
@@ -82,6 +83,13 @@ def settle(args: Any, least: int, of_ranks: list[Hardware], then: dict[str, Any]
 
     gpu, memory = min(x.gpu for x in of_ranks), min(x.host for x in of_ranks)
     return ways.settle(args, least, of_ranks[0]._replace(gpu=gpu, host=memory), then)
+
+
+def compiling_pays(args: Any, steps: int, ranks: int) -> bool:
+    """Whether a run of so many steps on so many GPUs is likely to take less time with `--compile`: a pure function."""
+    from extras.plan import compiling
+
+    return compiling.compiling_pays(args, steps, ranks)
 
 
 def rehearse(trained: dict[str, Any], ways: list[Any], **beside: Any) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from rl.console import say
+from rl.console import say, started
 from rl.data import images
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
@@ -124,8 +124,10 @@ def shard_as(
 ) -> nn.Module:
     """`sharding.shard` a model and `choose_forward` for it. Raises ValueError as that, or as `lora.watched`."""
     model = shard(model, ranks, replace(memory, compile=memory.compile and ranks.device.type == "cuda"))
+    started(f"{flag} on the device")
     with adapters.watched(model, flag=flag):
         choose_forward(model, ranks, longest=longest, flag=flag)
+    started(f"{flag} tested")
     return model
 
 
@@ -203,6 +205,7 @@ def load_pretrained(
         problems = [str(error)]
     if problems := ranks.all_gather(problems):  # or the other ranks would wait for this one
         raise ValueError(problems[0])
+    started(f"{flag} read")
     name_weights(model, path)
     use_attention(model, choose_attention(ranks.device, ranks.dtype))
     return model, new

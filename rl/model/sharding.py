@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch._dynamo
 import torch._inductor
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,6 +42,7 @@ torch._dynamo.config.recompile_limit = 64
 # Beginnings of the names of operations whose results "selective" keeps.
 PRODUCTS = ("aten.mm", "aten.addmm", "aten._grouped_mm", "transformers.grouped_mm")
 ATTENTION = ("aten._scaled_dot_product", "torch_attn.", "flash_attn.", "rl.gated_delta")
+CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # environment: where torch keeps what it has compiled
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Memory:
     activation_checkpointing: Free[Literal["auto", "none", "selective", "full"]] = "auto"
     # ranks that share one copy of the model, such as the GPUs of a machine; by default all
     fsdp_size: Free[AtLeast1 | None] = None
-    compile: Free[bool] = True  # torch.compile the layers and the head on a GPU: faster after a minute of warm-up
+    compile: Free[Switch] = "auto"  # torch.compile the layers and the head on a GPU: pays in a run that is long enough
     # keep AdamW's moments in host memory; in its step they pass through the GPU, those of one parameter at a time
     optimizer_offload: Free[Switch] = "auto"
     # keep weights, gradients and moments in host memory: layers come to the GPU to compute, AdamW steps on the host
@@ -96,6 +99,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     for unit in units:
         if (what := memory.activation_checkpointing) != "none":
             contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            contexts.cache_hash = str(PRODUCTS + ATTENTION)  # or torch would trace layers again at every start
             options = dict(context_fn=contexts) if what == "selective" else {}
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
         if memory.compile and unit not in tower:  # images have other dimensions that vary
@@ -139,7 +143,12 @@ def outermost(model: nn.Module, class_names: Iterable[str]) -> list[nn.Module]:
 def _compile_for_all_lengths(forward: Callable) -> Callable:
     """A layer's forward compiled once for any number of tokens or borders, the second or only dimension of a tensor.
     `dynamic=True` would take the width of a head for variable too, and the rotary embedding would be slow.
+
+    Compiled code is kept in the home folder for the next start: torch's own folder is in /tmp, which a reboot empties.
     """
+    home, chosen = os.path.expanduser("~"), os.environ.get(CODE_FOLDER)
+    if chosen in (None, default_cache_dir()) and os.access(home, os.W_OK):  # not chosen by the user
+        os.environ[CODE_FOLDER] = f"{home}/.cache/glassrl/compiled"
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import fields
 import tyro
 
 from extras.plan import exit_if_planning
-from rl.console import outlive_output
+from rl.console import outlive_output, started
 from rl.flags import SWITCH, T, marked, spelled
 from rl.ranks import die_with_launcher
 
@@ -43,7 +43,9 @@ def parse(cls: type[T], description: str | None, *, hint: str = "") -> T:
     try:
         words = with_values(sys.argv[1:], {spelled(name) for name in marked(cls(), SWITCH)})
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine: all ranks have the same command line
-        return exit_if_planning(tyro.cli(cls, args=words, console_outputs=is_first, **way))
+        args = exit_if_planning(tyro.cli(cls, args=words, console_outputs=is_first, **way))
+        started("imports")
+        return args
     except SystemExit as end:
         if end.code == 2:  # tyro has refused the command line
             importlib.import_module("rl.mistakes").tell_once(hint)

@@ -13,11 +13,12 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from extras.plan import hardware, rehearse
+from extras.plan import compiling_pays, hardware, rehearse
 from rl import stop
-from rl.console import let_go_of_output, progress_line, say, show_sample
+from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Score
+from rl.flags import settled
 from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onload
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
@@ -68,6 +69,7 @@ class Run:
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, total_steps: int):
         self.args, self.tokenizer, self.total_steps = args, tokenizer, total_steps
+        started("flags and data")
         self.ranks = init_ranks()
         if self.ranks.size % (size := args.memory.fsdp_size or 1):
             raise ValueError(f"--fsdp-size {size} does not divide the {self.ranks.size} rank(s); choose a divisor")
@@ -79,15 +81,18 @@ class Run:
         self.folder = RunFolder(root, self.ranks, total_steps)
         self.resume_from, record = resume.choose(args, tokenizer, self.folder)
         then = resume.trainer_state(self.resume_from).get("memory") if self.resume_from else None
-        chosen = settled_memory(args, self.ranks.all_gather([hardware()]), then)
+        pays = self.ranks.device.type == "cuda" and compiling_pays(args, total_steps, self.ranks.size)
+        wanted = replace(args, memory=settled(args.memory, compile=pays))
+        chosen = settled_memory(wanted, self.ranks.all_gather([hardware()]), then)
         self.memory, self.other_ways, record["memory"] = chosen.memory, chosen.rest, chosen.record
         if chosen.text and self.ranks.is_main:
-            say(chosen.text)
+            say(f"{chosen.text}\n--compile {chosen.memory.compile}")
         keep = args.checkpoints.max_ckpt_to_keep
         self.saver = checkpoint.Saver(self.folder, record, tokenizer, keep=keep, resume_from=self.resume_from)
         self.states = checkpoint.load_states(self.resume_from)
         self.start, self.skipped_updates = 0, 0
         self.alarms = Alarms(args.logging.alarms, type(args)().logging.alarms)
+        started("ranks and folder of the run")
 
     @property
     def state(self) -> dict[str, Any]:
@@ -122,6 +127,7 @@ class Run:
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
             policy.packed = replace(policy.packed, replays=engine.routing is not None)
+        started("checkpoint" if path else "optimizer")
         if self.ranks.device.type == "cuda" and "actor" in trained:
             self.memory, plan = rehearse(
                 trained,
@@ -132,6 +138,7 @@ class Run:
                 offloaded=self.offloaded,
                 visiting=visiting,
             )
+            started("largest micro-batch")
         self.saver.record["memory"] |= vars(self.memory)
         policy.packed = replace(policy.packed, max_tokens=budget_of(self.memory)[1])
         for optimizer in filter(None, (x for _, x in trained.values())):

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import train_grpo
+from extras.engines import hf
 from rl.data.encode import encode_prompts
 from rl.data.order import prompts_for_step
 from rl.data.rows import read_rows
@@ -31,7 +32,7 @@ from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import Rollout, hf
+from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 from rl.scoring.pool import Scorer, Scoring
 
@@ -101,10 +102,10 @@ def test_a_run_that_breaks_is_continued_as_if_nothing_had_happened(task, tmp_pat
         return log.read_text()
 
     printed = breaks(partial(engine_raises, 2), 1)
-    assert "rl/sampling/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
+    assert "extras/engines/hf.py" in printed and "RuntimeError: the sampler has crashed" in printed
     printed = breaks(partial(engine_hangs, 2), 2, stall_timeout=15.0)
     assert "Timeout (0:00:15)!" in printed  # and the stack leads to the engine
-    assert 'rl/sampling/engines/hf.py", line' in printed and "in sample_groups" in printed
+    assert 'extras/engines/hf.py", line' in printed and "in sample_groups" in printed
     printed = breaks(memory_ends, 3)
     assert (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed and "loss.backward()" in printed

@@ -24,6 +24,7 @@ import pytest
 import zmq
 from helpers_samplers import Pools, batches, note_batches
 
+from extras.engines import hf
 from extras.samplers import connection, dispatcher, protocol, sampler, weight_network
 from extras.samplers.connection import Connection
 from extras.samplers.protocol import TOKEN
@@ -31,7 +32,6 @@ from extras.samplers.weight_files import WeightWriter
 from rl.data.encode import load_tokenizer
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Data, load_prompts
-from rl.sampling.engines import hf
 from rl.sampling.rollouts import Rollouts
 
 KILLS = max(2, int(os.environ.get("GLASSRL_RANDOM_KILLS", "1")) // 5)  # for each staleness

@@ -60,6 +60,11 @@ BORROWED = [
     ),
     Borrowed("vllm.engine.arg_utils.EngineArgs", "sampling/engines/vllm.py", "tells whether vLLM normalizes images"),
     Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm.py", "ends a response"),
+    Borrowed(
+        "vllm.model_executor.models.registry._run_in_subprocess",
+        "sampling/engines/vllm.py",
+        "starts a process to look at the class of a model, which takes ten seconds and more",
+    ),
     # vLLM: weights that it keeps in another form than files.
     Borrowed(
         "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
@@ -180,9 +185,13 @@ BORROWED = [
     Borrowed("torch._dynamo.maybe_mark_dynamic", "model/recurrent.py", "compiles a layer once for all lengths"),
     Borrowed("torch._dynamo.config.recompile_limit", "model/sharding.py", "allows as many versions as a layer needs"),
     Borrowed("torch._dynamo.config.disable", "sampling/engines/vllm.py", "compiles nothing on a CPU"),
+    Borrowed(
+        "torch._inductor.runtime.cache_dir_utils.default_cache_dir",
+        "model/sharding.py",
+        "tells whether a user has chosen where compiled code is kept",
+    ),
     Borrowed("torch._inductor.list_options", "model/sharding.py", "tells which options the compiler has"),
     Borrowed("torch.distributed.distributed_c10d._get_default_store", "stop.py", "tells other ranks to stop"),
-    Borrowed("torch.distributed.distributed_c10d._set_pg_timeout", "ranks.py", "sets how long ranks wait"),
     Borrowed("torch.distributed.ProcessGroupGloo._Options", "extras/samplers/weight_network.py", "names an address"),
     Borrowed("torch._C._ForceDispatchKeyGuard", "model/delta_rule.py", "computes gradients inside an operation"),
     Borrowed("torch._C._dispatch_tls_local_include_set", "model/delta_rule.py", "is the state that is put back"),

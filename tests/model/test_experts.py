@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import train_grpo
+from extras.engines import hf
 from rl.data.batching import collate, plan_updates
 from rl.data.types import Sample, Sampling, take_rows
 from rl.flags import build
 from rl.model import experts, lora, lora_experts
 from rl.model.load import WAYS, weights_for_engine
 from rl.model.logprobs import token_logprobs, use_forward
-from rl.sampling.engines import Rollout, hf
+from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 CASE = ("all terms", "token-mean")

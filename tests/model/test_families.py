@@ -26,6 +26,7 @@ from transformers import (
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import sft
+from extras.engines import hf
 from rl.data.encode import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
@@ -35,7 +36,6 @@ from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory, shard
-from rl.sampling.engines import hf
 
 CASE = ("all terms", "token-mean")
 TEMPERATURE = 0.7

@@ -25,10 +25,10 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 import sft
 import train_grpo
 import train_reward
+from extras.engines import hf
 from rl.flags import build
 from rl.model import delta_rule, recurrent, reward_model
 from rl.model import load as models
-from rl.sampling.engines import hf
 
 CASE = ("all terms", "token-mean")
 

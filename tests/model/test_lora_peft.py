@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
 
+from extras.engines import hf
 from rl.data.types import Sampling
 from rl.model import load as models
 from rl.model import lora, reward_model
 from rl.model.sharding import Memory
-from rl.sampling.engines import Rollout, hf
+from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 CASE = ("ppo_clip", "token-mean")

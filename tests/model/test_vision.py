@@ -22,6 +22,7 @@ import sft
 import train_grpo
 import train_ppo
 from data import dots, files
+from extras.engines import hf
 from rl.data import images
 from rl.data.batching import collate, plan_updates
 from rl.data.encode import encode_conversation, load_tokenizer
@@ -36,7 +37,7 @@ from rl.model.logprobs import fixed_logprobs
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.task import load_task
-from rl.sampling.engines import Rollout, hf, vllm
+from rl.sampling.engines import Rollout, vllm
 from rl.sampling.rollout import check_engine, sample_groups
 
 FEW = ["qwen3_vl", "qwen3_5", "gemma3"]

@@ -21,12 +21,12 @@ import sft
 import train_grpo
 import train_reward
 from data import arithmetic, grail, mbpp
+from extras.engines import hf
 from rewards import gsm8k
 from rewards.sandbox import judge as sandbox
 from rl.data.types import Sampling
 from rl.flags import build
 from rl.ranks import Ranks
-from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
 
 SEED = 0

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_grpo
 import train_grpo_variants
+from extras.engines import hf
 from rewards import gsm8k
 from rl.model import load as models
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_grpo
+from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
-from rl.sampling.engines import hf
 from rl.scoring.pool import Scorer
 
 TIMEOUT = 900  # seconds for each of the two launches; they take 5 and 10 on two idle cores, 30 on busy ones

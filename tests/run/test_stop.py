@@ -23,10 +23,11 @@ import numpy as np
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from extras.engines import hf
 from rl import stop
 from rl.run import checkpoint, checkpoint_tensors
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import hf, vllm
+from rl.sampling.engines import vllm
 
 OUT_WITHIN_S = 30  # of a busy machine; what would go on without the request lasts longer
 ASKED = "ASKED_AT"  # environment variable: file into which a process writes when it asks itself

@@ -8,6 +8,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import train_dapo
+from extras.engines import hf
 from rl.data.encode import load_tokenizer
 from rl.data.prompts import load_prompts
 from rl.flags import build
@@ -15,7 +16,6 @@ from rl.model import load as models
 from rl.ranks import Ranks
 from rl.run import checkpoint, loop_state
 from rl.sampling import waiting_groups
-from rl.sampling.engines import hf
 
 
 def comparable():

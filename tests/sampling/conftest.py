@@ -9,9 +9,10 @@ import pytest
 from helpers_engines import without_shortcuts
 from torch import nn
 
+from extras.engines import hf
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import Rollout, hf, vllm
+from rl.sampling.engines import Rollout, vllm
 from rl.sampling.engines.base import Engine
 
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue

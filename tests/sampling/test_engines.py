@@ -27,6 +27,8 @@ from helpers_families import load_with_adapters, make_them_count
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
+from extras.engines import hf
+from extras.engines.hf import processed_logprobs
 from rl.data.batching import collate
 from rl.data.encode import stop_token_ids
 from rl.data.order import derive_seed
@@ -39,8 +41,7 @@ from rl.model.lora import is_adapter
 from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
 from rl.run.arguments import check
-from rl.sampling.engines import Rollout, hf, vllm
-from rl.sampling.engines.hf import processed_logprobs
+from rl.sampling.engines import Rollout, vllm
 from rl.sampling.in_flight import InFlight
 from rl.sampling.rollout import Decoding, check_engine, sample_groups
 from rl.sampling.rollouts import Rollouts, Trajectory

@@ -20,10 +20,11 @@ from helpers_engines import (
     without_shortcuts,
 )
 
+from extras.engines import hf
 from rl.data.types import Request, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import Rollout, hf, vllm
+from rl.sampling.engines import Rollout, vllm
 from rl.sampling.rollout import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)

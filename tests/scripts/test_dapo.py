@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dapo
 import train_grpo
 import train_grpo_variants
+from extras.engines import hf
 from rl.data.batching import make_batch
 from rl.data.encode import encode_prompts
 from rl.data.rows import read_rows
 from rl.flags import build
 from rl.run import checkpoint
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

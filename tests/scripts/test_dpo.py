@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
+from extras.engines import hf
 from rl.data.order import prompts_for_step
 from rl.flags import build
 from rl.model import load as models
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -23,10 +23,10 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras.engines import hf
 from rl.data.order import derive_seed
 from rl.flags import _each, build, flat
 from rl.sampling import in_flight
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

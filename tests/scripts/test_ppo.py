@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train_grpo
 import train_ppo
 import train_reward
+from extras.engines import hf
 from rl.flags import build
 from rl.model import sharding
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 import train_prime
+from extras.engines import hf
 from rl.flags import build
 from rl.model import load as models
 from rl.run import run
 from rl.sampling import in_flight
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

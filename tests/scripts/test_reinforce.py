@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_reinforce
+from extras.engines import hf
 from rl.data.types import Completion, Sampling
 from rl.flags import build
-from rl.sampling.engines import hf
 from rl.sampling.rollout import sample_groups
 
 pytestmark = pytest.mark.usefixtures("runs_here")

@@ -33,6 +33,7 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras.engines import hf
 from rl import flags
 from rl.data import token_selection
 from rl.data.encode import encode_sft, load_tokenizer
@@ -45,7 +46,6 @@ from rl.model.checks import open_model
 from rl.model.critic import check_critic
 from rl.model.lora import LoRA
 from rl.ranks import Ranks
-from rl.sampling.engines import hf
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -1,9 +1,11 @@
 """Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
 
+from extras.engines import make_hf
+from rl.console import started
 from rl.model import experts
 from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
-from rl.sampling.engines import hf, vllm
+from rl.sampling.engines import vllm
 from rl.sampling.engines.base import DEFAULT, Engine, EngineFlags, Rollout
 
 __all__ = ["Engine", "EngineFlags", "Rollout", "check_engine_flags", "make_engine"]
@@ -27,10 +29,12 @@ def make_engine(
     stays awake. Raises ValueError if the parallelism does not fit the ranks, or the files lack weights.
     """
     if flags.engine == "hf":
-        return hf.Engine(model, ranks, flags, longest=longest)
-    engine = vllm.Engine(model, ranks, flags, longest=longest, seed=seed, load_weights=load_weights)
+        engine = make_hf(model, ranks, flags, longest=longest)
+    else:
+        engine = vllm.Engine(model, ranks, flags, longest=longest, seed=seed, load_weights=load_weights)
     if not load_weights:
         awake = memory_in_use(ranks)
         engine.sleep()
         engine.memory = awake - memory_in_use(ranks)
+    started("engine")
     return engine

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from rl.console import say
+from rl.console import say, started
 from rl.data import images
 from rl.data.types import Completion, Sampling
 from rl.model import experts, vision
@@ -68,6 +68,11 @@ class Engine(Base):
             torch._dynamo.config.disable = True  # or the sampler is compiled: seconds of warm-up, and a C++ compiler
         import vllm
         from vllm.distributed import parallel_state
+        from vllm.model_executor.models import registry
+
+        # vLLM would start a process to look at the model's class, so as not to touch the GPU: ten seconds and more.
+        registry._run_in_subprocess = lambda look: look()
+        started("imports of vLLM")
 
         problem = why_no_experts(on_cpu) if flags.router_replay else ""
         returns_experts = flags.router_replay and not problem
@@ -81,7 +86,7 @@ class Engine(Base):
             )
         is_part = vision.is_text_part(model)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
-        with _transformers_as_it_is(model):
+        with _trainer_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
                 skip_tokenizer_init=not (self.sees or is_part),
@@ -105,8 +110,7 @@ class Engine(Base):
                 moe_backend="auto" if on_cpu or flags.is_quantized else "triton",
                 # On Hopper GPUs vLLM would take FlashInfer's gated delta rule, installed or not.
                 additional_config={} if on_cpu else {"gdn_prefill_backend": "triton"},
-                # CUDA graphs for all numbers of sequences; vLLM stops at 512
-                compilation_config={} if on_cpu else {"max_cudagraph_capture_size": flags.max_num_seqs},
+                compilation_config={} if on_cpu else {"cudagraph_capture_sizes": graph_sizes(flags.max_num_seqs)},
                 generation_config="vllm",  # sampling is what the caller says, never what the model's folder suggests
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
@@ -174,6 +178,8 @@ class Engine(Base):
             self._forget(dict.fromkeys(lost, "abort"))
             raise RuntimeError(f"vLLM has dropped {len(lost)} responses")
         outputs, ended = self.core.get_output(), {}
+        if self.steps == 1:
+            started("first tokens")
         if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
             stats.record(outputs.scheduler_stats, None)
         for output in outputs.outputs:  # of the responses that vLLM's scheduler has looked at
@@ -258,18 +264,34 @@ class Engine(Base):
 
 
 @contextlib.contextmanager
-def _transformers_as_it_is(model: str) -> Iterator[None]:
-    """Around the start of vLLM: models of transformers that this process makes stay as they are.
+def _trainer_as_it_is(model: str) -> Iterator[None]:
+    """Around the start of vLLM: what it changes in this process for itself is put back for the trainer.
 
     vLLM runs a model that it has no code for by transformers' own class, and patches that class: each new object, our
     policy too, would look for a configuration of vLLM and be compiled by it. What vLLM itself has made stays compiled.
+    vLLM also moves compiled code to a folder that depends on all of its own settings. The trainer's layers would be
+    compiled again after each change of a flag of the engine.
     """
+    folders = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     with torch.device("meta"):
         decoder = type(AutoModel.from_config(AutoConfig.from_pretrained(model)).get_decoder())
     init = decoder.__init__
     yield
+    for name, folder in folders.items():
+        os.environ.pop(name, None)
+        os.environ |= {name: folder} if folder else {}
     if decoder.__init__ is not init:
         decoder.__init__, decoder.do_not_compile = init, True
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Numbers of sequences for which vLLM captures CUDA graphs, up to `most`: other numbers run the next larger graph.
+
+    vLLM's own list has 83 numbers up to 1,024. Below about 300 sequences a decoding step takes as long as reading the
+    weights, so padding is free there, and above that it is at most a fifth.
+    """
+    sizes = (1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 513, 64), *range(640, most, 128))
+    return [*(x for x in sizes if x < most), most]
 
 
 def _of_images() -> dict[str, Any]:

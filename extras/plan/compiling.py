@@ -1,0 +1,36 @@
+"""Whether a run takes less time if its layers and its LM head are compiled. A pure function of its arguments."""
+
+import math
+from typing import Any
+
+from extras.plan.ways import AUTO, budget_of
+from rl.flags import flat
+from rl.model.checks import read_config
+
+# Estimates, in seconds: compiling takes 15 (torch 2.14) to 60 (2.11) where nothing is kept from an earlier start.
+COMPILING = 30.0
+SAVED_PER_TOKEN = 1.5e-10  # in each layer, for each hidden dimension: what stays on the chip between operations
+SAVED_PER_PASS = 3e-3  # in each layer: Python's time for single operations, above all where "selective" looks at each
+TOKENS = 16384  # of a micro-batch whose size is not known yet
+
+
+def seconds_saved(args: Any, steps: int, ranks: int) -> float:
+    """What compiled code saves in a run of so many steps, in seconds:
+
+        steps * layers * (tokens * hidden size * SAVED_PER_TOKEN + micro-batches * SAVED_PER_PASS)
+
+    Tokens and micro-batches are those of one rank in a step, whose rows are half as long as they may be, as a guess.
+    """
+    v, most = flat(args), vars(args.memory)[budget_of(args.memory)]
+    longest = v["max_length"] if "max_length" in v else v["max_prompt_length"] + v["max_response_length"]
+    rows = v["train_batch_size"] * v.get("rollout_n", args.rows_per_unit)
+    tokens = rows * longest / 2 / ranks
+    passes = math.ceil(tokens / (TOKENS if most == AUTO else most))
+    config = read_config(args.model, flag="--model").get_text_config()
+    per_layer = tokens * config.hidden_size * SAVED_PER_TOKEN + passes * SAVED_PER_PASS
+    return steps * config.num_hidden_layers * per_layer
+
+
+def compiling_pays(args: Any, steps: int, ranks: int) -> bool:
+    """See `extras.plan.compiling_pays`."""
+    return seconds_saved(args, steps, ranks) > COMPILING
