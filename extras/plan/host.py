@@ -34,6 +34,8 @@ def hardware() -> Hardware | None:
     """See `extras.plan.hardware`."""
     if not torch.cuda.is_available():
         return None
-    gpu = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[1]
     ranks, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if local > (there := torch.cuda.device_count()):
+        raise ValueError(f"torchrun --nproc_per_node {local}: this machine has {there} GPU(s); start one rank for each")
+    gpu = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[1]
     return Hardware(gpu, host_memory(), ranks, local)

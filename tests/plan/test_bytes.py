@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from launch import ROOT
 
-from benchmarks import make_model
-from extras.plan import memory
+from benchmarks import limited, make_model
+from extras.plan import hardware, host, memory
 from extras.plan.host import host_memory
 from extras.plan.memory import GIB, Engine, Load, Model, Way, engine_bytes, host_bytes, least_engine, needed, pass_bytes
 from extras.plan.sizes import Layer, Sizes, sizes_of
@@ -233,3 +234,25 @@ def test_the_memory_of_a_container_is_that_of_its_smallest_group(tmp_path):
     assert host_memory(tmp_path) == 1000 * 1024
     write("sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes", "128000\n")
     assert host_memory(tmp_path) == 128000
+
+
+def test_the_hardware_of_a_rank(monkeypatch):
+    for name, value in dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="4", LOCAL_RANK="3").items():
+        monkeypatch.setenv(name, value)
+    assert hardware() is None  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 100 + device))  # free, and all of it
+    monkeypatch.setattr(host, "host_memory", lambda: 7)
+    assert hardware() == (103, 7, 16, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"torchrun --nproc_per_node 4: this machine has 2 GPU\(s\)"):
+        hardware()
+
+
+def test_a_limited_gpu_looks_smaller_to_all_that_ask(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (5, 80))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: (6, 80), raising=False)
+    limited.shrink(24)
+    assert torch.cuda.mem_get_info() == torch.cuda.mem_get_info(torch.device("cpu")) == (5, 24)
+    assert torch.accelerator.get_memory_info() == (6, 24)

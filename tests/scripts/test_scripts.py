@@ -123,6 +123,12 @@ def test_sft_from_the_command_line(trained, task):
     assert {p.name for p in trained.iterdir()} >= {"global_step_12", "global_step_24", "config.json", "metrics.jsonl"}
     config = json.loads((trained / "config.json").read_text())
     assert config["train_files"] == [task.sft] and config["lr"] == 4e-3
+    # What stands for `auto` is recorded, for people and for a run that is resumed.
+    state = json.loads((trained / "global_step_24" / "trainer_state.json").read_text())
+    assert state["args"]["activation_checkpointing"] == state["args"]["max_token_len_per_gpu"] == "auto"
+    for record in (config, state["memory"]):
+        assert record["activation_checkpointing"] == "selective" and record["max_token_len_per_gpu"] == 16384
+        assert record["optimizer_offload"] is record["param_offload"] is False
     cosine = [4e-3 * (1 + math.cos(math.pi * k / 24)) / 2 for k in range(24)]
     assert [x["train/lr"] for x in train] == pytest.approx(cosine)
 
