@@ -1,9 +1,10 @@
 """The samplers of train_async.py: processes of their own, which sample while the trainers train.
 
 pool.py is the pool of samplers as the trainers see it. dispatcher.py is a thread of rank 0 that hands prompts out to
-samplers, takes their responses in, and starts the samplers of this machine. ledger.py knows which prompt is where.
-sampler.py is the process that samples, and connection.py is its connection to the run. protocol.py has what the
-two sides say to each other. Weights travel by weight_files.py or by weight_network.py.
+samplers and takes their responses in. prompts.py says what the number of a prompt stands for, ledger.py knows which
+number is where, and local.py starts the samplers of this machine. sampler.py is the process that samples, and
+connection.py is its connection to the run. protocol.py has what the two sides say to each other. Weights travel by
+weight_files.py or weight_network.py, and a sampler reads them through inbox.py.
 
 `python -m extras.samplers --connect ADDRESS` starts a sampler by hand.
 """

@@ -49,13 +49,13 @@ class Connection:
 
     def receive(self, wait_s: float) -> list[protocol.Setup | protocol.Orders]:
         """What has come, waiting so long for the first message."""
-        found = []
-        while self.socket.poll(0 if found else 1000 * wait_s):
+        messages = []
+        while self.socket.poll(0 if messages else 1000 * wait_s):
             message = self.reader.decode(self.socket.recv())
             self.heard_at, self.is_known = time.monotonic(), True
             if isinstance(message, protocol.End):
                 raise Gone(message.reason)
-            found.append(message)
+            messages.append(message)
         while self.events.poll(0):
             self._note(recv_monitor_message(self.events)["event"])
         now = time.monotonic()
@@ -63,7 +63,7 @@ class Connection:
             raise Gone("the run has ended, or its machine cannot be reached")
         if now - self.heard_at > (SILENT_S if self.is_known else self.patience_s):
             raise Gone(f"the run has said nothing for {now - self.heard_at:.0f} s")
-        return found
+        return messages
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

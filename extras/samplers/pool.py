@@ -9,7 +9,6 @@
 A thread of rank 0 talks to the samplers meanwhile: dispatcher.py.
 """
 
-import functools
 import os
 import sys
 import time
@@ -19,18 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from extras.samplers import SamplerFlags, Work
-from extras.samplers.dispatcher import Dispatcher, Group
-from extras.samplers.ledger import Ledger
+from extras.samplers.dispatcher import Dispatcher
+from extras.samplers.prompts import Group, Prompts
 from extras.samplers.protocol import Setup, row_of
 from extras.samplers.weight_files import WeightWriter
 from rl import console, stop
 from rl.console import say
-from rl.data.order import prompts_for_step
 from rl.data.rows import Row
 from rl.data.text import rendering_of
 from rl.data.types import Sample, sample_of
@@ -75,14 +72,11 @@ class SamplerPool:
     def __init__(
         self, flags: SamplerFlags, work: Work, scorer: Scorer, ranks: Ranks, folder: Path, state: dict[str, Any]
     ):
-        self.flags, self.work, self.scorer, self.ranks = flags, work, scorer, ranks
+        self.flags, self.sampling, self.scorer, self.ranks = flags, work.sampling, scorer, ranks
         # As an engine has them: version of the weights, bytes on this GPU, type of the experts' numbers.
         self.policy_version, self.memory, self.routing = 0, 0, None
-        self.rows_of_step = functools.lru_cache(flags.max_staleness + 2)(
-            lambda step: prompts_for_step(work.rows, step, work.batch_size, work.seed)
-        )
-        self.ledger: Ledger[Group] = Ledger(work.batch_size, flags.max_staleness, work.total_steps)
-        self.held_out: Sequence[Row] = []
+        vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
+        self.prompts = Prompts(work, flags.max_staleness, vocabulary)
         self.waited_s, self.measured_at, self.num_taken = 0.0, time.monotonic(), 0
         # After each step: the clock, and seconds in which trainers waited, samplers sampled, and samplers were there.
         self.marks: deque[tuple[float, ...]] = deque(maxlen=AVERAGED_STEPS + 1)
@@ -90,18 +84,10 @@ class SamplerPool:
         if ranks.is_main:
             self._load(state)
             self.writer = WeightWriter(flags.weights_dir, folder)
-            devices = _devices(flags, ranks)
-            vocabulary = AutoConfig.from_pretrained(work.tokenizer.name_or_path).get_text_config().vocab_size
-            answers = (self.ledger, self.row, work.sampling, scorer.submit)
-            self.dispatcher = Dispatcher(flags, setup_of(work), *answers, devices, ranks.device, vocabulary)
+            self.dispatcher = Dispatcher(flags, setup_of(work), self.prompts, scorer.submit, ranks)
             _write_private(folder / "sampler_token", self.dispatcher.token)
             say(f"samplers: {self.dispatcher.address}, with the token in {folder / 'sampler_token'}")
             self.dispatcher.thread.start()
-
-    def row(self, number: int) -> Row:
-        """The training prompt of a number, in the order in which the run trains on them."""
-        step, place = divmod(number, self.work.batch_size)
-        return self.rows_of_step(step)[place]
 
     def push(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Give the samplers the weights that `version` steps have made, and the prompts that these may sample.
@@ -119,7 +105,7 @@ class SamplerPool:
             else:
                 with self.dispatcher.lock:
                     self.dispatcher.weights = weights
-                    self.ledger.draw(version)
+                    self.prompts.ledger.draw(version)
         for _ in named_tensors:  # of other ranks, or what is left after an error: they gather the tensors together
             pass
         self.policy_version = version
@@ -129,49 +115,50 @@ class SamplerPool:
         samples in their order and the tickets of their scores. All are empty if the run was asked to stop.
         """
         groups: dict[int, Group] = {}
-        if self.ranks.is_main and self._wait(lambda: self.ledger.has_batch):
+        if self.ranks.is_main and self._wait(lambda: self.prompts.ledger.has_batch):
             with self.dispatcher.lock:
-                groups = self.ledger.take()
+                groups = self.prompts.ledger.take()
         samples = [sample for _, group, _ in groups.values() for sample in group]
         self.num_taken += sum(s.num_sampled for s in samples)
-        return [self.row(n) for n in self.ranks.all_gather(groups)], samples, [x for _, _, x in groups.values()]
+        rows = [self.prompts.row(number) for number in self.ranks.all_gather(groups)]
+        return rows, samples, [ticket for _, _, ticket in groups.values()]
 
     def start_evaluation(self, rows: Sequence[Row], validation: Validation) -> None:
         """Let the samplers answer held-out prompts, before others, with the weights of the last push."""
-        self.held_out = rows
         if self.ranks.is_main:
-            self.dispatcher.evaluate(self.held_out, validation.settings(self.work.sampling))
+            with self.dispatcher.lock:
+                self.prompts.evaluate(rows, validation.settings(self.sampling))
 
     def evaluate(self, validation: Validation) -> Evaluation:
         """Wait for the answers to held-out prompts, before another push. All ranks must enter. Empty if the run was
         asked to stop.
         """
-        own: list[Group] = []
+        groups: list[Group] = []
         if self.ranks.is_main:
-            leases = self.dispatcher.evaluation
+            leases = self.prompts.evaluation
             if self._wait(lambda: not leases.waiting and not leases.leased):
-                own = [leases.ready[number] for number in sorted(leases.ready)]
-        samples = [sample for _, group, _ in own for sample in group]
-        scores = self.scorer.collect([ticket for _, _, ticket in own])
+                groups = [leases.ready[number] for number in sorted(leases.ready)]
+        samples = [sample for _, group, _ in groups for sample in group]
+        scores = self.scorer.collect([ticket for _, _, ticket in groups])
         if stop.requested(self.ranks.group):
             return Evaluation({}, [])
-        shown = {row["row_index"] for row in self.held_out[: validation.log_val_generations]}
-        return summarize([row for row, _, _ in own], samples, scores, self.scorer, self.ranks, shown=shown)
+        shown = {row["row_index"] for row in self.prompts.held_out[: validation.log_val_generations]}
+        return summarize([row for row, _, _ in groups], samples, scores, self.scorer, self.ranks, shown=shown)
 
     def verify(self, policy: nn.Module, rollout: Rollout) -> None:
         """Compare what each sampler has sampled right after the last push with the policy, which must not have changed.
 
         Raises RuntimeError, naming the sampler, if it does not hold the policy's weights. All ranks must enter.
         """
-        own: list[tuple[str, list[Sample]]] = []
+        probes: list[tuple[str, list[Sample]]] = []  # of each sampler by its name
         if self.ranks.is_main and self._wait(self._has_probes):
             with self.dispatcher.lock:
-                probes = [(x.name, *x.probe) for x in self.dispatcher.members.values()]
-                own = [(name, samples) for name, version, samples in probes if version == self.policy_version]
-        for i, name in enumerate(self.ranks.all_gather([name for name, _ in own])):
-            samples = own[i][1] if self.ranks.is_main else []
+                newest = [(x.name, *x.probe) for x in self.dispatcher.members.values()]
+                probes = [(name, samples) for name, version, samples in newest if version == self.policy_version]
+        for i, name in enumerate(self.ranks.all_gather([name for name, _ in probes])):
+            samples = probes[i][1] if self.ranks.is_main else []
             try:
-                check_engine(policy, samples, self.work.sampling, rollout, self.ranks)
+                check_engine(policy, samples, self.sampling, rollout, self.ranks)
             except RuntimeError as error:
                 raise RuntimeError(f"sampler {name}, weights of step {self.policy_version}: {error}") from error
 
@@ -179,9 +166,10 @@ class SamplerPool:
         """For `Run.save_and_begin`: which prompts are trained, and the groups that are ready."""
         if not self.ranks.is_main:
             return {}
+        ledger = self.prompts.ledger
         with self.dispatcher.lock:
-            groups = [[n, [vars(s) for s in samples]] for n, (_, samples, _) in self.ledger.ready.items()]
-            return {"ledger": self.ledger.state(), "groups": groups}
+            groups = [[number, [vars(s) for s in samples]] for number, (_, samples, _) in ledger.ready.items()]
+            return {"ledger": ledger.state(), "groups": groups}
 
     def metrics(self) -> dict[str, float]:
         """How the two pools do; {} on other ranks than 0.
@@ -201,23 +189,24 @@ class SamplerPool:
         """
         if not self.ranks.is_main:
             return {}
-        now = time.monotonic()
+        now, ledger = time.monotonic(), self.prompts.ledger
         with self.dispatcher.lock:
-            found = {
+            metrics = {
                 "samplers/count": float(len(self.dispatcher.members)),
-                "samplers/lost": float(self.dispatcher.lost),
-                "samplers/dropped": float(self.ledger.num_dropped + len(self.dispatcher.dropped)),
-                "samplers/ready": float(len(self.ledger.ready)),
-                "samplers/waiting": float(len(self.ledger.waiting)),
+                "samplers/lost": float(self.dispatcher.num_lost),
+                "samplers/dropped": float(self.prompts.num_dropped),
+                "samplers/ready": float(len(ledger.ready)),
+                "samplers/waiting": float(len(ledger.waiting)),
                 "perf/gen_tokens_per_s": self.num_taken / (now - self.measured_at),
             }
             self.marks.append((now, self.waited_s, self.dispatcher.busy_s, self.dispatcher.total_s))
         self.measured_at, self.num_taken = now, 0
         t, w, b, n = (new - old for old, new in zip(self.marks[0], self.marks[-1], strict=True))
         if len(self.marks) > 2 and n > 0:
-            of_time = {"trainer/idle_ratio": w / t, "rollouter/idle_ratio": max(1 - b / n, 0.0)}
-            found |= of_time | {"samplers/balanced_count": b / (t - w)}
-        return found
+            metrics["trainer/idle_ratio"] = w / t
+            metrics["rollouter/idle_ratio"] = max(1 - b / n, 0.0)
+            metrics["samplers/balanced_count"] = b / (t - w)
+        return metrics
 
     def close(self) -> None:
         """Send the samplers home, and end those of this machine."""
@@ -229,14 +218,14 @@ class SamplerPool:
         """Wait for a condition on what the thread changes. False if the run was asked to stop. Without a sampler, or if
         the thread has failed, it is asked to: see `_give_up`.
         """
-        start, patience = time.monotonic(), self.flags.sampler_timeout
+        start, timeout = time.monotonic(), self.flags.sampler_timeout
         with self.dispatcher.lock:
             while not (holds := condition()) and not stop.requested():
                 if self.dispatcher.failure is not None:
                     self._give_up(f"samplers: {self.dispatcher.failure!r}")
                     break
-                if not self.dispatcher.members and time.monotonic() - self.dispatcher.alone_since > patience:
-                    self._give_up(f"there has been no sampler for {patience:.0f} s (--sampler-timeout)")
+                if not self.dispatcher.members and time.monotonic() > self.dispatcher.give_up_at:
+                    self._give_up(f"there has been no sampler for {timeout:.0f} s (--sampler-timeout)")
                     break
                 self.dispatcher.lock.wait(0.2)
         self.waited_s += time.monotonic() - start
@@ -253,32 +242,16 @@ class SamplerPool:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint; groups that no longer fit, as after --force-resume, are sampled again."""
-        if state.get("ledger", {}).get("batch_size") != self.ledger.batch_size:
+        ledger = self.prompts.ledger
+        if state.get("ledger", {}).get("batch_size") != ledger.batch_size:
             return  # also of another script's checkpoint, which --force-resume allows
         ready: dict[int, Group] = {}
         for number, saved in state["groups"]:
-            row, samples = self.row(number), [sample_of(x) for x in saved]
+            row, samples = self.prompts.row(number), [sample_of(x) for x in saved]
             fits = all(list(s.prompt_ids) == list(row["prompt_ids"]) for s in samples)
-            if fits and len(samples) == self.work.sampling.n:
+            if fits and len(samples) == self.sampling.n:
                 ready[number] = row, samples, self.scorer.submit(row, samples)
-        self.ledger.load(state["ledger"], ready)
-
-
-def _devices(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:
-    """A GPU for each sampler that the run starts, None on a machine without."""
-    named = flags.sampler_devices
-    if named is not None and len(named) != flags.samplers:
-        raise ValueError(f"--sampler-devices {named} must name as many GPUs as --samplers, which is {flags.samplers}")
-    if ranks.device.type == "cpu":
-        return [None] * flags.samplers
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    devices = list(named or visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :])
-    if len(devices) < flags.samplers:
-        raise ValueError(
-            f"--samplers {flags.samplers}: {len(devices)} of this machine's {len(visible)} GPUs have no trainer; start "
-            "fewer trainers with torchrun --nproc_per_node, or name GPUs with --sampler-devices"
-        )
-    return devices[: flags.samplers]
+        ledger.load(state["ledger"], ready)
 
 
 def _write_private(path: Path, text: str) -> None:

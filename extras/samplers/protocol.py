@@ -139,10 +139,16 @@ def name_of(pid: int) -> str:
 
 def pack(sample: Sample) -> PackedSample:
     """A sample as it travels."""
-    arrays = [x.tobytes() for x in (sample.response_ids, sample.response_mask, sample.rollout_logprobs)]
-    conversation = json.dumps([list(sample.messages), sample.report])
-    about = (list(sample.policy_versions), sample.turns, conversation, list(sample.turn_rewards))
-    return PackedSample(*arrays, sample.finish_reason, *about)
+    return PackedSample(
+        ids=sample.response_ids.tobytes(),
+        mask=sample.response_mask.tobytes(),
+        logprobs=sample.rollout_logprobs.tobytes(),
+        finish_reason=sample.finish_reason,
+        policy_versions=list(sample.policy_versions),
+        turns=sample.turns,
+        conversation=json.dumps([list(sample.messages), sample.report]),
+        turn_rewards=list(sample.turn_rewards),
+    )
 
 
 def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, versions: range) -> Sample:
@@ -151,8 +157,8 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
     Args: sampling, as it was asked for; vocabulary, how many tokens the model knows; versions, of weights that may have
     sampled it.
     """
-    types = dict(ids="int32", mask="int8", logprobs="float32")
-    ids, mask, logprobs = (np.frombuffer(getattr(packed, name), dtype) for name, dtype in types.items())
+    ids, mask = np.frombuffer(packed.ids, np.int32), np.frombuffer(packed.mask, np.int8)
+    logprobs = np.frombuffer(packed.logprobs, np.float32)
     if not len(ids) == len(mask) == len(logprobs):
         raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
     spans, rewards = tuple(packed.policy_versions), tuple(packed.turn_rewards)
@@ -174,8 +180,19 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
     }
     if wrong := [rule for rule, holds in rules.items() if not holds]:
         raise ValueError(f"a response has {' and '.join(wrong)}")
-    about = (spans, packed.turns, tuple(messages), report, rewards)
-    return Sample(row["prompt_ids"], ids, mask, logprobs, packed.finish_reason, row["row_index"], *about)
+    return Sample(
+        prompt_ids=row["prompt_ids"],
+        response_ids=ids,
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        finish_reason=packed.finish_reason,
+        row_index=row["row_index"],
+        policy_versions=spans,
+        turns=packed.turns,
+        messages=tuple(messages),
+        report=report,
+        turn_rewards=rewards,
+    )
 
 
 def row_of(row: Row, *, whole: bool) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from extras.samplers import protocol
 from extras.samplers.connection import Connection, Gone
-from extras.samplers.weight_files import read_weights
-from extras.samplers.weight_network import Receiving
+from extras.samplers.inbox import Inbox
 from rl.console import say
 from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
@@ -37,7 +36,6 @@ from rl.sampling.rollouts import Rollouts
 
 REPORT_EVERY_S = 1.0
 SEND_AGAIN_S = 5.0  # what the run has not said that it has
-UNREADABLE_S = 20.0  # a sampler that cannot read weights for so long does not share a folder with the run
 IDLE_WAIT_S = 0.05
 GROUPS_OF_A_REPORT = 16  # so that a message does not become too large
 
@@ -67,11 +65,8 @@ class Sampler:
         self.begun: set[int] = set()  # those of these that are being sampled
         # Groups that the run may not have yet, and when they were sent.
         self.done: dict[int, tuple[protocol.Group, float]] = {}
-        self.weights: dict[str, Any] | None = None  # the newest that the run has told of
-        self.version, self.probe = -1, None
-        self.arriving: Any | None = None  # weights that come over the network
-        self.tried = b""  # the transfer that was begun last
-        self.unread_since: float | None = None  # since when weights could not be read
+        self.inbox, self.version = Inbox(connection.host), -1  # of weights; version of the engine's
+        self.probe: protocol.Probe | None = None  # of that version
         self.busy_s, self.began_at, self.reported_at = 0.0, time.monotonic(), 0.0
         self.reported: protocol.Report | None = None
 
@@ -80,8 +75,8 @@ class Sampler:
         sys.excepthook = sys.__excepthook__  # what fails from here on shows its traceback
         while True:
             self._obey(self.connection.receive(0.0 if self.rollouts.is_open() else IDLE_WAIT_S))
-            if self.weights is not None and self.weights["version"] > self.version:
-                self._load()
+            if (weights := self.inbox.take()) is not None:
+                self._load(*weights)
             self._begin()
             if self.rollouts.is_open():
                 self._step()
@@ -100,47 +95,22 @@ class Sampler:
             new = {lease.number: lease for lease in orders.leases if lease.number not in self.done}
             self.leases = new | self.leases
             self.may_begin = self.leases.keys() & self.may_begin.union(orders.begin)
-            if orders.weights is not None and self.arriving is None and orders.weights["version"] > self.version:
-                self.weights = orders.weights
+            if orders.weights is not None and orders.weights["version"] > self.version:
+                self.inbox.tell(orders.weights)
 
-    def _load(self) -> None:
-        """Take the newest weights, and sample a few tokens with them, which the run compares with its own."""
-        try:
-            named_tensors = self._read_weights()
-        except OSError as error:  # newer ones have replaced them, of which the run will tell
-            self.unread_since = self.unread_since or time.monotonic()
-            if time.monotonic() - self.unread_since > UNREADABLE_S:
-                why = "on another machine a sampler needs --weights-transfer gloo or nccl, or --weights-dir"
-                why = "" if "key" in self.weights else f"; {why}"
-                raise RuntimeError(f"the run's weights cannot be read: {error}{why}") from error
-            self.weights = None
-            return
-        if named_tensors is None:
-            return
-        self.unread_since = None
+    def _load(self, version: int, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Take new weights, and sample a few tokens with them, which the run compares with its own."""
         self.rollouts.interrupt()
-        self.engine.policy_version = self.weights["version"] - 1
+        self.engine.policy_version = version - 1  # `update_weights` counts on
         self.engine.update_weights(named_tensors)
-        self.version = self.weights["version"]
+        self.version = version
         probes = Rollouts(self.engine)
         for i, row in enumerate(self.setup.probes):
-            probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, self.version, i))
-        found = dict(probes.run())
-        packed = [protocol.pack(sample) for i in range(len(found)) for sample in found[i]]
-        self.probe, self.reported_at = protocol.Probe(self.version, packed), 0.0
+            probes.start(i, row, self.setup.probe_sampling, derive_seed(self.setup.seed, version, i))
+        samples = dict(probes.run())
+        packed = [protocol.pack(sample) for i in range(len(samples)) for sample in samples[i]]
+        self.probe, self.reported_at = protocol.Probe(version, packed), 0.0
         self.rollouts.resume()
-
-    def _read_weights(self) -> Iterator[tuple[str, Tensor]] | None:
-        """(name, tensor) pairs, or None while they are on their way. Raises OSError if they cannot be read."""
-        if "key" not in self.weights:
-            return read_weights(self.weights)
-        if self.arriving is None and self.weights["key"] != self.tried:  # else the run will see that it has failed
-            self.tried, self.arriving = self.weights["key"], Receiving(self.weights, self.connection.host)
-            self.arriving.start()
-        if self.arriving is None or self.arriving.is_alive():
-            return None
-        arrived, self.arriving = self.arriving, None
-        return arrived.named_tensors()
 
     def _can_begin(self) -> set[int]:
         """The leases whose weights are here."""
@@ -175,10 +145,19 @@ class Sampler:
 
     def report(self, groups: list[protocol.Group], **ending: Any) -> protocol.Report:
         """How this sampler is. Args: ending, `problem` and `was_asked` of the last report."""
-        holding, begun = sorted([*self.leases, *self.done]), sorted(self._can_begin())
-        times = self.busy_s, time.monotonic() - self.began_at
-        numbers = self.version, self.room, holding, begun, groups, self.probe, *times
-        return protocol.Report(self.connection.name, self.setup.run, *numbers, **ending)
+        return protocol.Report(
+            name=self.connection.name,
+            run=self.setup.run,
+            version=self.version,
+            room=self.room,
+            holding=sorted([*self.leases, *self.done]),
+            begun=sorted(self._can_begin()),
+            groups=groups,
+            probe=self.probe,
+            busy_s=self.busy_s,
+            total_s=time.monotonic() - self.began_at,
+            **ending,
+        )
 
 
 def run() -> None:

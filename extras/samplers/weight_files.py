@@ -49,7 +49,7 @@ class WeightWriter:
             atexit.register(self.close)
 
     def write(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Write (name, whole tensor) pairs; returns what `read_weights` needs, as a message has it.
+        """Write (name, whole tensor) pairs; returns their manifest, which `read_weights` needs, as a message has it.
 
         Raises OSError if there is no room: then the weights before are still there.
         """
@@ -112,26 +112,27 @@ def shared_memory(size: int) -> Any:
     return file
 
 
-def read_weights(about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def read_weights(manifest: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs on the host, which are valid until the iterator ends. Raises as `open_weights`."""
-    return tensors_in(open_weights(about), about)
+    return tensors_in(open_weights(manifest), manifest)
 
 
-def open_weights(about: dict[str, Any]) -> mmap.mmap:
+def open_weights(manifest: dict[str, Any]) -> mmap.mmap:
     """The bytes of weights, which stay while they are used.
 
     Raises FileNotFoundError if newer weights have replaced these; the name may then be that of another file.
     """
-    with open(about["path"], "rb") as file:
+    with open(manifest["path"], "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size != about["bytes"] or file.read(ALIGNMENT) != about["mark"]:
-            raise FileNotFoundError(f"{about['path']} does not hold weights of version {about['version']} any more")
+        if size != manifest["bytes"] or file.read(ALIGNMENT) != manifest["mark"]:
+            path, version = manifest["path"], manifest["version"]
+            raise FileNotFoundError(f"{path} does not hold weights of version {version} any more")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def tensors_in(memory: Any, about: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(memory: Any, manifest: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs in a buffer with the bytes of weights."""
-    for name, dtype, shape, start in about["tensors"]:
+    for name, dtype, shape, start in manifest["tensors"]:
         kind = getattr(torch, dtype)
         count = torch.Size(shape).numel()
         x = torch.frombuffer(memory, dtype=kind, count=count, offset=start) if count else torch.empty(0, dtype=kind)

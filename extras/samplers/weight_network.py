@@ -1,7 +1,7 @@
 """Weights for samplers over the network, by gloo (TCP) or by NCCL between GPUs.
 
-    run:      outbox.offer(name, about)     what the sampler is told; a thread waits for it, and sends
-    sampler:  Receiving(about, host)        a thread that receives into the host's memory while sampling goes on
+    run:      outbox.offer(name, manifest)  what the sampler is told; a thread waits for it, and sends
+    sampler:  Receiving(offer, host)        a thread that receives into the host's memory while sampling goes on
 
 Each transfer has a process group of its own with two ranks, 0 sends and 1 receives, which is gone afterwards. So a
 side that dies, hangs or is cut off costs the other this transfer, after a time without progress, and nothing else.
@@ -39,11 +39,11 @@ environment_lock = threading.Lock()
 class Transfer(threading.Thread):
     """One side of a transfer. `error` says what has ended it too early."""
 
-    def __init__(self, about: dict[str, Any], device: torch.device):
-        super().__init__(name=f"weights {about['version']}", daemon=True)
+    def __init__(self, offer: dict[str, Any], device: torch.device):
+        super().__init__(name=f"weights {offer['version']}", daemon=True)
         os.environ.setdefault(NO_WATCHDOG, "0")  # changing it later does not move the environment, which others read
-        self.about, self.device, self.error = about, device, None
-        self.patience = datetime.timedelta(seconds=about["patience_s"])
+        self.offer, self.device, self.error = offer, device, None
+        self.patience = datetime.timedelta(seconds=offer["patience_s"])
 
     def run(self) -> None:
         """Make the transfer."""
@@ -55,7 +55,7 @@ class Transfer(threading.Thread):
 
     def make_group(self, store: dist.Store, rank: int, address: str) -> Any:
         """Join the group. Args: address, of this machine, at which the other side reaches it."""
-        if self.about["transfer"] == "nccl":
+        if self.offer["transfer"] == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.patience
             with environment_lock:
@@ -73,7 +73,7 @@ class Transfer(threading.Thread):
         """Send or receive bytes on the host, two chunks at a time. Raises RuntimeError if one takes too long."""
         pending: deque[tuple[Any, Tensor, Tensor]] = deque()
         with self._buffers() as buffers:
-            for chunk, buffer in zip(memory.split(self.about["chunk"]), itertools.cycle(buffers), strict=False):
+            for chunk, buffer in zip(memory.split(self.offer["chunk"]), itertools.cycle(buffers), strict=False):
                 if len(pending) == len(buffers):
                     self._finish(*pending.popleft(), sends)
                 x = chunk if buffer is None else buffer[: len(chunk)]
@@ -96,7 +96,7 @@ class Transfer(threading.Thread):
             yield [None, None]
             return
         torch.cuda.set_device(self.device)  # of this thread
-        buffers = [torch.empty(self.about["chunk"], dtype=torch.uint8, device=self.device) for _ in range(2)]
+        buffers = [torch.empty(self.offer["chunk"], dtype=torch.uint8, device=self.device) for _ in range(2)]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())  # on which others have used this memory
         with torch.cuda.stream(stream):
@@ -107,10 +107,10 @@ class Transfer(threading.Thread):
 class Sending(Transfer):
     """The run's side."""
 
-    def __init__(self, about: dict[str, Any], host: str, device: torch.device, memory: Tensor):
+    def __init__(self, offer: dict[str, Any], host: str, device: torch.device, memory: Tensor):
         self.listener = socket.create_server((host, 0))
         self.port = self.listener.getsockname()[1]
-        super().__init__(about | {"port": self.port}, device)
+        super().__init__(offer | {"port": self.port}, device)
         self.host, self.memory = host.replace("0.0.0.0", "127.0.0.1"), memory
 
     def run(self) -> None:
@@ -126,9 +126,9 @@ class Sending(Transfer):
         store = dist.TCPStore(**where, wait_for_workers=False, timeout=self.patience)
         group = self.make_group(store, 0, store.get("address").decode())
         try:
-            key = torch.empty(len(self.about["key"]), dtype=torch.uint8)
+            key = torch.empty(len(self.offer["key"]), dtype=torch.uint8)
             self.move(group, key, sends=False)
-            if not secrets.compare_digest(key.numpy().tobytes(), self.about["key"]):
+            if not secrets.compare_digest(key.numpy().tobytes(), self.offer["key"]):
                 raise PermissionError("who asks for the weights does not know what only samplers of the run are told")
             self.move(group, self.memory, sends=True)
             store.get("has received")
@@ -137,25 +137,25 @@ class Sending(Transfer):
 
 
 class Receiving(Transfer):
-    """The sampler's side. Args: about, what the run has told; host, of the run, as this machine reaches it."""
+    """The sampler's side. Args: offer, what the run has told; host, of the run, as this machine reaches it."""
 
-    def __init__(self, about: dict[str, Any], host: str):
-        on_gpu = about["transfer"] == "nccl"
-        super().__init__(about, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    def __init__(self, offer: dict[str, Any], host: str):
+        on_gpu = offer["transfer"] == "nccl"
+        super().__init__(offer, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         self.host, self.memory = host, None
 
     def transfer(self) -> None:
         """Ask for the weights, and receive."""
-        with socket.create_connection((self.host, self.about["port"]), self.patience.total_seconds()) as probe:
-            own, address = probe.getsockname()[0], probe.getpeername()[0]  # refused if the run has given up
-        store = dist.TCPStore(address, self.about["port"], is_master=False, timeout=self.patience)
+        with socket.create_connection((self.host, self.offer["port"]), self.patience.total_seconds()) as probe:
+            here, address = probe.getsockname()[0], probe.getpeername()[0]  # refused if the run has given up
+        store = dist.TCPStore(address, self.offer["port"], is_master=False, timeout=self.patience)
         store.set("address", address)
-        group = self.make_group(store, 1, own)
+        group = self.make_group(store, 1, here)
         try:
-            self.move(group, torch.frombuffer(bytearray(self.about["key"]), dtype=torch.uint8), sends=True)
-            memory = torch.empty(self.about["bytes"], dtype=torch.uint8)
+            self.move(group, torch.frombuffer(bytearray(self.offer["key"]), dtype=torch.uint8), sends=True)
+            memory = torch.empty(self.offer["bytes"], dtype=torch.uint8)
             self.move(group, memory, sends=False)
-            if memory[:ALIGNMENT].numpy().tobytes() != self.about["mark"]:
+            if memory[:ALIGNMENT].numpy().tobytes() != self.offer["mark"]:
                 raise PermissionError("what has come is not from the run")
             self.memory = memory
             store.set("has received", "")
@@ -165,8 +165,8 @@ class Receiving(Transfer):
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) pairs on the host. Raises ConnectionError if they have not come."""
         if self.memory is None:
-            raise ConnectionError(f"{self.about['transfer']}, {self.host}: {self.error}")
-        return tensors_in(self.memory.numpy(), self.about)
+            raise ConnectionError(f"{self.offer['transfer']}, {self.host}: {self.error}")
+        return tensors_in(self.memory.numpy(), self.offer)
 
 
 class Outbox:
@@ -183,22 +183,22 @@ class Outbox:
             raise ValueError(f"--weights-transfer {transfer}: --sampler-address {address} must begin with tcp://")
         self.host, self.device = where.hostname, device if transfer == "nccl" else torch.device("cpu")
         os.environ.setdefault(NO_WATCHDOG, "0")  # before there are other threads
-        self.about = {"transfer": transfer, "patience_s": patience_s, "chunk": CHUNK}
+        self.terms = {"transfer": transfer, "patience_s": patience_s, "chunk": CHUNK}
         self.sending: dict[str, Sending] = {}
 
-    def offer(self, name: str, about: dict[str, Any]) -> dict[str, Any] | None:
+    def offer(self, name: str, manifest: dict[str, Any]) -> dict[str, Any] | None:
         """What to tell a sampler of newer weights: those on their way to it, or else the newest. None: ask again.
 
-        Args: about, of the newest weights, which `WeightWriter` gave.
+        Args: manifest, of the newest weights, which `WeightWriter` gave.
         """
         one = self.sending.get(name)
-        is_there = one is not None and one.error is None and one.about["version"] == about["version"]
+        is_there = one is not None and one.error is None and one.offer["version"] == manifest["version"]
         if one is None or not (one.is_alive() or is_there):
             try:
-                memory = torch.frombuffer(open_weights(about), dtype=torch.uint8)
+                memory = torch.frombuffer(open_weights(manifest), dtype=torch.uint8)
             except FileNotFoundError:  # newer ones are just taking their place
                 return None
-            own = self.about | {"key": secrets.token_bytes(ALIGNMENT)}
-            self.sending[name] = one = Sending(about | own, self.host, self.device, memory)
+            terms = self.terms | {"key": secrets.token_bytes(ALIGNMENT)}
+            self.sending[name] = one = Sending(manifest | terms, self.host, self.device, memory)
             one.start()
-        return one.about
+        return one.offer

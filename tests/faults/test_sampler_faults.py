@@ -25,7 +25,7 @@ import zmq
 from helpers_samplers import Pools, batches, note_batches
 
 from extras.engines import hf
-from extras.samplers import connection, dispatcher, protocol, sampler, weight_network
+from extras.samplers import connection, dispatcher, inbox, protocol, sampler, weight_network
 from extras.samplers.connection import Connection
 from extras.samplers.protocol import TOKEN
 from extras.samplers.weight_files import WeightWriter
@@ -314,7 +314,7 @@ def blind():
     def fail(about):
         raise FileNotFoundError(about["path"])
 
-    sampler.UNREADABLE_S, sampler.read_weights = 0.5, fail
+    inbox.UNREADABLE_S, inbox.read_weights = 0.5, fail
 
 
 def test_a_sampler_that_cannot_read_the_weights_ends_with_the_flag(pools):
@@ -329,7 +329,7 @@ def end_in_the_middle(number):
     finish, count = weight_network.Transfer._finish, itertools.count()
 
     def finish_or_end(transfer, *arguments):
-        if transfer.about["version"] >= 2 and next(count) == 5:
+        if transfer.offer["version"] >= 2 and next(count) == 5:
             os.kill(os.getpid(), number)
         finish(transfer, *arguments)
 

@@ -27,7 +27,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from extras.samplers import SamplerFlags
-from extras.samplers.pool import _devices
+from extras.samplers.local import devices_of
 from rl import flags
 from rl.flags import Above1, AtLeast1, Count, Free, NotNegative, Positive, PositiveShare, Seconds, Share, build
 from rl.model.load import check_lora
@@ -251,11 +251,11 @@ def test_a_vision_tower_learns_only_if_there_are_images():
 
 def test_every_sampler_has_a_gpu_of_its_own_name():
     cpu = SimpleNamespace(device=torch.device("cpu"))
-    assert _devices(SamplerFlags(samplers=2), cpu) == _devices(SamplerFlags(2, ("0", "0")), cpu) == [None, None]
+    assert devices_of(SamplerFlags(samplers=2), cpu) == devices_of(SamplerFlags(2, ("0", "0")), cpu) == [None, None]
     for count, named in ((2, ("0",)), (1, ("0", "1")), (1, ())):
         words = f"--sampler-devices {named} must name as many GPUs as --samplers, which is {count}"
         with pytest.raises(ValueError, match=re.escape(words)):
-            _devices(SamplerFlags(count, named), cpu)
+            devices_of(SamplerFlags(count, named), cpu)
 
 
 def test_addresses_that_are_right():

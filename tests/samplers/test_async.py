@@ -160,9 +160,9 @@ ALTERNATING = [
 
 def waiting(marks, **changes):
     """What `SamplerPool.metrics` says after each of these steps about who waited."""
-    dispatcher = SimpleNamespace(lock=threading.Lock(), members={"one": None}, lost=0, dropped=())
-    ledger = SimpleNamespace(num_dropped=0, ready=(), waiting=())
-    one, said = SimpleNamespace(ranks=SimpleNamespace(is_main=True), dispatcher=dispatcher, ledger=ledger), []
+    dispatcher = SimpleNamespace(lock=threading.Lock(), members={"one": None}, num_lost=0)
+    prompts = SimpleNamespace(num_dropped=0, ledger=SimpleNamespace(ready=(), waiting=()))
+    one, said = SimpleNamespace(ranks=SimpleNamespace(is_main=True), dispatcher=dispatcher, prompts=prompts), []
     one.num_taken, one.measured_at, one.marks = 0, 0.0, deque(maxlen=AVERAGED_STEPS + 1)
     for now, one.waited_s, dispatcher.busy_s, dispatcher.total_s in marks:
         with pytest.MonkeyPatch.context() as patch:
@@ -199,15 +199,15 @@ def test_nothing_is_said_of_pools_without_a_sampler():
 
 def test_times_of_a_sampler_that_is_gone_still_count():
     """A sampler that joins begins at what it says first, and another one does not lose what is known."""
-    desk = SimpleNamespace(members={}, evaluation=Leases(), ledger=Leases(), locals=(), busy_s=0.0, total_s=0.0)
-    desk._order = lambda identity: None
+    dispatcher = SimpleNamespace(members={}, prompts=SimpleNamespace(both=(Leases(),)), busy_s=0.0, total_s=0.0)
+    dispatcher._order = lambda identity: None
     reports = [("a", 1.0, 2.0), ("a", 4.0, 7.0), ("b", 0.5, 0.5), ("a", 5.0, 9.0), ("b", 2.5, 4.5)]
     for name, busy, total in reports:
         report = Report(name, "run", 0, 8, [], [], [], None, busy, total)
-        Dispatcher._note(desk, name, report, {}, [])
+        Dispatcher._note(dispatcher, name, report, {}, [])
         if (name, busy) == ("a", 5.0):
-            del desk.members["a"]
-    assert (desk.busy_s, desk.total_s) == (4.0 + 2.0, 7.0 + 4.0)
+            del dispatcher.members["a"]
+    assert (dispatcher.busy_s, dispatcher.total_s) == (4.0 + 2.0, 7.0 + 4.0)
 
 
 def test_the_line_of_a_step_says_which_side_waits(monkeypatch):

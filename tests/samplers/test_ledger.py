@@ -1,26 +1,13 @@
 """The ledger of train_async.py: whatever happens to samplers, each prompt is trained once, in order and in time."""
 
 import copy
-import dataclasses
-import datetime
 import json
-import math
 import random
-import resource
 
-import msgspec
-import numpy as np
 import pytest
-import torch
 
-from extras.samplers import SamplerFlags, protocol
-from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.ledger import Leases, Ledger, assign
-from extras.samplers.weight_files import WeightWriter, read_weights
-from rl.data.types import Sample, Sampling
 from rl.run import loop_state
-from rl.sampling.engines import Rollout
-from rl.sampling.environments import EnvironmentFlags
 
 
 def test_numbers_are_drawn_as_far_as_staleness_allows():
@@ -305,145 +292,3 @@ def random_events(seed):
 def test_random_events():
     suspects, dropped = zip(*map(random_events, range(40)), strict=True)
     assert sum(suspects) > 200 and sum(dropped) > 10  # so every rule was met
-
-
-WAY = Sampling(n=1, max_tokens=3)
-ROW = {"prompt_ids": np.int32([1, 2]), "row_index": 3}
-
-
-def sample_of_numbers():
-    arrays = ROW["prompt_ids"], np.int32([7, 8, 9]), np.int8([1, 0, 1]), np.float32([-0.5, 0.0, -2.0])
-    about = dict(finish_reason="stop", row_index=3, policy_versions=((4, 1), (5, 1)), turns=2)
-    told = dict(messages=({"role": "tool", "content": "8"},), report={"calls": 10**400}, turn_rewards=(0.5, 1.0))
-    return Sample(*arrays, **about, **told)
-
-
-def travelled(packed):
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=protocol.PackedSample)
-
-
-def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
-    prompt = {"prompt_ids": [1, 2], "row_index": 0}
-    odd = {"n": 10**30, "x": [-0.5, None, {"y": "\ud800 é"}]}
-    row = prompt | {"extra_info": odd | {"day": datetime.date(2026, 1, 2)}}
-    whole = prompt | {"extra_info": odd | {"day": "2026-01-02"}}
-    for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
-        setup = protocol.Setup("model", {}, Rollout(), flags, 9, [], [], WAY, 0)
-        about = (Ledger(1, 0, 9), [row].__getitem__, WAY, None, [], torch.device("cpu"), 10)
-        desk = Dispatcher(SamplerFlags(), setup, *about)
-        message = msgspec.msgpack.encode(protocol.Orders([desk._lease(0)], [], [], None))
-        [lease] = msgspec.msgpack.decode(message, type=protocol.ToSampler).leases
-        assert json.loads(lease.row) == expected and lease.sampling == WAY
-        desk.socket.close(0)
-
-
-def test_a_sample_travels_whole():
-    sample = sample_of_numbers()
-    found = protocol.unpack(travelled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
-    for field in dataclasses.fields(Sample):
-        np.testing.assert_array_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(ids=np.int32([7, 8]).tobytes()), "2 tokens, 3 mask entries and 3 log-probs"),
-        (dict(ids=np.int64([7, 8, 9]).tobytes()), "6 tokens, 3 mask entries and 3 log-probs"),
-        (dict(ids=b"12345678901"), "buffer size must be a multiple of element size"),
-        (dict(ids=np.int32([7, 8, 10]).tobytes()), "tokens beyond the vocabulary of 10"),
-        (dict(ids=np.int32([-1, 8, 9]).tobytes()), "tokens beyond the vocabulary of 10"),
-        (dict(mask=b"\1\0\2"), "a mask of other numbers than 0 and 1"),
-        (dict(mask=b"\1\0\xff"), "a mask of other numbers than 0 and 1"),
-        (dict(mask=b"\0\0\1"), "log-probs of tokens that were not sampled"),
-        (dict(mask=b"\1\1\1"), "a mask that does not fit its versions"),
-        (dict(logprobs=np.float32([-1, 0, math.nan]).tobytes()), "log-probs that are not finite, or above 0"),
-        (dict(logprobs=np.float32([-1, 0, -math.inf]).tobytes()), "log-probs that are not finite, or above 0"),
-        (dict(logprobs=np.float32([0.5, 0, -1]).tobytes()), "log-probs that are not finite, or above 0"),
-        (dict(logprobs=np.float64([-1, 0, -1]).tobytes()), "3 mask entries and 6 log-probs"),
-        (dict(policy_versions=[(4, 1), (6, 1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[(3, 1), (4, 1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[(4, 1)]), "a mask that does not fit its versions"),
-        (dict(policy_versions=[(4, 3), (5, -1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[]), "a mask that does not fit its versions"),
-        (dict(turn_rewards=[0.5, 1.0, 1.0]), "rewards of turns that it does not have"),
-        (dict(turn_rewards=[math.nan]), "rewards of turns that it does not have"),
-        (dict(conversation=""), "Expecting value"),
-        (dict(conversation="5"), "a conversation that is none"),
-        (dict(conversation="[[1], null]"), "a conversation that is none"),
-        (dict(conversation="[[], 5]"), "a conversation that is none"),
-        (dict(conversation="[" * 10**5), "a conversation that is none"),
-        (dict(conversation="[[]]"), "not enough values to unpack"),
-    ],
-)
-def test_a_sample_that_no_engine_has_sampled_is_refused(changes, words):
-    packed = protocol.pack(sample_of_numbers())
-    for name, value in changes.items():
-        setattr(packed, name, value)
-    with pytest.raises(ValueError, match=words):
-        protocol.unpack(travelled(packed), ROW, WAY, 10, range(4, 6))
-
-
-def test_a_sample_longer_than_the_limit_is_refused():
-    with pytest.raises(ValueError, match="a response has more tokens than 2"):
-        protocol.unpack(protocol.pack(sample_of_numbers()), ROW, Sampling(max_tokens=2), 10, range(4, 6))
-
-
-def test_weights_that_find_no_room_leave_nothing_behind(tmp_path):
-    """The limit on the size of a file stands in for a full disk: both fail in the middle of a file."""
-    writer = WeightWriter(str(tmp_path / "weights"), tmp_path / "run")
-    first = writer.write(1, [("a", torch.ones(1000))])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (0, 100, 10_000, 500_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                writer.write(2, [("a", torch.ones(200_000)), ("b", torch.ones(3))])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert [str(x) for x in tmp_path.rglob("weights_*")] == [first["path"]]
-        assert all(torch.equal(x, torch.ones(1000)) for _, x in read_weights(first))
-    with pytest.raises(KeyError):  # of whoever makes the tensors
-        writer.write(2, (("a", {}[x]) for x in "a"))
-    assert [str(x) for x in tmp_path.rglob("weights_*")] == [first["path"]]
-    second = writer.write(2, [("a", torch.zeros(200_000))])
-    assert [str(x) for x in tmp_path.rglob("weights_*")] == [second["path"]]
-    writer.close()
-    assert not list(tmp_path.rglob("weights_*"))
-
-
-@pytest.mark.parametrize("name", ["file", "file/below", "/proc/nothing/here", "/dev/null", 256 * "n", "/sys/weights"])
-def test_a_folder_for_weights_that_cannot_be_written_is_refused_when_it_is_named(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--weights-dir .* cannot be written: .*; choose another one"):
-        WeightWriter(str(tmp_path / name), tmp_path / "run")
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_weights_are_read_as_they_were_written_until_newer_ones_replace_them(tmp_path, in_memory):
-    def weights(version):
-        yield "a", torch.full((3, 5), float(version)).bfloat16().t()
-        yield "empty", torch.empty(0, 4)
-        yield "b", torch.arange(version, version + 7)
-
-    folder = None if in_memory else str(tmp_path / "weights")
-    writer = WeightWriter(folder, tmp_path / "run")
-    first = writer.write(1, weights(1))
-    before = read_weights(first)  # has begun, so it may finish
-    second = writer.write(2, weights(2))
-    with pytest.raises(FileNotFoundError):
-        read_weights(first)
-    for about, version in ((before, 1), (read_weights(second), 2)):
-        found = list(about)
-        assert [name for name, _ in found] == ["a", "empty", "b"]
-        for (_, x), (_, y) in zip(found, weights(version), strict=True):
-            assert x.dtype == y.dtype and torch.equal(x, y)
-    if not in_memory:
-        assert len(list(tmp_path.rglob("weights_*"))) == 1
-        other = WeightWriter(folder, tmp_path / "other" / "run")
-        other.write(1, weights(1))
-        WeightWriter(folder, tmp_path / "run")  # the first one was killed, and goes on
-        assert len(list(tmp_path.rglob("weights_*"))) == 1
-        other.close()
-        assert list(tmp_path.rglob("weights_*")) == []
-    with pytest.raises(FileNotFoundError):
-        read_weights(second) if not in_memory else (writer.close(), read_weights(second))

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from types import SimpleNamespace
 
 import launch
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from extras.samplers import weight_network
-from extras.samplers.sampler import Sampler
+from extras.samplers.inbox import Inbox
 from extras.samplers.weight_files import WeightWriter
 from extras.samplers.weight_network import Outbox, Receiving
 
@@ -94,7 +93,7 @@ def test_who_does_not_know_the_key_gets_nothing_and_can_replace_nothing(run):
     assert "PermissionError" in outbox.sending["one"].error
     with pytest.raises(ConnectionError, match="gloo, 127.0.0.1"):
         stranger.named_tensors()
-    outbox.about["patience_s"] = 1.0
+    outbox.terms["patience_s"] = 1.0
     told = outbox.offer("one", writer.write(2, weights(2)))
     deceived = receive(told | {"mark": bytes(64)})
     with pytest.raises(ConnectionError, match="not from the run"):
@@ -105,13 +104,13 @@ def test_who_does_not_know_the_key_gets_nothing_and_can_replace_nothing(run):
 
 def test_a_side_that_never_comes_costs_the_time_out(run):
     writer, outbox = run
-    outbox.about["patience_s"] = 0.5
+    outbox.terms["patience_s"] = 0.5
     told = outbox.offer("one", writer.write(1, weights(1)))
     outbox.sending["one"].join(60)
     assert "DistStoreError" in outbox.sending["one"].error and outbox.sending["one"].memory is None
     with pytest.raises(ConnectionError):
         receive(told).named_tensors()
-    outbox.about["patience_s"] = 60.0
+    outbox.terms["patience_s"] = 60.0
     again = outbox.offer("one", writer.write(2, weights(2)))
     assert_is_version(receive(again), 2)
 
@@ -120,12 +119,16 @@ def test_a_sampler_goes_on_until_weights_have_come_and_tries_a_transfer_once(run
     writer, outbox = run
     told, gate, transfer = outbox.offer("one", writer.write(1, weights(1))), threading.Event(), Receiving.transfer
     monkeypatch.setattr(Receiving, "transfer", lambda receiving: gate.wait() and transfer(receiving))
-    one = SimpleNamespace(weights=told, arriving=None, tried=b"", connection=SimpleNamespace(host="127.0.0.1"))
-    assert Sampler._read_weights(one) is None and Sampler._read_weights(one) is None
+    one = Inbox("127.0.0.1")
+    assert one.take() is None  # nothing was told
+    one.tell(told)
+    assert one.take() is None and one.take() is None
     gate.set()
     one.arriving.join()
-    assert [name for name, _ in Sampler._read_weights(one)] == [name for name, _ in weights(1)]
-    assert one.arriving is None and Sampler._read_weights(one) is None and one.arriving is None
+    version, tensors = one.take()
+    assert version == 1 and [name for name, _ in tensors] == [name for name, _ in weights(1)]
+    one.tell(told)  # the run does not know yet that the weights have come
+    assert one.arriving is None and one.take() is None and one.arriving is None
 
 
 def test_flags_that_do_not_fit_name_themselves():

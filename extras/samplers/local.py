@@ -1,0 +1,96 @@
+"""The samplers that a run starts on its first machine, and starts again when they end."""
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from extras.samplers import SamplerFlags, protocol
+from rl import children
+from rl.ranks import Ranks
+
+MAX_RESTARTS = 3  # of a sampler, in a row in which it finishes no group
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class LocalSampler:
+    """A sampler that this run starts."""
+
+    device: str | None  # None: no GPU
+    process: subprocess.Popen | None = None
+    starts: int = 0  # since it has finished a group
+    name: str = ""  # how it calls itself
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has ended too often to be started again."""
+        return self.starts > MAX_RESTARTS
+
+
+class LocalSamplers:
+    """Args: devices, a GPU for each sampler, or None without GPUs; address and token, of the run."""
+
+    def __init__(self, devices: Sequence[str | None], address: str, token: str):
+        self.samplers = [LocalSampler(device) for device in devices]
+        self.address, self.token = address.replace("0.0.0.0", "127.0.0.1"), token
+
+    def start_missing(self) -> None:
+        """Start those that do not run, and that are not given up."""
+        for local in self.samplers:
+            if local.process is None and not local.is_given_up:
+                local.starts += 1
+                local.process = self._start(local.device)
+                local.name = protocol.name_of(local.process.pid)
+
+    def ended(self) -> Iterator[tuple[LocalSampler, int]]:
+        """Each whose process has ended since the last call, with its exit code."""
+        for local in self.samplers:
+            if local.process is not None and (exit_code := local.process.poll()) is not None:
+                local.process = None
+                yield local, exit_code
+
+    def has_finished(self, name: str) -> None:
+        """The sampler of this name has finished a group."""
+        for local in self.samplers:
+            local.starts = 1 if local.name == name else local.starts
+
+    def forgive(self) -> None:
+        """A prompt was dropped, since it ends samplers: that was not their fault."""
+        for local in self.samplers:
+            local.starts = min(local.starts, 1)
+
+    def close(self) -> None:
+        """Wait until all have ended, but not for long."""
+        for process in filter(None, (local.process for local in self.samplers)):
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _start(self, device: str | None) -> subprocess.Popen:
+        env = {x: os.environ[x] for x in os.environ if x not in OF_A_RANK and not x.startswith("TORCHELASTIC")}
+        env |= {protocol.TOKEN: self.token, protocol.PARENT: str(os.getpid())}
+        env |= {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        return children.start("extras.samplers.sampler.run", "--connect", self.address, env=env)
+
+
+def devices_of(flags: SamplerFlags, ranks: Ranks) -> list[str | None]:
+    """A GPU for each sampler that the run starts, None on a machine without. Raises ValueError, naming the flag, if
+    there are too few GPUs without a trainer, or if not one is named for each sampler.
+    """
+    named = flags.sampler_devices
+    if named is not None and len(named) != flags.samplers:
+        raise ValueError(f"--sampler-devices {named} must name as many GPUs as --samplers, which is {flags.samplers}")
+    if ranks.device.type == "cpu":
+        return [None] * flags.samplers
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    devices = list(named or visible[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :])
+    if len(devices) < flags.samplers:
+        raise ValueError(
+            f"--samplers {flags.samplers}: {len(devices)} of this machine's {len(visible)} GPUs have no trainer; start "
+            "fewer trainers with torchrun --nproc_per_node, or name GPUs with --sampler-devices"
+        )
+    return devices[: flags.samplers]

@@ -1,0 +1,100 @@
+"""What a run and its samplers say to each other arrives as it was said, and what no sampler would say is refused."""
+
+import dataclasses
+import datetime
+import json
+import math
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from extras.samplers import SamplerFlags, Work, protocol
+from extras.samplers.dispatcher import Dispatcher
+from extras.samplers.prompts import Prompts
+from rl.data.types import Sample, Sampling
+from rl.sampling.engines import Rollout
+from rl.sampling.environments import EnvironmentFlags
+
+WAY = Sampling(n=1, max_tokens=3)
+ROW = {"prompt_ids": np.int32([1, 2]), "row_index": 3}
+
+
+def sample_of_numbers():
+    arrays = ROW["prompt_ids"], np.int32([7, 8, 9]), np.int8([1, 0, 1]), np.float32([-0.5, 0.0, -2.0])
+    about = dict(finish_reason="stop", row_index=3, policy_versions=((4, 1), (5, 1)), turns=2)
+    told = dict(messages=({"role": "tool", "content": "8"},), report={"calls": 10**400}, turn_rewards=(0.5, 1.0))
+    return Sample(*arrays, **about, **told)
+
+
+def travelled(packed):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=protocol.PackedSample)
+
+
+def test_a_row_travels_whole_to_environments_and_without_them_its_prompt_does():
+    prompt = {"prompt_ids": [1, 2], "row_index": 0}
+    odd = {"n": 10**30, "x": [-0.5, None, {"y": "\ud800 é"}]}
+    row = prompt | {"extra_info": odd | {"day": datetime.date(2026, 1, 2)}}
+    whole = prompt | {"extra_info": odd | {"day": "2026-01-02"}}
+    for flags, expected in ((EnvironmentFlags(tools=("a.py",)), whole), (EnvironmentFlags(), prompt)):
+        setup = protocol.Setup("model", {}, Rollout(), flags, 9, [], [], WAY, 0)
+        work = Work(None, [row], WAY, Rollout(), flags, batch_size=1, total_steps=9, longest=9, seed=0)
+        ranks = SimpleNamespace(device=torch.device("cpu"))
+        dispatcher = Dispatcher(SamplerFlags(), setup, Prompts(work, 0, 10), lambda *group: None, ranks)
+        message = msgspec.msgpack.encode(protocol.Orders([dispatcher._lease(0)], [], [], None))
+        [lease] = msgspec.msgpack.decode(message, type=protocol.ToSampler).leases
+        assert json.loads(lease.row) == expected and lease.sampling == WAY
+        dispatcher.socket.close(0)
+
+
+def test_a_sample_travels_whole():
+    sample = sample_of_numbers()
+    found = protocol.unpack(travelled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
+    for field in dataclasses.fields(Sample):
+        np.testing.assert_array_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(ids=np.int32([7, 8]).tobytes()), "2 tokens, 3 mask entries and 3 log-probs"),
+        (dict(ids=np.int64([7, 8, 9]).tobytes()), "6 tokens, 3 mask entries and 3 log-probs"),
+        (dict(ids=b"12345678901"), "buffer size must be a multiple of element size"),
+        (dict(ids=np.int32([7, 8, 10]).tobytes()), "tokens beyond the vocabulary of 10"),
+        (dict(ids=np.int32([-1, 8, 9]).tobytes()), "tokens beyond the vocabulary of 10"),
+        (dict(mask=b"\1\0\2"), "a mask of other numbers than 0 and 1"),
+        (dict(mask=b"\1\0\xff"), "a mask of other numbers than 0 and 1"),
+        (dict(mask=b"\0\0\1"), "log-probs of tokens that were not sampled"),
+        (dict(mask=b"\1\1\1"), "a mask that does not fit its versions"),
+        (dict(logprobs=np.float32([-1, 0, math.nan]).tobytes()), "log-probs that are not finite, or above 0"),
+        (dict(logprobs=np.float32([-1, 0, -math.inf]).tobytes()), "log-probs that are not finite, or above 0"),
+        (dict(logprobs=np.float32([0.5, 0, -1]).tobytes()), "log-probs that are not finite, or above 0"),
+        (dict(logprobs=np.float64([-1, 0, -1]).tobytes()), "3 mask entries and 6 log-probs"),
+        (dict(policy_versions=[(4, 1), (6, 1)]), "tokens of other weights than those of range"),
+        (dict(policy_versions=[(3, 1), (4, 1)]), "tokens of other weights than those of range"),
+        (dict(policy_versions=[(4, 1)]), "a mask that does not fit its versions"),
+        (dict(policy_versions=[(4, 3), (5, -1)]), "tokens of other weights than those of range"),
+        (dict(policy_versions=[]), "a mask that does not fit its versions"),
+        (dict(turn_rewards=[0.5, 1.0, 1.0]), "rewards of turns that it does not have"),
+        (dict(turn_rewards=[math.nan]), "rewards of turns that it does not have"),
+        (dict(conversation=""), "Expecting value"),
+        (dict(conversation="5"), "a conversation that is none"),
+        (dict(conversation="[[1], null]"), "a conversation that is none"),
+        (dict(conversation="[[], 5]"), "a conversation that is none"),
+        (dict(conversation="[" * 10**5), "a conversation that is none"),
+        (dict(conversation="[[]]"), "not enough values to unpack"),
+    ],
+)
+def test_a_sample_that_no_engine_has_sampled_is_refused(changes, words):
+    packed = protocol.pack(sample_of_numbers())
+    for name, value in changes.items():
+        setattr(packed, name, value)
+    with pytest.raises(ValueError, match=words):
+        protocol.unpack(travelled(packed), ROW, WAY, 10, range(4, 6))
+
+
+def test_a_sample_longer_than_the_limit_is_refused():
+    with pytest.raises(ValueError, match="a response has more tokens than 2"):
+        protocol.unpack(protocol.pack(sample_of_numbers()), ROW, Sampling(max_tokens=2), 10, range(4, 6))
