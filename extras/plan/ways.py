@@ -213,7 +213,7 @@ def _group(memory: Any, way: Way, flag: str) -> Any:
 
 def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) -> tuple[Choice | None, str]:
     """The recorded way of a run that is resumed, or why it is not used again."""
-    if "gpu" not in then:
+    if not {"gpu", "ranks"} <= then.keys():
         return None, ""
     flag = budget_of(memory)
     names = ("activation_checkpointing", flag, "optimizer_offload", "param_offload")

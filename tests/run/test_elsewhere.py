@@ -40,7 +40,8 @@ def test_what_is_installed_is_this_rl_and_nothing_else_of_the_repository(tmp_pat
     code = "import importlib.util, rl; print(rl.__file__, *map(importlib.util.find_spec, ('data', 'tests', 'sft')))"
     found = launch.run_elsewhere("-c", code, cwd=tmp_path).split()
     assert found == [str(launch.ROOT / "rl" / "__init__.py"), "None", "None", "None"]
-    packages = {str(f.parent.relative_to(launch.ROOT)) for f in (launch.ROOT / "rl").rglob("*.py")}
+    folders = (launch.ROOT / "rl", launch.ROOT / "extras")
+    packages = {str(f.parent.relative_to(launch.ROOT)) for folder in folders for f in folder.rglob("*.py")}
     project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())
     assert set(project["tool"]["setuptools"]["packages"]) == {name.replace("/", ".") for name in packages}
     assert all((launch.ROOT / name / "__init__.py").is_file() for name in packages)

@@ -451,7 +451,8 @@ def test_quantized_rollouts_are_refused_where_nothing_computes_them(engine, word
 @pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "prime"])  # train_dapo.py always corrects
 def test_quantized_rollouts_want_a_word_about_their_correction(name, monkeypatch, tiny_model):
     """The policy that samples is not quite the one that learns."""
-    script = TRAINING[name]
+    script, here = TRAINING[name], arguments.hardware()
+    monkeypatch.setattr(arguments, "hardware", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     quantized = dict(model=tiny_model, rollout_quantization="fp8", max_prompt_length=8, max_response_length=8)
