@@ -4,14 +4,14 @@ import os
 import sys
 from typing import Any, NamedTuple, NoReturn
 
-from extras.plan import Hardware, PlanFlags, seconds
+from extras.plan import Hardware, PlanFlags, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import engine_bytes, least_engine
 from extras.plan.seconds import Costs
 from extras.plan.step import Setting, Step, costs_of, engine_of, generate_s, step_of, trainers_of
-from extras.plan.ways import Choice, DoesNotFit, budget_of, choose, load_of, spell
+from extras.plan.ways import AUTO, Choice, DoesNotFit, budget_of, choose, load_of, spell
 from extras.plan.work import Work, longest, script_of, work_of
-from rl.flags import check_limits, flat, spelled
+from rl.flags import change, check_limits, flat, spelled
 from rl.model.checks import read_config
 
 
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     work: Work
     policy: Costs
     choice: Choice
+    compiles: bool
     step: Step | None  # None if nothing is known about the speed of the GPUs
     start_s: float  # from the command to the first step
     evaluation_s: float  # of each evaluation
@@ -60,7 +61,10 @@ def plan_of(args: Any, machine: Machine, response_length: float | None = None) -
         path = flat(args).get(flag)
         if path and not (flag == "teacher_model" and args.teacher.teacher_url):
             read_config(path, flag=spelled(flag))
-    choice, work = choice_of(args, machine, trainers_of(args, machine)), work_of(args, response_length)
+    ranks, work = trainers_of(args, machine), work_of(args, response_length)
+    if args.memory.compile == AUTO:  # a run whose steps are not known is taken for a long one
+        args = change(args, compile=work.steps is None or compiling_pays(args, work.steps, ranks))
+    choice = choice_of(args, machine, ranks)
     run, policy = Setting(args, machine, choice.way), costs_of(args.model, args.lora)
     step, evaluation = None, 0.0
     if machine.card.tflops > 0:
@@ -68,7 +72,7 @@ def plan_of(args: Any, machine: Machine, response_length: float | None = None) -
         if work.evaluations:
             evaluation = generate_s(run, work._replace(prompts=work.questions, answers=1))
     start = seconds.start_s(policy, samples=work.prompts > 0)
-    return Plan(script_of(args), machine, work, policy, choice, step, start, evaluation)
+    return Plan(script_of(args), machine, work, policy, choice, args.memory.compile, step, start, evaluation)
 
 
 def text_of(plan: Plan, args: Any) -> str:
@@ -78,7 +82,7 @@ def text_of(plan: Plan, args: Any) -> str:
     lines = [
         f"{plan.script}.py fits on {plan.machine}",
         f"model: {args.model}, {policy.parameters / 1e9:.2f}e9 parameters, of which {policy.learned / 1e9:.3g}e9 learn",
-        f"flags: {spell(plan.choice.way, budget_of(args.memory))}",
+        f"flags: {spell(plan.choice.way, budget_of(args.memory))} --compile {plan.compiles}",
         f"GiB of each GPU, which has {card.gib:.1f}: {by_phase}",
         f"GiB of host memory, of which each machine has {plan.machine.host_gib:.0f}: {needed.host / GIB:.0f}",
     ]

@@ -75,7 +75,7 @@ def engine_of(v: dict[str, Any], length: float) -> Engine:
 
 @dataclass(frozen=True)
 class Setting:
-    """A run on a machine, with its memory flags settled."""
+    """A run on a machine, with its way to use memory. --compile is settled in Args."""
 
     args: Any
     machine: Machine
@@ -209,7 +209,7 @@ def phase_s(run: Setting, work: Work, phase: Phase) -> float:
         Pass(tokens, rows * lengths.response * phase.has_head, rows * lengths.squares(), micro_batches),
         backward=phase.learns,
         recompute=run.way.checkpointing,
-        compiled=run.flags["compile"] is not False,
+        compiled=run.flags["compile"],
         shards=run.shards,
         link_gb_s=card.link_gb_s if in_one_host else card.network_gb_s,
         on_host=run.way.param_offload,

@@ -226,6 +226,17 @@ def test_the_memory_is_that_which_a_run_settles_for(model):
         assert (chosen.optimizer_offload, chosen.param_offload) == (way.optimizer_offload, way.param_offload)
 
 
+def test_a_short_run_does_not_compile_and_the_plan_knows_it(model):
+    """As extras.plan.compiling_pays says."""
+    short, long, unknown = (
+        report.plan_of(args_of(TRAINING["sft"], model, total_training_steps=n), H100) for n in (2, 5000, None)
+    )
+    assert (short.compiles, long.compiles, unknown.compiles) == (False, True, True)
+    assert short.step.seconds > 1.2 * long.step.seconds and long.step == unknown.step
+    always = report.plan_of(args_of(TRAINING["sft"], model, total_training_steps=2, compile=True), H100)
+    assert always.step == long.step and "--compile True" in report.text_of(always, args_of(TRAINING["sft"], model))
+
+
 def test_a_cache_that_is_too_small_for_all_sequences_takes_turns(model):
     args = args_of(TRAINING["grpo"], model, max_prompt_length=1000, max_response_length=30_000)
     large, small = (report.plan_of(args, named(name)).step.phases["gen"] for name in ("h100x1", "h100-24gbx1"))
