@@ -64,7 +64,7 @@ def rehearse(
             peaks = []
         taken, tokens = way, tokens_of(way)
         if len(options) > 1:
-            peaks = peaks or [peak(small), peak(2 * small)]
+            peaks = peaks or [peak(n) for n in (small, small, 2 * small)][1:]  # the first one warms up
             micro_batch = peaks[0] + (peaks[1] - peaks[0]) * (max(tokens, max_length) / small - 1)
             needed = needs(way, micro_batch)
             if max(needed.values()) > total:
