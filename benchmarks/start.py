@@ -54,7 +54,8 @@ def watch(command: list[str], env: dict[str, str], limit: float, log: TextIO) ->
     began, phases, steps = time.monotonic(), [], []
     log.write(f"\n$ {' '.join(command)}\n")
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with subprocess.Popen(["timeout", str(limit), *command], cwd=ROOT, env=env, text=True, **output) as process:
+    limited = ["timeout", "-s", "KILL", str(limit), *command]
+    with subprocess.Popen(limited, cwd=ROOT, env=env, text=True, **output) as process:
         for line in process.stdout:
             now = round(time.monotonic() - began, 2)
             log.write(f"{now:7.2f} {line}")

@@ -108,7 +108,8 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     for module in [*units, model]:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor) and tensor not in placed:
-                tensor.data = tensor.data.to(ranks.device)
+                here = tensor.data if ranks.is_main else torch.empty_like(tensor.data, device=ranks.device)
+                tensor.data = here.to(ranks.device)
                 if tensor.requires_grad:
                     tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
                 if ranks.size > 1:

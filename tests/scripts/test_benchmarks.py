@@ -60,6 +60,7 @@ from benchmarks import (
     models,
     pretrained,
     pretrained_trl,
+    start,
     step_time,
 )
 from benchmarks.tables import RESULTS
@@ -752,3 +753,30 @@ def test_the_tables_of_memory_refuse_numbers_that_mean_nothing(name):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 must be "):
         memory_table.tables(memory_table.Args(**{name: 0}))
 
+
+def test_a_start_is_read_from_what_a_script_prints(tmp_path):
+    lines = [
+        "start | imports 8.5 s | 8.5 s since the command",
+        "start | --model on the device 3.0 s | 11.5 s since the command",
+        "step  1/12 | loss 1.5000 | |g| 7.03 | 0.4k tok/s/GPU | 15.1 s",
+        "step 12/12 | reward 0.250 | len 12 (5% cut) | 0.2k tok/s/GPU | 9.4 s (gen 4.8 update_actor 4.2)",
+        "step 12 | held out: loss 1.0000",
+    ]
+    code = f"import sys, time; print({chr(10).join(lines)!r}, flush=True); time.sleep(0.2); sys.exit(3)"
+    with open(tmp_path / "log", "w") as log:
+        found = start.watch([sys.executable, "-c", code], dict(os.environ), 60, log)
+        endless = start.watch([sys.executable, "-c", "while True: pass"], dict(os.environ), 0.5, log)
+    assert [x[:2] for x in found["phases"]] == [["imports", 8.5], ["--model on the device", 3.0]]
+    assert [x[:2] for x in found["steps"]] == [[1, 15.1], [12, 9.4]] and found["code"] == 3
+    assert all(0 < since <= found["seconds"] - 0.15 for *_, since in found["phases"] + found["steps"])
+    assert endless["code"] == -9 and endless["phases"] == endless["steps"] == []
+    logged = (tmp_path / "log").read_text()
+    assert all(re.search(rf"^ +[\d.]+ {re.escape(line)}$", logged, re.MULTILINE) for line in lines)
+
+
+def test_vllm_alone_starts_with_the_flags_of_the_script():
+    flags = "--model M --max-prompt-length 100 --max-response-length 28 --max-num-seqs 64"
+    assert start.flags_of_engine("train_grpo.py", [*flags.split(), "--tensor-model-parallel-size", "2"]) == dict(
+        model="M", tensor_parallel_size=2, max_num_seqs=64, gpu_memory_utilization=0.5, max_model_len=128
+    )
+    assert start.flags_of_engine("sft.py", ["--model", "M"]) is None

@@ -120,6 +120,8 @@ def test_sft_from_the_command_line(trained, task):
     shown = re.findall(r"step (\d+)/24 \| loss (\d\.\d{4})", output)
     assert shown == [(str(x["step"]), f"{x['train/loss']:.4f}") for x in train if x["step"] in (10, 20, 24)]
     assert f"held out: loss {val[2]['val/loss']:.4f}" in output
+    since = [float(x) for x in re.findall(r"^start \| .* s \| ([\d.]+) s since the command$", output, re.MULTILINE)]
+    assert len(since) == 7 and since == sorted(since) and 0.5 < since[0]  # seconds: imports come first
     assert {p.name for p in trained.iterdir()} >= {"global_step_12", "global_step_24", "config.json", "metrics.jsonl"}
     config = json.loads((trained / "config.json").read_text())
     assert config["train_files"] == [task.sft] and config["lr"] == 4e-3
@@ -251,6 +253,8 @@ def test_eval_from_the_command_line(task, base, lively, tmp_path, engine):
     scores = [h.parity(x["response"], x["ground_truth"]) for x in written]
     assert [x["score"] for x in written] == scores and 0 < sum(scores) < 16
     assert len({x["response"] for x in written}) > 8  # the model answers the question, whatever it answers
+    phases = ["imports", "imports of vLLM", "engine", "first tokens"] if engine == "vllm" else ["imports", "engine"]
+    assert re.findall(r"^start \| (\D+) [\d.]+ s \|", output, re.MULTILINE) == phases
     assert f"accuracy                     {sum(scores) / 16:.4f}" in output
     assert "pass@" not in output and "maj@" not in output
     assert [x["response"] for x in written[:6]] == greedy(lively, task.test, 6)
