@@ -144,6 +144,18 @@ def test_more_requests_than_sequences_wait_for_room(every_engine, policy):
         assert_scored(policy, request, found[request.key])
 
 
+def test_prompts_that_do_not_fit_into_one_pass_wait_and_depend_on_their_seeds_alone(vllm_engine, policy, monkeypatch):
+    push(vllm_engine, policy)
+    requests = [Request(i, PROMPTS[i % 5] * 2, WARM, seed=i) for i in range(8)]
+    sizes = [len(x.prompt_ids) for x in requests]
+    at_once = by_key(run(vllm_engine, requests))
+    monkeypatch.setattr(vllm_engine.scheduler, "max_num_scheduled_tokens", most := max(sizes) + 8)
+    assert sum(sizes) > 2 * most
+    assert {key: c.token_ids for key, c in by_key(run(vllm_engine, requests)).items()} == {
+        key: c.token_ids for key, c in at_once.items()
+    }
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_a_key_that_is_in_flight_is_refused(every_engine, policy, running):
     push(every_engine, policy)

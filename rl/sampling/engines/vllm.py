@@ -97,8 +97,10 @@ class Engine(Base):
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
                 # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. An image is
-                # never cut, so a model that sees images gets room for a whole prompt.
-                max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, longest if self.sees else 0),
+                # never cut, so a model that sees images gets room for a whole prompt. On a CPU nothing is cut: vLLM would
+                # wind the generator of a request with a seed back, which only those of GPUs allow.
+                max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, longest if self.sees or on_cpu else 0),
+                enable_chunked_prefill=not on_cpu,
                 gpu_memory_utilization=flags.gpu_memory_utilization,
                 worker_cls="auto" if on_cpu else "rl.sampling.engines.vllm_worker.Worker",
                 load_format="auto" if load_weights else "dummy",
@@ -206,8 +208,7 @@ class Engine(Base):
     def abort(self, keys: Iterable[Hashable] | None = None) -> list[Completion]:
         """See `base.Engine`."""
         self._take_new(at_once=True)
-        own = {(self.rank, key) for key in (self.keys if keys is None else keys)}
-        wanted = set().union(*self.of_group(own))
+        wanted = set().union(*self.of_group({(self.rank, key) for key in (self.keys if keys is None else keys)}))
         names = [name for name, x in self.in_flight.items() if (x.rank, x.request.key) in wanted]
         self.core.abort_requests(names)
         return self._forget(dict.fromkeys(names, "abort"))
