@@ -195,15 +195,25 @@ class Script:
 
 
 def model_of(args: Args, folder: Path) -> Path:
-    """The model's folder."""
+    """The folder of the model, whose two tokens that end a response are the last ones of its vocabulary."""
     if args.model is not None:
-        return args.model
-    if args.shape != "arithmetic":
-        return step_time.model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
-    characters = "\n" + "".join(map(chr, range(32, 127)))
-    tokenizer = arithmetic.make_tokenizer(characters, (*arithmetic.ROLES, *WORDS), TEMPLATE)
-    step_time.save_tiny_model(folder, tokenizer, vocabulary=49152)
-    return folder
+        model = args.model
+    elif args.shape != "arithmetic":
+        model = step_time.model_folder(args.shape, args.tokenizer, args.cache, "fixed", 0.0)
+    else:
+        model, characters = folder / "tiny", "\n" + "".join(map(chr, range(32, 127)))
+        tokenizer = arithmetic.make_tokenizer(characters, (*arithmetic.ROLES, *WORDS), TEMPLATE)
+        step_time.save_tiny_model(model, tokenizer, vocabulary=49152)
+    changed = folder / "model"
+    changed.mkdir()
+    for file in model.iterdir():
+        if file.name in ("config.json", "generation_config.json"):
+            last = json.loads((model / "config.json").read_text())["vocab_size"] - 1
+            ends = {"eos_token_id": [last, last - 1]}
+            (changed / file.name).write_text(json.dumps(json.loads(file.read_text()) | ends))
+        else:
+            (changed / file.name).symlink_to(file.resolve())
+    return changed
 
 
 class Generation:
@@ -211,7 +221,7 @@ class Generation:
 
     def __init__(self, args: Args, folder: Path):
         self.args, self.folder, self.watch = args, folder, Watch()
-        model, tool = model_of(args, folder / "model"), folder / "tool.py"
+        model, tool = model_of(args, folder), folder / "tool.py"
         tool.write_text(TOOL)
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = TEMPLATE
@@ -224,8 +234,8 @@ class Generation:
         self.engine = make_engine(str(model), ranks, rollout, longest=args.prompt_length + longest)
         policy = load_causal_lm(str(model), ranks)
         self.engine.update_weights(policy.named_parameters())
-        last = policy.config.vocab_size - 1
-        self.way = Sampling(args.rollout_n, max_tokens=longest, stop_token_ids=(last, last - 1))
+        stops = tuple(policy.config.eos_token_id)
+        self.way = Sampling(args.rollout_n, max_tokens=longest, stop_token_ids=stops)
         some = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
         draw = random.Random(0)
         prompts = [draw.choices(some, k=args.prompt_length) for _ in range(args.num_prompts)]

@@ -226,6 +226,17 @@ def test_abort_of_all_leaves_nothing(every_engine, policy):
 # --- what ends a response
 
 
+def test_stop_tokens_are_not_copied_with_every_request(vllm_engine, policy):
+    """A deep copy, as vLLM makes it otherwise, takes longer than all else that is done to begin a request."""
+    push(vllm_engine, policy)
+    vllm_engine.add([Request(0, PROMPTS[0], Sampling(max_tokens=5, stop_token_ids=tuple(range(40, 60))))])
+    with mock.patch("copy.deepcopy", side_effect=AssertionError):
+        assert vllm_engine.has_requests()
+    [request] = vllm_engine.scheduler.requests.values()
+    assert set(request.sampling_params.stop_token_ids) == {0, 2, *range(40, 60)}
+    vllm_engine.abort()
+
+
 def test_stop_tokens_of_one_request_do_not_end_the_others(every_engine, policy):
     push(every_engine, policy)
     requests = [Request(key, PROMPTS[1], Sampling(temperature=TEMPERATURE, max_tokens=40)) for key in range(8)]

@@ -220,6 +220,8 @@ def talk(tokenizer, tmp_path_factory):
 
 def test_calls_are_answered_in_their_order_and_counted(talk):
     talk.begin("a")
+    below = talk.environments.process.pid
+    launch.until(lambda: len(launch.descendants(below)) == 2, 30)  # the conversation's process, before it is asked
     assert [x["function"]["name"] for x in talk.environments.chat.tools][:2] == ["add", "wait_and_add"]
     later = [("wait_and_add", {"a": a, "b": 1}) for a in (3, 0, 2)]
     assert talk.calls("a", *later) == ['{"sum": 4}', '{"sum": 1}', '{"sum": 3}']

@@ -97,8 +97,8 @@ class Engine(Base):
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
                 # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. An image is
-                # never cut, so a model that sees images gets room for a whole prompt. On a CPU nothing is cut: vLLM would
-                # wind the generator of a request with a seed back, which only those of GPUs allow.
+                # never cut, so a model that sees images gets room for a whole prompt. On a CPU no prompt is cut: vLLM
+                # would wind the generator of a request with a seed back, which only those of GPUs allow.
                 max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, longest if self.sees or on_cpu else 0),
                 enable_chunked_prefill=not on_cpu,
                 gpu_memory_utilization=flags.gpu_memory_utilization,
