@@ -45,8 +45,8 @@ test: install
 ifndef VLLM
 	$(PYTEST)
 else
-	$(PYTEST) tests/sampling tests/model/test_distributed.py
-	$(PYTEST) tests/run tests/scripts tests/rewards/test_rewards_learn.py -m "thorough or not thorough" -k "vllm or behind_generation"
+	$(PYTEST) tests/sampling tests/model/test_distributed.py tests/model/test_borrowed.py
+	$(PYTEST) tests/run tests/samplers tests/scripts tests/rewards/test_rewards_learn.py -m "thorough or not thorough" -k "vllm or behind_generation"
 endif
 
 thorough: install

@@ -219,6 +219,7 @@ def test_the_line_of_a_step_says_which_side_waits(monkeypatch):
     assert f"| {sentence} |" in progress_line(3, 9, found)
 
 
+@pytest.mark.thorough
 def test_a_sampler_that_a_user_starts_with_a_mistake_says_so_in_a_sentence():
     process = launch.start("-m", "extras.samplers", "--connect", "nowhere")
     output = launch.finish(process)
