@@ -288,8 +288,9 @@ def _trainer_as_it_is(model: str) -> Iterator[None]:
 def graph_sizes(most: int) -> list[int]:
     """Numbers of sequences for which vLLM captures CUDA graphs, up to `most`: other numbers run the next larger graph.
 
-    vLLM's own list has 83 numbers up to 1,024. Below about 300 sequences a decoding step takes as long as reading the
-    weights, so padding is free there, and above that it is at most a fifth.
+    vLLM's own list has 83 numbers up to 1,024, for each of which it captures several graphs. Below about 300 sequences
+    a decoding step takes as long as reading the weights, so padding should cost nothing. Above, at most a quarter is
+    added to the rows of a step.
     """
     sizes = (1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 513, 64), *range(640, most, 128))
     return [*(x for x in sizes if x < most), most]
