@@ -27,7 +27,7 @@ from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_e
 from rl.sampling.environments import EnvironmentFlags, check_rows, make_environments
 from rl.sampling.evaluation import final_answer, majority_vote, of_scoring, pass_at_k
 from rl.sampling.rollout import sample_groups
-from rl.scoring.pool import Rewards, Scoring, make_scorer
+from rl.scoring.pool import Scoring, make_scorer, need_truth
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ def main(args: Args) -> dict[str, float]:
     tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
     check_engine_flags(args.rollout, args.model)
     check_context(args.model, longest := args.max_prompt_length + args.max_response_length)
-    rewards = Rewards(custom_reward_function=args.custom_reward_function)
+    functions = args.custom_reward_function
     stops = stop_token_ids(args.model, tokenizer)
     envs = make_environments(args.envs, tokenizer, stops)
     in_turns, limit = envs is not None, args.max_response_length
-    rows = read_prompts(args.val_files, needs_truth=rewards.need_truth, in_turns=in_turns)[: args.max_samples]
+    rows = read_prompts(args.val_files, needs_truth=need_truth(functions), in_turns=in_turns)[: args.max_samples]
     check_rows(args.envs, rows)
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=envs and envs.chat.tools)
-    scorer = make_scorer(rewards, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=in_turns)
+    scorer = make_scorer(functions, args.scoring, tokenizer, rows, max_response_length=limit, in_turns=in_turns)
 
     # Sample and score this rank's prompts; then every rank gets all samples and scores, in the order of the rows.
     ranks = init_ranks()

@@ -96,10 +96,9 @@ def main(args: Args) -> dict[str, float]:
     samplers = open_pool(args.pool, work, scorer, ranks, run.folder.root, run.state)  # start while the policy is loaded
     policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    run.resume({"actor": (policy, optimizer)}, engine=samplers, about=f"{about}\n{scorer.report}")
+    run.resume({"actor": (policy, optimizer)}, engine=samplers, about=about, scorer=scorer)
     step_metrics, val_metrics = {}, {}
 
     for step in range(run.start, total_steps + 1):  # the last round only evaluates

@@ -126,10 +126,9 @@ def main(args: Args) -> dict[str, float]:
     ranks, longest = run.ranks, args.max_prompt_length + args.max_response_length
     policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
+    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, round_size, ranks, run.states, args.seed)
     drawn = run.state.get("drawn", 0)  # rounds of sampling since the run began
     saved = [state.get("surplus", []) for state in run.states]  # groups of earlier steps; [] in a new run

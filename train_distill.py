@@ -31,6 +31,7 @@ from typing import Literal
 
 import torch
 
+from extras.distillation import Teacher, add_teacher, check_teacher, load_teacher, token_distances
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
@@ -39,7 +40,6 @@ from rl.formulas import advantages, distillation, losses, schedule
 from rl.model.load import load_policy, weights_for_engine
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import backward, clip_grad_norm
-from rl.model.teacher import Teacher, add_teacher, check_teacher, load_teacher, token_distances
 from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
@@ -114,14 +114,6 @@ def validate(args: Args) -> None:
         raise ValueError(
             f"--reward-coef {args.reward_coef} compares responses to a prompt; --rollout-n must be at least 2"
         )
-    if args.teacher.teacher_url and args.decoding.temperature != 1:
-        raise ValueError(
-            f"--temperature {args.decoding.temperature}: a server gives log-probs at temperature 1 only; leave it at 1"
-        )
-    if args.teacher.teacher_url and args.loss_mode != "sampled" and args.distill_top_k < 1:
-        raise ValueError(
-            f"--distill-top-k {args.distill_top_k}: a server gives the most likely tokens only; give their number"
-        )
 
 
 def main(args: Args) -> dict[str, float]:
@@ -140,11 +132,10 @@ def main(args: Args) -> dict[str, float]:
     policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     teacher = load_teacher(args.teacher, ranks, run.memory, student=args.model, longest=longest)  # empty: a server
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     visiting = teacher if args.teacher.teacher_offload else None  # on the device only while it is asked
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}", visiting=visiting)
+    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer, visiting=visiting)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 

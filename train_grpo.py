@@ -93,11 +93,10 @@ def main(args: Args) -> dict[str, float]:
     policy = load_policy(args.model, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, policy, run.memory, longest=longest) if args.use_kl_loss else None
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     # Loads a checkpoint if the run has one, tries out the largest micro-batch, and starts the trackers.
-    run.resume({"actor": (policy, optimizer)}, engine=engine, about=f"{about}\n{scorer.report}")
+    run.resume({"actor": (policy, optimizer)}, engine=engine, about=about, scorer=scorer)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 

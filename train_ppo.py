@@ -30,12 +30,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from extras.judges import check_critic, fixed_values, load_critic, token_values
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
-from rl.model.critic import check_critic, fixed_values, load_critic, token_values
 from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
@@ -54,6 +54,7 @@ from rl.scoring.pool import raise_if_failing
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    text_only = "the critic of train_ppo.py"  # so no row may have images
     model: str = "Qwen/Qwen2.5-1.5B-Instruct"  # Hugging Face id or folder of the actor, and of the reference for KL
     critic_model: str | None = None  # a reward model or a language model, by id or folder; default --model, a new head
     train_batch_size: AtLeast1 = 512  # prompts a step (P)
@@ -112,8 +113,7 @@ def main(args: Args) -> dict[str, float]:
     # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer, train_rows, val_rows, scorer, sampling, envs, total_steps = load_task(args)
     longest = args.max_prompt_length + args.max_response_length
-    if args.critic_model is not None:
-        check_critic(args.critic_model, tokenizer, args.lora, policy=args.model, longest=longest)
+    check_critic(args.critic_model, tokenizer, args.lora, policy=args.model, longest=longest)
     mini_batch_size = args.ppo_mini_batch_size or math.ceil(args.train_batch_size / 4)  # prompts
     num_updates = args.ppo_epochs * math.ceil(args.train_batch_size / mini_batch_size)  # optimizer steps in a step
 
@@ -123,14 +123,13 @@ def main(args: Args) -> dict[str, float]:
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     critic = load_critic(critic_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed)
     reference = load_reference(args.model, ranks, actor, run.memory, longest=longest) if args.kl.is_used else None
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     adamw = partial(torch.optim.AdamW, weight_decay=args.weight_decay, fused=True)
     optimizers = {"actor": adamw(actor.parameters()), "critic": adamw(critic.parameters())}
     saved = {"actor": (actor, optimizers["actor"]), "critic": (critic, optimizers["critic"])}
     saved |= {"reference": (reference, None)} if args.kl.ref_update_steps else {}  # it changes, without an optimizer
     about = f"{args.train_batch_size} prompts x {args.rollout_n} responses and {num_updates} update(s) a step"
     offloaded = ("critic",) if args.critic_offload else ()
-    run.resume(saved, engine=engine, about=f"{about}\n{scorer.report}", offloaded=offloaded)
+    run.resume(saved, engine=engine, about=about, scorer=scorer, offloaded=offloaded)
     in_flight = InFlight(args.decoding, train_rows, args.train_batch_size, ranks, run.states, args.seed)
     kl_coef, step_metrics, val_metrics = args.kl.first_coef(run.state), {}, {}
 

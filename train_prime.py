@@ -51,6 +51,7 @@ from rl.scoring.pool import raise_if_failing
 
 @dataclass(frozen=True)
 class Args(RL):  # and the groups of flags in rl/run/arguments.py: data, rewards, engine, LoRA, memory, checkpoints ...
+    text_only = "the reward model of train_prime.py"  # so no row may have images
     prm_model: str | None = None  # the PRM before training, which is also its reference; default: that of --model
     prm_lr: NotNegative = 1e-6  # of the PRM's AdamW, after warm-up
     prm_offload: Free[bool] = False  # keep the PRM and its AdamW in host memory while the engine generates
@@ -116,12 +117,11 @@ def main(args: Args) -> dict[str, float]:
     engine = make_engine(args.model, ranks, args.rollout, longest=longest, seed=args.seed)
     prm = load_policy(prm_path, ranks, args.lora, run.memory, longest=longest, seed=args.seed, flag=prm_flag)
     reference = load_reference(prm_path, ranks, prm, run.memory, longest=longest)
-    scorer.add_reward_model(args.rewards, ranks, run.memory.ppo_max_token_len_per_gpu, run.memory.fsdp_size)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     prm_optimizer = torch.optim.AdamW(prm.parameters(), lr=args.prm_lr, weight_decay=args.weight_decay, fused=True)
     trained = {"actor": (policy, optimizer), "prm": (prm, prm_optimizer)}
     about = f"{args.train_batch_size} of {num_prompts} prompts x {args.rollout_n} responses, {num_updates} update(s)"
-    run.resume(trained, engine=engine, about=f"{about}\n{scorer.report}", offloaded=["prm"] if args.prm_offload else [])
+    run.resume(trained, engine=engine, about=about, scorer=scorer, offloaded=["prm"] if args.prm_offload else [])
     in_flight = InFlight(args.decoding, train_rows, num_prompts, ranks, run.states, args.seed)
     step_metrics, val_metrics = {}, {}
 

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from extras.judges import fixed_scores, load_reward_model, sequence_scores
 from rl.console import progress
 from rl.data.batching import collate, plan_updates
 from rl.data.encode import encode_all, encode_conversation
@@ -32,7 +33,6 @@ from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
-from rl.model import reward_model
 from rl.model.sharding import backward, clip_grad_norm
 from rl.run import metrics
 from rl.run.arguments import LoggingSupervised, Supervised, check, parse
@@ -90,11 +90,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args, tokenizer, total_steps)
     ranks = run.ranks
-    new_head = partial(reward_model.random_head, seed=args.seed)  # for a model that comes without one
-    longest, seed = args.max_length, args.seed
-    model = reward_model.load_trained(
-        args.model, ranks, args.lora, run.memory, new_head=new_head, longest=longest, seed=seed
-    )
+    model = load_reward_model(args.model, ranks, args.lora, run.memory, longest=args.max_length, seed=args.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay, fused=True
     )
@@ -112,7 +108,7 @@ def main(args: Args) -> dict[str, float]:
         if val and run.evaluation_is_due(step):
             held_out = collate([side for pair in val for side in pair])  # (2B, T)
             [update] = plan(held_out.lengths.tolist(), mini_batch_size=2 * len(val))
-            own_scores = reward_model.fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
+            own_scores = fixed_scores(model, held_out, update.micro_batches)  # 0 in others' rows
             chosen, rejected = ranks.all_reduce_sum(own_scores.to(ranks.device)).view(-1, 2).unbind(1)
             found = {
                 "val/loss": bradley_terry(chosen, rejected).mean().item(),
@@ -138,7 +134,7 @@ def main(args: Args) -> dict[str, float]:
             run.exit_if_asked()
             micro = take_rows(batch, micro_rows, ranks.device)  # (2b, t): cut to their longest row
             # A rank that has run out of pairs runs an empty row, whose score counts nothing.
-            scores = reward_model.sequence_scores(model, micro)[: len(micro_rows)]
+            scores = sequence_scores(model, micro)[: len(micro_rows)]
             chosen, rejected = scores.view(-1, 2).unbind(1)  # (b,) each
             loss = bradley_terry(chosen, rejected).sum() / len(pairs)
             backward(model, loss, is_last=micro_rows is update.micro_batches[-1])

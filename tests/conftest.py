@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
+from extras.judges import scalar_models
 from rl.model import load as models
-from rl.model import reward_model
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
 # Files that take a while, the longest first: a worker that is free takes the next one, so none is left alone with a
@@ -149,7 +149,7 @@ def runs_here(one_thread, monkeypatch) -> Iterator[None]:
 def in_double(monkeypatch) -> None:
     """Scripts train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(models, "load_causal_lm", h.load_in_double())
-    monkeypatch.setattr(reward_model, "load_pretrained", h.load_critic_in_double())
+    monkeypatch.setattr(scalar_models, "load_pretrained", h.load_critic_in_double())
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
 
 

@@ -30,10 +30,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from data import arithmetic
 from extras.engines import hf
+from extras.judges import scalar_models
 from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
-from rl.model import lora, reward_model
+from rl.model import lora
 from rl.model.logprobs import use_forward
 from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
@@ -377,8 +378,8 @@ def norm_in_double(norm: Qwen2RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
-def load_critic_in_double(load: Callable = reward_model.load_pretrained) -> Callable:
-    """What `load_in_double` is for the policy, for `reward_model.load_pretrained`."""
+def load_critic_in_double(load: Callable = scalar_models.load_pretrained) -> Callable:
+    """What `load_in_double` is for the policy, for `scalar_models.load_pretrained`."""
     return lambda auto_class, path, ranks, *, dtype, **config: load(
         auto_class, path, ranks, dtype=torch.float64, **config
     )
@@ -497,7 +498,7 @@ def run_entries(entries: Iterable[dict]) -> None:
         if entry.get("comparable"):
             hf.Engine.step, models.load_causal_lm = step_by_prompt(), load_in_double()
             Qwen2RMSNorm.forward = norm_in_double
-            reward_model.load_pretrained = load_critic_in_double()
+            scalar_models.load_pretrained = load_critic_in_double()
         if "crash_at" in entry:
             Scorer.collect = crash_at(*entry["crash_at"])
         if entry["port"] is not None:  # None: the process group is the one that torchrun has prepared

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification
 
 # A metric is left out if a word of its name says that it is a time, an amount of memory, or one of them per other.
 MEASURED = re.compile(r"(^|[/_.])(time|timing|seconds|s|idle|balanced|memory|gb|throughput|mfu)([/_.]|$)|score\.4$")
@@ -86,6 +87,7 @@ class Inputs:
         self.experts = self.model("experts")
         self.hybrid = self.model("delta nets")
         self.teacher = self.lively()
+        self.judge = self.scoring()
         self.dots, self.calculator = root / "dots", root / "calculator"
         dots, calculator = (importlib.import_module(f"data.{name}") for name in ("dots", "calculator"))
         dots.main(dots.Args(self.dots, num_sft=8, num_train=8, num_test=4))
@@ -108,6 +110,16 @@ class Inputs:
         with torch.no_grad():
             for x in model.parameters():
                 x.add_(0.1 * torch.randn(x.shape, generator=generator))
+        model.save_pretrained(folder)
+        return str(folder)
+
+    def scoring(self) -> str:
+        """A reward model."""
+        folder = self.root / "judge"
+        self.h.AutoTokenizer.from_pretrained(self.teacher).save_pretrained(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(self.teacher, num_labels=1)
+        with torch.no_grad():
+            model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
         model.save_pretrained(folder)
         return str(folder)
 
@@ -134,6 +146,7 @@ def runs(x: Inputs, folder: Path) -> dict[str, list[Command]]:
         return h.grpo_settings(task, folder / name, **two_updates | changes)
 
     held_out = dict(val_before_train=True, test_freq=1, val_n=2, val_temperature=1.0)
+    judged = dict(reward_model=x.judge, reward_model_max_length=30)
     partial = dict(partial_rollouts=0.75, rollout_is="token", max_response_length=30, total_training_steps=3)
     variants = dict(use_kl_in_reward=True, top_p=0.9, top_k=40, loss_mode="kl_cov", kl_cov_ratio=0.1)
     variants |= dict(top_entropy_quantile=0.5)
@@ -174,6 +187,7 @@ def runs(x: Inputs, folder: Path) -> dict[str, list[Command]]:
         "sft": [Command("sft", h.sft_settings(task, folder / "sft", **sft))],
         "reward": [Command("train_reward", h.sft_settings(task, folder / "reward", **preferences), 2)],
         "grpo": [Command("train_grpo", grpo("grpo", use_kl_loss=True, **held_out))],
+        "judged": [Command("train_grpo", grpo("judged", **judged, **held_out), 2)],
         "vllm": [Command("train_grpo", grpo("vllm", engine="vllm", **held_out))],
         "two_ranks": [Command("train_grpo", grpo("two_ranks", engine="vllm", train_batch_size=5), 2)],
         "resumed": [  # on fewer ranks

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.judges import RewardModelFlags, check_score_head
 from extras.plan import Hardware, Planned, Settled, hardware, settle
 from rl.data.prompts import Data
-from rl.flags import AtLeast1, Auto, Free, check_limits, flat, settled, spelled
+from rl.flags import AtLeast1, Auto, Free, Share, check_limits, flat, settled, spelled
 from rl.model.checks import LENGTHS, check_trainable, open_model
 from rl.model.experts import check_routed
 from rl.model.lora import LoRA
-from rl.model.reward_model import check_reward_model
 from rl.model.sharding import UNPLANNED, Memory
 from rl.run.alarms import parse_alarm
 from rl.run.command_line import parse as parse  # scripts have it from here
@@ -30,7 +30,7 @@ from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
-from rl.scoring.pool import Rewards, Scoring
+from rl.scoring.pool import BY_DATA_SOURCE, Scoring
 
 USUAL_TOKENS = 16384  # of a micro-batch
 
@@ -51,10 +51,32 @@ class MemorySupervised(Memory):
 
 
 @dataclass(frozen=True)
+class Functions:
+    """reward functions"""
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    custom_reward_function: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rewards(RewardModelFlags, Functions):
+    """reward: what scores a response"""
+
+    reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The reward functions that a run calls."""
+        return self.custom_reward_function or (() if self.reward_model else (BY_DATA_SOURCE,))
+
+
+@dataclass(frozen=True)
 class RLBase(Planned):
     """The groups of every script that samples responses."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates
+    text_only = None  # the part of the script that cannot see images, if there is one
     data: Data = Data()
     decoding: Decoding = Decoding()
     rewards: Rewards = Rewards()
@@ -106,7 +128,7 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     if is_rl := isinstance(args, RLBase):
         _check_rl(args)
     elif scores:
-        check_reward_model(args.model, flag="--model", new_head=True)
+        check_score_head(args.model, flag="--model")
     root = folder_of(args.checkpoints, args.logging.project_name, args.logging.experiment_name)
     day, kind = first_day(args.checkpoints, root), AutoModelForSequenceClassification if scores else None
     tokenizer = open_model(args.model, kind, new_head=scores, texts=args.data, day=day)
@@ -129,9 +151,7 @@ def units(args: Any) -> dict[str, int]:
     unit = "one sequence of" if args.rows_per_unit == 1 else "one pair of 2 x"
     flags = "(--max-prompt-length + --max-response-length)" if isinstance(args, RLBase) else "--max-length"
     lengths = {f"{unit} {flags}": args.rows_per_unit * max_length_of(args)}
-    if isinstance(args, RLBase) and args.rewards.reward_model:
-        lengths["one conversation of --reward-model-max-length"] = args.rewards.reward_model_max_length
-    return lengths
+    return lengths | (args.rewards.units if isinstance(args, RLBase) else {})
 
 
 def max_length_of(args: Any) -> int:

@@ -31,6 +31,7 @@ from rl.run.run_folder import RunFolder, folder_of
 from rl.run.tracking import Tracker, open_early
 from rl.sampling.engines.base import Engine
 from rl.sampling.evaluation import Evaluation
+from rl.scoring.pool import Scorer
 
 MAX_SKIPPED_UPDATES = 3  # in a row; then the run stops
 
@@ -105,22 +106,28 @@ class Run:
         *,
         about: str,
         engine: Engine | None = None,
+        scorer: Scorer | None = None,
         offloaded: Sequence[str] = (),
         visiting: nn.Module | None = None,
         data: Sequence[Sample] = (),
     ) -> None:
-        """Load the checkpoint, if there is one, into what is trained; plan the memory; print what will run.
+        """Load the scorer's judges, and the checkpoint, if there is one, into what is trained; plan the memory; print
+        what will run.
 
         Args: trained, models with their optimizers by name, None for a reference that `refresh` changes; about, a line
         for the console; engine, asleep; offloaded, names in `trained` of what `offload` moves while the engine
-        generates; visiting, a teacher on the host that comes to the device to score; data, demonstrations: the
-        exported generation config gets the tokens that end what is learned of them, beside those of the model.
+        generates; scorer, whose report is printed too; visiting, a teacher on the host that comes to the device to
+        score; data, demonstrations: the exported generation config gets the tokens that end what is learned of them,
+        beside those of the model.
 
         On GPUs `run.memory` may be another one afterwards, if less fits than was planned. Raises RuntimeError with the
         flags to change if nothing fits: everything else that stays on the device has to be there by now.
         """
         plan, (policy, _), path = "", next(iter(trained.values())), self.resume_from
         self.trained, self.engine = trained, engine
+        for judge in scorer.judges if scorer else ():
+            judge.load(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+        about += f"\n{scorer.report}" if scorer else ""
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         self.start = checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload) if path else 0
         policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)

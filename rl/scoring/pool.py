@@ -20,22 +20,17 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from rl import children, stop
 from rl.console import say
-from rl.data.encode import load_tokenizer
 from rl.data.rows import Row, named, no_ground_truth
-from rl.data.text import prepare_like
 from rl.data.types import Response, Sample, Score
-from rl.flags import AtLeast1, Count, Free, Needs, Processes, Seconds, Share
-from rl.model import reward_model
-from rl.model.load import shard_as
-from rl.model.sharding import BARE, offload
+from rl.flags import Count, Free, Processes, Seconds
 from rl.ranks import Ranks
 from rl.scoring.process import Worker
 
@@ -61,31 +56,21 @@ class Scoring:
     allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
 
 
-@dataclass(frozen=True)
-class Rewards:
-    """reward: what scores a response"""
-
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
-    custom_reward_function: tuple[str, ...] | None = None
-    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
-    reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # weight of that score
-    # tokens of prompt and response in the reward model's own template; longer ones are truncated on the left
-    reward_model_max_length: Annotated[AtLeast1, Needs("reward_model")] = 4096
-    reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """The reward functions that a run calls."""
-        return self.custom_reward_function or (() if self.reward_model else (BY_DATA_SOURCE,))
-
-    @property
-    def need_truth(self) -> bool:
-        """Whether a row without a ground truth cannot be scored."""
-        return any(function.startswith(BY_DATA_SOURCE) for function in self.functions)
-
-
 DEFAULT = Scoring()
+
+
+class Judge(Protocol):
+    """Changes the scores that functions gave, as a learned reward does. The judges of a scorer take turns."""
+
+    component: str  # the part of a score that is its own
+
+    def load(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
+        """Get ready before the first score. All ranks must enter. Args: max_tokens, of one pass of a model on a GPU;
+        fsdp_size, see `rl.model.sharding.Memory`.
+        """
+
+    def judge(self, rows: Sequence[Row], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:
+        """New scores of this rank's samples, from `scores` so far; `rows` hold the prompts. All ranks must enter."""
 
 
 class Ticket(NamedTuple):
@@ -115,7 +100,7 @@ class Scorer:
         self.tasks: queue.SimpleQueue = queue.SimpleQueue()  # (future, arguments of `_score`), or None to stop
         self.total = 0  # tasks ever submitted
         self.open: set[Future] = set()  # those that were not collected
-        self.reward_model: reward_model.RewardModel | None = None  # joins the functions, see `add_reward_model`
+        self.judges: Sequence[Judge] = ()  # change what the functions gave; they have to be loaded before `collect`
         self.report = ""  # what `check` said
         self.in_turns = False  # whether responses are conversations
         self.components: dict[str, set[str]] = {}  # data source -> names of parts of the scores that `check` saw
@@ -141,8 +126,8 @@ class Scorer:
     def collect(self, tickets: Sequence[Ticket]) -> list[Score]:
         """Wait for the scores of these tickets, one for each of their samples in their order. Prints the first failure.
 
-        If the run was asked to stop, no sample has a score: call `run.exit_if_asked` then. With a reward model all
-        ranks must enter. Raises RuntimeError if the pool itself has failed.
+        If the run was asked to stop, no sample has a score: call `run.exit_if_asked` then. With judges all ranks
+        must enter. Raises RuntimeError if the pool itself has failed.
         """
         samples = [sample for ticket in tickets for sample in ticket.samples]
         wanted = [task for ticket in tickets for task in ticket.tasks]
@@ -158,25 +143,10 @@ class Scorer:
             say(f"reward: {len(problems)} problem(s), the first: {problems[0]}", sys.stderr)
         scores = [score for part, _ in finished for score in part]
         scores = scores or [Score("", None, {}, "none", 0.0) for _ in samples]  # if the run was asked to stop
-        if self.reward_model is None or stop.requested(self.reward_model.ranks.group):
-            return scores
         rows = [ticket.row for ticket in tickets]
-        return reward_model.add_scores(self.reward_model, rows, samples, scores, alone=not self.functions)
-
-    def add_reward_model(self, rewards: Rewards, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
-        """Load --reward-model, if there is one, onto the host: its score joins those of the functions from here on.
-
-        Args: max_tokens, of one pass of the model on a GPU; fsdp_size, see `Memory`. All ranks must enter. Raises
-        ValueError if it is no reward model or its files lack weights.
-        """
-        if (path := rewards.reward_model) is None:
-            return
-        coef, longest = rewards.reward_model_coef, rewards.reward_model_max_length
-        model = reward_model.load_reward_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
-        shard_as(replace(BARE, fsdp_size=fsdp_size), model, ranks, longest=longest, flag="--reward-model")
-        offload(model)
-        tokenizer = prepare_like(load_tokenizer(path, flag="--reward-model"), self.tokenizer, allow_dropped_text=True)
-        self.reward_model = reward_model.RewardModel(model, tokenizer, coef, longest, max_tokens, ranks)
+        for judge in self.judges:
+            scores = judge.judge(rows, samples, scores)
+        return scores
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
         """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""
@@ -303,29 +273,33 @@ def _last_turn(messages: Sequence[dict]) -> str:
 
 
 def make_scorer(
-    rewards: Rewards,
+    functions: Sequence[str],
     flags: Scoring,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
     *,
     max_response_length: int,
     in_turns: bool = False,
+    judges: Sequence[Judge] = (),
 ) -> Scorer:
     """The scorer that the flags ask for, tried on `rows`; what it says of them is its `report`. Args: in_turns, whether
-    responses are conversations with environments. Raises ValueError if a function or the reward model, which is not
-    loaded yet, cannot score the first row of every data source.
+    responses are conversations with environments; judges, which are not loaded yet. Raises ValueError if a function
+    cannot score the first row of every data source.
     """
     if flags.allow_unsafe_code_execution:
         os.environ["GLASSRL_ALLOW_UNSAFE_CODE_EXECUTION"] = "1"  # read by rewards/sandbox, in the workers
-    if rewards.reward_model:
-        reward_model.open_reward_model(rewards.reward_model, rows, rewards.reward_model_max_length, tokenizer)
-    scorer = Scorer(rewards.functions, tokenizer, flags, max_response_length=max_response_length)
+    scorer = Scorer(functions, tokenizer, flags, max_response_length=max_response_length)
     scorer.in_turns = in_turns
     scorer.report = scorer.check(rows)
-    if rewards.reward_model:
-        found = scorer.components or {"": set()}  # "": of all data sources, without a function
-        scorer.components = {source: names | {"reward_model"} for source, names in found.items()}
+    scorer.judges = judges
+    of_judges, of_functions = {judge.component for judge in judges}, scorer.components or {"": set()}  # "": all sources
+    scorer.components = {source: names | of_judges for source, names in of_functions.items()}
     return scorer
+
+
+def need_truth(functions: Sequence[str]) -> bool:
+    """Whether a row without a ground truth cannot be scored by these reward functions."""
+    return any(function.startswith(BY_DATA_SOURCE) for function in functions)
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[int]]) -> list[str]:

@@ -14,8 +14,9 @@ from rl.data.order import permutation, prompts_for_step
 from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.model.checks import check_context
+from rl.run.arguments import Rewards
 from rl.sampling.environments import EnvironmentFlags, check_rows
-from rl.scoring.pool import Rewards
+from rl.scoring.pool import need_truth
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}"
@@ -294,7 +295,7 @@ def test_rows_without_a_ground_truth_are_left_out_where_the_data_source_decides(
     other = write(tmp_path / "more.jsonl", [rl_row("5", 0), rl_row("6", []), rl_row("7", {"tests": "assert 1"})])
 
     def kept(files, custom=None, **more):
-        needs_truth = Rewards(custom_reward_function=custom, **more).need_truth
+        needs_truth = need_truth(Rewards(custom_reward_function=custom, **more).functions)
         return [row["row_index"] for row in read_prompts(files, needs_truth=needs_truth)]
 
     assert kept((str(path),)) == kept(path, reward_model=None) == [0, 2, 4]

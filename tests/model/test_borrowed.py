@@ -147,7 +147,7 @@ BORROWED = [
     *(
         Borrowed(f"transformers.models.auto.{module}.{mapping}", file, "tells which models are of a kind")
         for module, mapping, file in (
-            ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "model/reward_model.py"),
+            ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "extras/judges/scalar_models.py"),
             ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "model/vision.py"),
             ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/checks.py"),
             ("processing_auto", "PROCESSOR_MAPPING", "data/images.py"),

@@ -27,10 +27,10 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 
 import sft
 from extras.engines import hf
+from extras.judges import critic, scalar_models
 from rl.data.encode import load_tokenizer
 from rl.data.types import Sampling
 from rl.flags import build
-from rl.model import critic, reward_model
 from rl.model import load as models
 from rl.model.checks import check_trainable
 from rl.model.logprobs import token_logprobs
@@ -144,7 +144,7 @@ def test_critics_and_reward_models_run_padded_too(judge, batch, world, capsys):
         return plain(input_ids=batch.input_ids[row : row + 1, :n]).logits[0, 0].detach()
 
     ends = batch.lengths.tolist()
-    close(reward_model.sequence_scores(model, batch).detach(), torch.stack([score(i, n) for i, n in enumerate(ends)]))
+    close(scalar_models.sequence_scores(model, batch).detach(), torch.stack([score(i, n) for i, n in enumerate(ends)]))
     values = critic.token_values(model, batch).detach()
     for row, position in ((0, 5), (0, 13), (7, 2), (3, 17)):
         close(values[row, position], score(row, position))

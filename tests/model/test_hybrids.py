@@ -26,8 +26,9 @@ import sft
 import train_grpo
 import train_reward
 from extras.engines import hf
+from extras.judges import check_score_head
 from rl.flags import build
-from rl.model import delta_rule, recurrent, reward_model
+from rl.model import delta_rule, recurrent
 from rl.model import load as models
 
 CASE = ("all terms", "token-mean")
@@ -269,6 +270,6 @@ def test_a_reward_model_of_it_is_exported_as_one(tmp_path, world, runs_here):
         build(train_reward.Args, **h.reward_settings(task, tmp_path / "run", total_training_steps=1, lora_rank=4))
     )
     export = tmp_path / "run" / "global_step_1" / "huggingface"
-    reward_model.check_reward_model(str(export))
+    check_score_head(str(export), flag="--reward-model")
     model, info = AutoModelForSequenceClassification.from_pretrained(export, num_labels=1, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.score.weight.any()

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_model
 
 from extras.engines import hf
+from extras.judges import scalar_models
 from rl.data.types import Sampling
 from rl.model import load as models
-from rl.model import lora, reward_model
+from rl.model import lora
 from rl.model.sharding import Memory
 from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
@@ -115,10 +116,10 @@ def test_gradients_are_pefts(tiny_model, policy, folder, batch):
 
 def test_peft_loads_a_reward_model_with_its_head(tiny_model, batch, world, tmp_path):
     def head(weight):
-        reward_model.random_head(weight, seed=3)
+        scalar_models.random_head(weight, seed=3)
 
     model = make_them_count(
-        reward_model.load_trained(
+        scalar_models.load_trained(
             tiny_model, world, lora.LoRA(lora_rank=4), Memory(compile=False), new_head=head, longest=64, seed=0
         )
     )
@@ -126,7 +127,7 @@ def test_peft_loads_a_reward_model_with_its_head(tiny_model, batch, world, tmp_p
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = None  # so that it scores the last token
     theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    scores = reward_model.sequence_scores(model, batch)
+    scores = scalar_models.sequence_scores(model, batch)
     for i, n in enumerate(batch.lengths.tolist()):
         expected = theirs(input_ids=batch.input_ids[i : i + 1, :n]).logits[0, 0]
         torch.testing.assert_close(scores[i], expected, rtol=0, atol=2e-5)

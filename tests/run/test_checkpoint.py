@@ -31,11 +31,11 @@ import train_grpo
 import train_ppo
 import train_reinforce
 import train_reward
+from extras.judges import scalar_models
 from rl import flags
 from rl.data.types import Batch
 from rl.flags import build
 from rl.model import load as models
-from rl.model import reward_model
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks
 from rl.run import checkpoint, checkpoint_tensors, loop_state, resume, run_folder
@@ -740,7 +740,7 @@ def test_several_modules_make_the_round_trip(task, policy_of, tmp_path):
         _, _, ranks = policy_of(task.model)
         policy = models.load_causal_lm(task.model, ranks)
         torch.manual_seed(0)
-        modules = policy, reward_model.load_reward_model(task.model, ranks, new_head=torch.nn.init.normal_)
+        modules = policy, scalar_models.load_scalar_model(task.model, ranks, new_head=torch.nn.init.normal_)
         trained = {}
         for name, module in zip(("actor", "critic"), modules, strict=True):
             module = shard(module, ranks)

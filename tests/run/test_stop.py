@@ -348,7 +348,7 @@ def test_sft_asked_in_every_phase(task, tmp_path):
 def test_a_reward_model_in_training_leaves_too(task, tmp_path):
     make = partial(h.reward_settings, task, total_training_steps=2, max_token_len_per_gpu=256)
     chain = Chain("train_reward", make, tmp_path)
-    chain.stops_at(0, partial(ask_at, "rl.model.reward_model", "sequence_scores", 1))
+    chain.stops_at(0, partial(ask_at, "extras.judges.scalar_models", "sequence_scores", 1))
     chain.stops_at(1, partial(ask_in_optimizer_step, 1))
     chain.ends_like_the_unbroken_one()
 

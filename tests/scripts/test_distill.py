@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
 
 import train_distill
 from data import arithmetic
+from extras.distillation import teacher
 from extras.engines import hf
 from rl import client
 from rl.flags import build
 from rl.model import load as models
-from rl.model import sharding, teacher
+from rl.model import sharding
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

@@ -34,6 +34,7 @@ import train_prime
 import train_reinforce
 import train_reward
 from extras.engines import hf
+from extras.judges import check_critic
 from rl import flags
 from rl.data import token_selection
 from rl.data.encode import encode_sft, load_tokenizer
@@ -43,7 +44,6 @@ from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import open_model
-from rl.model.critic import check_critic
 from rl.model.lora import LoRA
 from rl.ranks import Ranks
 

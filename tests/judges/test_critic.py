@@ -20,14 +20,15 @@ from transformers import (
 from workers import values as worker
 from workers.objectives import largest_error, make_batch, plain_model
 
+from extras.judges import critic, scalar_models
 from rl.data.types import take_rows
-from rl.model import critic, logprobs, reward_model, sharding
+from rl.model import logprobs, sharding
 from rl.model.lora import LoRA
 from rl.ranks import init_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = launch.TESTS / "model" / "workers" / "values.py"
+WORKER = launch.TESTS / "judges" / "workers" / "values.py"
 ALONE = ranks_without_group(dtype=torch.float64)
 
 
@@ -56,7 +57,7 @@ def plain_critic(folder, dtype=torch.float64):
 
 
 def packed_critic(folder, dtype=torch.float64):
-    model = reward_model.load_reward_model(str(folder), ALONE, dtype=dtype, new_head=nn.init.zeros_)
+    model = scalar_models.load_scalar_model(str(folder), ALONE, dtype=dtype, new_head=nn.init.zeros_)
     return logprobs.add_packed_forward(model)
 
 

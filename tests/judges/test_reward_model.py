@@ -21,18 +21,19 @@ from workers import scores as worker
 
 import train_reward
 from data import arithmetic
+from extras.judges import RewardModelFlags, check_score_head, open_judges, reward_model, scalar_models
 from rl.data.batching import collate
 from rl.data.encode import encode_conversation
 from rl.data.order import prompts_for_step
 from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import build
-from rl.model import logprobs, reward_model, sharding
+from rl.model import logprobs, sharding
 from rl.ranks import init_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORKER = launch.TESTS / "model" / "workers" / "scores.py"
+WORKER = launch.TESTS / "judges" / "workers" / "scores.py"
 CPU = torch.device("cpu")
 PAD, EOS = 0, 2  # the tiny model's pad id is one of its two EOS ids
 
@@ -58,8 +59,8 @@ def load_plain(folder, dtype=torch.float64):
 
 def load_packed(folder, dtype=torch.float64, head_seed=None):
     """With `head_seed` as train_reward.py does it."""
-    new = {} if head_seed is None else dict(flag="--model", new_head=partial(reward_model.random_head, seed=head_seed))
-    model = reward_model.load_reward_model(str(folder), ranks_without_group(dtype=dtype), dtype=dtype, **new)
+    new = {} if head_seed is None else dict(flag="--model", new_head=partial(scalar_models.random_head, seed=head_seed))
+    model = scalar_models.load_scalar_model(str(folder), ranks_without_group(dtype=dtype), dtype=dtype, **new)
     return logprobs.add_packed_forward(model)
 
 
@@ -113,7 +114,7 @@ def assert_near(actual, expected, tolerance=1e-9):
 def test_scores_equal_the_plain_forward_one_conversation_at_a_time(judge, dtype, tolerance, pad_id):
     batch = make_batch(pad_id)
     expected = one_by_one(load_plain(judge, dtype), batch)
-    actual = reward_model.sequence_scores(load_packed(judge, dtype), batch)
+    actual = scalar_models.sequence_scores(load_packed(judge, dtype), batch)
     assert actual.shape == (8,) and actual.dtype == dtype and expected.std() > 0.5
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
@@ -124,25 +125,25 @@ def test_a_last_token_equal_to_the_padding_counts(judge, packed):
     searching = load_plain(judge)
     searching.config.pad_token_id = PAD
     batch = make_batch()
-    difference = (one_by_one(searching, batch) - reward_model.sequence_scores(packed, batch)).abs()
+    difference = (one_by_one(searching, batch) - scalar_models.sequence_scores(packed, batch)).abs()
     assert (difference > 1e-2).nonzero()[:, 0].tolist() == [2, 3, 5]
 
 
 @torch.no_grad()
 def test_scores_do_not_depend_on_neighbours_or_padding(packed):
     batch = make_batch()
-    together = reward_model.sequence_scores(packed, batch)
+    together = scalar_models.sequence_scores(packed, batch)
     for i in range(8):
-        alone = reward_model.sequence_scores(packed, take_rows(batch, [i]))
+        alone = scalar_models.sequence_scores(packed, take_rows(batch, [i]))
         torch.testing.assert_close(alone[0], together[i], rtol=0, atol=1e-12)
     wide = replace(batch, input_ids=torch.nn.functional.pad(batch.input_ids, (0, 5), value=7))
-    assert torch.equal(reward_model.sequence_scores(packed, wide), together)
+    assert torch.equal(scalar_models.sequence_scores(packed, wide), together)
 
 
 @torch.no_grad()
 def test_the_head_runs_in_float32_on_bfloat16_states(judge):
     batch = make_batch()
-    score = reward_model.sequence_scores(load_packed(judge, torch.bfloat16), batch)
+    score = scalar_models.sequence_scores(load_packed(judge, torch.bfloat16), batch)
     assert score.dtype == torch.float32 and not torch.equal(score, score.bfloat16().float())
     expected = one_by_one(load_plain(judge), batch)
     assert (score - expected).abs().max() < 0.1 * expected.std()
@@ -150,7 +151,7 @@ def test_the_head_runs_in_float32_on_bfloat16_states(judge):
 
 def test_fixed_scores_fill_their_own_rows(packed, plain):
     batch = make_batch()
-    scores = reward_model.fixed_scores(packed, batch, [[7, 0], [], [3]])
+    scores = scalar_models.fixed_scores(packed, batch, [[7, 0], [], [3]])
     expected = one_by_one(plain, batch).detach().float()
     torch.testing.assert_close(scores[[0, 3, 7]], expected[[0, 3, 7]], rtol=0, atol=1e-6)
     assert not scores.requires_grad and not scores[[1, 2, 4, 5, 6]].any()
@@ -169,24 +170,31 @@ def rendered_scores(folder, last=1000):
     return [model(torch.tensor([tokenizer(text)["input_ids"][-last:]])).logits.item() for text in RENDERED]
 
 
+def judge_of(model, tokenizer, ranks, *, max_length, max_tokens, coef=1.0, is_alone=False):
+    """The judge of a reward model that is loaded."""
+    flags = RewardModelFlags("a folder", reward_model_coef=coef, reward_model_max_length=max_length)
+    result = reward_model.RewardModel(flags, tokenizer, is_alone=is_alone)
+    result.use(model, ranks, max_tokens)
+    return result
+
+
 @pytest.mark.parametrize("budget", [1, 40, 1000])
 def test_conversations_are_rendered_by_the_models_own_template(judge, packed, capsys, budget):
     tokenizer = AutoTokenizer.from_pretrained(judge)
     ranks = ranks_without_group(dtype=torch.float64)
-    limits = dict(max_length=100, max_tokens_per_gpu=budget, ranks=ranks)
-    learned = reward_model.RewardModel(packed, tokenizer, 1.0, **limits)
-    scores = reward_model.score_conversations(learned, worker.PROMPTS, worker.RESPONSES)
+    learned = judge_of(packed, tokenizer, ranks, max_length=100, max_tokens=budget)
+    scores = learned.score(worker.PROMPTS, worker.RESPONSES)
     assert scores == pytest.approx(rendered_scores(judge), abs=1e-6) and capsys.readouterr().err == ""
-    assert reward_model.score_conversations(learned, [], []) == []
+    assert learned.score([], []) == []
 
 
 def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, capsys):
     tokenizer = AutoTokenizer.from_pretrained(judge)
     lengths = [len(tokenizer(text)["input_ids"]) for text in RENDERED]
     assert lengths == [7, 42, 28]
-    limits = dict(max_length=28, max_tokens_per_gpu=100, ranks=ranks_without_group(dtype=torch.float64))
-    learned = reward_model.RewardModel(packed, tokenizer, 1.0, **limits)
-    scores = reward_model.score_conversations(learned, worker.PROMPTS, worker.RESPONSES)
+    ranks = ranks_without_group(dtype=torch.float64)
+    learned = judge_of(packed, tokenizer, ranks, max_length=28, max_tokens=100)
+    scores = learned.score(worker.PROMPTS, worker.RESPONSES)
     assert scores == pytest.approx(rendered_scores(judge, last=28), abs=1e-6)
     assert "1 of 3 conversations have more than 28 tokens" in capsys.readouterr().err
 
@@ -197,7 +205,7 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(judge, packed, caps
 
 @pytest.fixture(scope="module")
 def measured(judge, tmp_path_factory):
-    """World size -> what tests/model/workers/scores.py found on each of its ranks."""
+    """World size -> what tests/judges/workers/scores.py found on each of its ranks."""
     folder = tmp_path_factory.mktemp("scores")
     torch.save(make_batch(), folder / "batch.pt")
     launch.run_file(WORKER, judge, folder / "batch.pt", folder, nproc=2)
@@ -246,19 +254,19 @@ def test_ranks_score_what_they_are_given_before_and_after_offloading(judge, meas
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU machine there is nowhere to offload from")
 def test_offloading_frees_the_device(judge, world):
-    model = reward_model.load_reward_model(judge, world, dtype=world.dtype).requires_grad_(False)
+    model = scalar_models.load_scalar_model(judge, world, dtype=world.dtype).requires_grad_(False)
     before = torch.cuda.memory_allocated()
     model = sharding.shard(model, world)
     batch = take_rows(make_batch(), range(8), world.device)
     with torch.no_grad():
-        expected = reward_model.sequence_scores(model, batch)
+        expected = scalar_models.sequence_scores(model, batch)
         held = torch.cuda.memory_allocated()
         sharding.offload(model)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         assert torch.cuda.memory_allocated() - before < 0.1 * (held - before)
         sharding.onload(model, world.device)
         assert {p.device.type for p in model.parameters()} == {"cuda"}
-        assert torch.equal(reward_model.sequence_scores(model, batch), expected)
+        assert torch.equal(scalar_models.sequence_scores(model, batch), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,37 +316,42 @@ def test_models_that_give_no_rewards_are_refused(refused, tiny_model):
             load_packed(folder, head_seed=head_seed)
     for folder, new_head in ((tiny_model, False), (refused["two_labels"], False), (refused["two_labels"], True)):
         with pytest.raises(ValueError, match="--somehow"):
-            reward_model.check_reward_model(str(folder), flag="--somehow", new_head=new_head)
-    reward_model.check_reward_model(tiny_model, new_head=True)
+            scalar_models.check_score_head(str(folder), flag="--somehow", new_head=new_head)
+    check_score_head(tiny_model, flag="--somehow")
 
 
 def test_a_reward_model_that_cannot_read_the_prompts_is_refused_before_it_is_loaded(judge, refused, tmp_path):
-    chat = {"prompt": [{"role": "user", "content": "1+1="}], "row_index": 7}
-    tokenizer = reward_model.open_reward_model(judge, [chat], 64, AutoTokenizer.from_pretrained(judge))
+    def opened(path, row, length=64):
+        flags = RewardModelFlags(path, reward_model_max_length=length)
+        [judge] = open_judges(flags, [row], AutoTokenizer.from_pretrained(judge_folder), are_alone=True)
+        return judge.tokenizer
+
+    chat, judge_folder = {"prompt": [{"role": "user", "content": "1+1="}], "row_index": 7}, judge
+    tokenizer = opened(judge, chat)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(judge).get_vocab()
     with pytest.raises(ValueError, match="--reward-model-max-length = 5000000 tokens, but .* positions"):
-        reward_model.open_reward_model(judge, [chat], 5_000_000, tokenizer)
+        opened(judge, chat, 5_000_000)
     with pytest.raises(ValueError, match="--reward-model runs/no/huggingface: there is no such folder"):
-        reward_model.open_reward_model("runs/no/huggingface", [chat], 64, tokenizer)
+        opened("runs/no/huggingface", chat)
     with pytest.raises(ValueError, match="--reward-model .*headless: its files lack 1 of its weights, score.weight"):
-        reward_model.open_reward_model(str(refused["headless"]), [chat], 64, tokenizer)
+        opened(str(refused["headless"]), chat)
     shutil.copytree(judge, tmp_path / "plain")
     tokenizer.chat_template = None
     for file in (tmp_path / "plain").glob("*template*"):
         file.unlink()
     tokenizer.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="--reward-model .*plain cannot read the training prompts: .*row 7"):
-        reward_model.open_reward_model(str(tmp_path / "plain"), [chat], 64, tokenizer)
-    reward_model.open_reward_model(str(tmp_path / "plain"), [{"prompt": "1+1=", "row_index": 7}], 64, tokenizer)
+        opened(str(tmp_path / "plain"), chat)
+    opened(str(tmp_path / "plain"), {"prompt": "1+1=", "row_index": 7})
 
 
 def add_learned(judge, monkeypatch, learned, scores, *, alone):
-    """`add_scores` where the model, of weight 2, has given `learned`."""
-    monkeypatch.setattr(reward_model, "score_conversations", lambda *_, **__: learned)
+    """What a judge says where the model, of weight 2, has given `learned`."""
+    monkeypatch.setattr(reward_model.RewardModel, "score", lambda *_, **__: learned)
     samples = [Sample([1], [5], [1], [0.0], "stop", 0)] * len(scores)
-    rest = dict(coef=2.0, max_length=8, max_tokens_per_gpu=8, ranks=ranks_without_group())
-    learned_reward = reward_model.RewardModel(load_packed(judge, torch.float32), None, **rest)
-    return reward_model.add_scores(learned_reward, [{"row_index": 0, "prompt": "p"}], samples, scores, alone=alone)
+    limits = dict(max_length=8, max_tokens=8, coef=2.0, is_alone=alone)
+    learned_reward = judge_of(load_packed(judge, torch.float32), None, ranks_without_group(), **limits)
+    return learned_reward.judge([{"row_index": 0, "prompt": "p"}], samples, scores)
 
 
 def test_the_accuracy_stays_that_of_the_functions_beside_a_reward_model(judge, monkeypatch):
@@ -525,12 +538,12 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
     folder = trained / "global_step_30" / "huggingface"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and config["id2label"] == {"0": "LABEL_0"}
-    reward_model.check_reward_model(str(folder))
+    scalar_models.check_score_head(str(folder), flag="--reward-model")
     packed, tokenizer = load_packed(folder, torch.float32), AutoTokenizer.from_pretrained(folder)
     rows = pq.read_table(task["val_files"][0]).to_pylist()
-    learned = reward_model.RewardModel(packed, tokenizer, 1.0, 64, 1000, ranks_without_group())
+    learned = judge_of(packed, tokenizer, ranks_without_group(), max_length=64, max_tokens=1000)
     prompts, sides = [row["prompt"] for row in rows], ("chosen", "rejected")
-    scores = [reward_model.score_conversations(learned, prompts, [row[side] for row in rows]) for side in sides]
+    scores = [learned.score(prompts, [row[side] for row in rows]) for side in sides]
     last = [x for x in h.read_jsonl(trained / "metrics.jsonl") if "val/loss" in x][-1]
     assert last["val/accuracy"] == pytest.approx(sum(c > r for c, r in zip(*scores, strict=True)) / 200)
     nll = [math.log1p(math.exp(r - c)) for c, r in zip(*scores, strict=True)]
@@ -547,9 +560,9 @@ def test_the_export_gives_the_scores_that_the_run_reported(trained, task):
 def in_double(monkeypatch):
     """Train in float64, so that what is equal up to rounding stays so through Adam."""
     monkeypatch.setattr(Qwen2RMSNorm, "forward", h.norm_in_double)
-    load = reward_model.load_reward_model
+    load = scalar_models.load_scalar_model
     monkeypatch.setattr(
-        reward_model, "load_reward_model", lambda *args, **kw: load(*args, **kw | {"dtype": torch.float64})
+        scalar_models, "load_scalar_model", lambda *args, **kw: load(*args, **kw | {"dtype": torch.float64})
     )
 
 

@@ -1,6 +1,6 @@
 """Run by torchrun: values and gradients of sharded critics, which must come out the same on any number of ranks.
 
-torchrun --nproc_per_node N tests/model/workers/values.py CRITIC BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/judges/workers/values.py CRITIC BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification
 
+from extras.judges import critic, scalar_models
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
-from rl.model import critic, reward_model, sharding
 from rl.model import load as models
+from rl.model import sharding
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
@@ -62,7 +63,7 @@ def backward(model: nn.Module, batch: Batch, rows: Iterable[int], *, max_tokens:
 def load_in_double(path: str, ranks: Ranks) -> nn.Module:
     """`load_critic` in float64; only rank 0 may read the folder's weights."""
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(reward_model, "load_pretrained", h.load_critic_in_double()))
+        patches.enter_context(mock.patch.object(scalar_models, "load_pretrained", h.load_critic_in_double()))
         if not ranks.is_main:
             patches.enter_context(mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)))
         return load_critic(path, ranks)

@@ -1,6 +1,6 @@
 """Run by torchrun: scores and gradients of a sharded reward model, which must come out the same on any number of ranks.
 
-torchrun --nproc_per_node N tests/model/workers/scores.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/judges/workers/scores.py MODEL BATCH OUT      writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import train_reward
+from extras.judges import RewardModelFlags, reward_model, scalar_models
 from rl.data.batching import plan_micro_batches
 from rl.data.types import Batch, take_rows
-from rl.model import reward_model
 from rl.model.sharding import BARE, offload, onload, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -33,7 +33,7 @@ def backward(
     total = 0.0
     for micro in plan_micro_batches(lengths, pairs, world_size=world_size, max_tokens=max_tokens)[rank]:
         rows = [row for pair in micro for row in (2 * pair, 2 * pair + 1)]
-        scores = reward_model.sequence_scores(model, take_rows(batch, rows))[: len(rows)]
+        scores = scalar_models.sequence_scores(model, take_rows(batch, rows))[: len(rows)]
         loss = train_reward.bradley_terry(scores[0::2], scores[1::2]).sum() / len(pairs)
         loss.backward()
         total += loss.item()
@@ -50,9 +50,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def load(path: str, ranks: Ranks, **options) -> nn.Module:
     """The model in float64 as a script loads it; only rank 0 may read the folder's weights."""
     if ranks.is_main:
-        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
+        return shard(scalar_models.load_scalar_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
     with mock.patch.object(*h.headers_only(AutoModelForSequenceClassification)):
-        return shard(reward_model.load_reward_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
+        return shard(scalar_models.load_scalar_model(path, ranks, dtype=torch.float64), ranks, replace(BARE, **options))
 
 
 def measure(path: str, batch: Batch, ranks: Ranks) -> dict:
@@ -68,12 +68,13 @@ def measure(path: str, batch: Batch, ranks: Ranks) -> dict:
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     count = 3 if ranks.is_main else 0  # rank 0 has three micro-batches, another one none
-    judge = reward_model.RewardModel(model, tokenizer, 1.0, max_length=100, max_tokens_per_gpu=10, ranks=ranks)
-    results["scores"] = [reward_model.score_conversations(judge, PROMPTS[:count], RESPONSES[:count])]
+    judge = reward_model.RewardModel(RewardModelFlags(reward_model_max_length=100), tokenizer, is_alone=False)
+    judge.use(model, ranks, max_tokens=10)
+    results["scores"] = [judge.score(PROMPTS[:count], RESPONSES[:count])]
     for _ in range(2):
         offload(model)
         onload(model, ranks.device)
-        results["scores"].append(reward_model.score_conversations(judge, PROMPTS[:count], RESPONSES[:count]))
+        results["scores"].append(judge.score(PROMPTS[:count], RESPONSES[:count]))
     return results
 
 

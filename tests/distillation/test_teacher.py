@@ -14,10 +14,12 @@ import torch
 from helpers_servers import FORM, reply
 from transformers import AutoTokenizer
 
+from extras.distillation import Teacher, add_teacher, check_teacher, token_distances
+from extras.distillation.server import REQUESTS
 from rl import client
 from rl.data.types import Batch
 from rl.formulas import distillation
-from rl.model import logprobs, teacher
+from rl.model import logprobs
 from rl.model.load import load_policy
 
 K = 2
@@ -54,10 +56,10 @@ def answers(tokenizer, *, tokens=None, scores=None):
 
 def check(tokenizer, tiny_model, url, seconds=servers.LONG):
     """`check_teacher`, which must end by itself if `seconds` are many."""
-    flags = teacher.Teacher(teacher_model="the-teacher", teacher_url=url, teacher_timeout=seconds)
+    flags = Teacher(teacher_model="the-teacher", teacher_url=url, teacher_timeout=seconds)
     start = time.monotonic()
     try:
-        teacher.check_teacher(flags, tokenizer, student=tiny_model, longest=44, top_k=K)
+        check_teacher(flags, tokenizer, student=tiny_model, longest=44, top_k=K)
     finally:
         assert time.monotonic() - start < 20
 
@@ -199,10 +201,10 @@ def make_batch(rows, length=12):
 
 
 def ask(batch, url, top_k=K, seconds=servers.LONG):
-    flags = teacher.Teacher(teacher_model="the-teacher", teacher_url=url, teacher_timeout=seconds)
+    flags = Teacher(teacher_model="the-teacher", teacher_url=url, teacher_timeout=seconds)
     model = torch.nn.Module()
     model.vocabulary = 80
-    return teacher.add_teacher(flags, model, batch, [], top_k=top_k, temperature=1.0)
+    return add_teacher(flags, model, batch, [], top_k=top_k, temperature=1.0)
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
@@ -227,7 +229,7 @@ def test_a_batch_ends_with_its_first_request_that_fails(tokenizer):
     with servers.serving(servers.WAYS["silence"][1]) as server:
         with pytest.raises(RuntimeError, match="/v1/completions failed: no whole answer in time"):
             ask(make_batch(100), server.url, seconds=servers.SHORT)
-        assert server.seen <= client.TRIES * teacher.REQUESTS
+        assert server.seen <= client.TRIES * REQUESTS
 
 
 def test_the_largest_answer_is_not_too_large(tokenizer):
@@ -258,7 +260,7 @@ def test_a_small_distance_is_not_rounded_where_fsdp_computes_in_bfloat16(tiny_mo
     [student_logps] = logprobs.run_on_responses(policy, batch, student, top_ids[scored])
     noise = 0.06 * torch.randn(student_logps.shape, generator=generator)
     batch = replace(batch, ref_logp=torch.zeros(2, 12), top_ids=top_ids, top_logp=student_logps + noise)
-    _, _, gap, _ = teacher.token_distances(policy, batch, distillation.forward_kl, beta=0.0)
+    _, _, gap, _ = token_distances(policy, batch, distillation.forward_kl, beta=0.0, sampling=logprobs.FULL)
 
     s, t = student_logps.double(), batch.top_logp.double()
     rest_s, rest_t = 1 - s.exp().sum(-1), 1 - t.exp().sum(-1)  # probability of the 40 other tokens

@@ -1,0 +1,98 @@
+"""A teacher on the ranks. It also stands for one behind a server, which it asks.
+
+Once per step, before the updates, a teacher gives the log-prob of every sampled token, and at its place the K most
+likely tokens with their log-probs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from extras.distillation import Teacher, server
+from rl.data.batching import Update
+from rl.data.images import FIRST
+from rl.data.types import Batch
+from rl.model import logprobs
+from rl.model.checks import PROBE, check_same_tokenizer, check_trainable, open_model
+from rl.model.load import load_policy
+from rl.model.sharding import Memory, offload, onload
+from rl.ranks import Ranks
+
+
+def check_teacher(
+    flags: Teacher, tokenizer: PreTrainedTokenizerBase, *, student: str, longest: int, top_k: int
+) -> None:
+    """Raise ValueError if the teacher cannot score what the `student` (id or folder) samples: it has another tokenizer,
+    too few positions for `longest` tokens, its files lack weights, or its server refuses so large a `top_k`.
+    RuntimeError if a server fails.
+    """
+    if flags.teacher_url is None:
+        other = open_model(flags.teacher_model, flag="--teacher-model")
+        check_same_tokenizer(tokenizer, other, flags.teacher_model, flag="--teacher-model", model=student)
+        instead = "let vllm serve it, and give --teacher-url"
+        check_trainable(flags.teacher_model, longest, flag="--teacher-model", instead=instead)
+        return
+    server.check(flags, tokenizer, student=student, longest=longest)
+    server.score(flags, _vocabulary(student), top_k, [tokenizer(PROBE, add_special_tokens=False)["input_ids"]])
+
+
+def _vocabulary(*paths: str) -> int:
+    """How many tokens all models at `paths` know."""
+    return min(AutoConfig.from_pretrained(path).get_text_config().vocab_size for path in paths)
+
+
+def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, longest: int) -> nn.Module:
+    """The model of --teacher-model, frozen; an empty one if it is behind --teacher-url. Its `vocabulary` is how many
+    tokens it and the student both know. All ranks must enter.
+    """
+    if flags.teacher_url:
+        model, known = nn.Module(), [student]
+    else:
+        known = [student, flags.teacher_model]
+        model = load_policy(known[1], ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
+    model.vocabulary = _vocabulary(*known)
+    if flags.teacher_offload:
+        offload(model)
+    return model
+
+
+def add_teacher(
+    flags: Teacher, model: nn.Module, batch: Batch, updates: Sequence[Update], *, top_k: int, temperature: float
+) -> Batch:
+    """The batch with the teacher's log-probs of its sampled tokens, `ref_logp` (B, T), and if top_k is not 0, of the
+    most likely tokens, `top_ids` and `top_logp` (B, T, K); all 0 where the mask is 0.
+
+    A loaded teacher's probabilities of the tokens that it and the student both know add up to 1. top_k is K; -1: all
+    these tokens, not with a server. All ranks must enter. Raises ValueError if a server refuses a request, RuntimeError
+    if it fails, or if the student has sampled a token that a loaded teacher does not have.
+    """
+    if flags.teacher_url:
+        logp, ids, logps = server.ask(flags, batch, model.vocabulary, top_k)
+    else:
+        texts = batch.input_ids[batch.input_ids < FIRST]  # without images
+        if len(texts) and (unknown := int(texts.max())) >= model.vocabulary:
+            raise RuntimeError(
+                f"--teacher-model {flags.teacher_model}: it has no token {unknown}, which the student has sampled from "
+                "the padding of its vocabulary; train the student by sft.py first, or take a teacher with as large a "
+                "vocabulary"
+            )
+        if flags.teacher_offload:
+            onload(model, model.packed.device)
+        k = min(top_k, model.vocabulary) if top_k >= 0 else model.vocabulary
+        logp, ids, logps = logprobs.over_micro_batches(model, batch, updates, _teacher_head, temperature, k)
+        if flags.teacher_offload:
+            offload(model)
+    return replace(batch, ref_logp=logp, **(dict(top_ids=ids, top_logp=logps) if top_k else {}))
+
+
+def _teacher_head(model: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, k: int) -> tuple[Tensor, ...]:
+    """hidden (R, H), targets (R,) -> log-probs (R,), the ids (R, K) of the most likely tokens and their log-probs."""
+
+    def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        logps = logprobs.logits_of(model, h, temperature)[:, : model.vocabulary].log_softmax(-1)
+        top = logps.topk(k, -1)
+        return logps.gather(-1, y[:, None])[:, 0], top.indices.int(), top.values
+
+    return logprobs.in_chunks(chunk, hidden, targets)

@@ -1,0 +1,102 @@
+"""Models with a scalar head, which give a number instead of a next token.
+
+A reward model (reward_model.py) judges whole responses: --reward-model names one, and its score joins those of the
+reward functions. train_reward.py trains one. The critic of train_ppo.py (critic.py) predicts at every token what the
+response will score. scalar_models.py loads models of both kinds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+from rl.flags import AtLeast1, Needs
+
+
+@dataclass(frozen=True)
+class RewardModelFlags:
+    """a reward model"""
+
+    reward_model: str | None = None  # a model of train_reward.py, by id or folder; its score joins the sum
+    reward_model_coef: Annotated[float, Needs("reward_model")] = 1.0  # weight of that score
+    # tokens of prompt and response in the reward model's own template; longer ones are truncated on the left
+    reward_model_max_length: Annotated[AtLeast1, Needs("reward_model")] = 4096
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Tokens of what a pass of the reward model never divides, by what it is; empty without a reward model."""
+        what = "one conversation of --reward-model-max-length"
+        return {what: self.reward_model_max_length} if self.reward_model else {}
+
+    @property
+    def text_only(self) -> str | None:
+        """What cannot see images."""
+        return "--reward-model" if self.reward_model else None
+
+
+def open_judges(flags: RewardModelFlags, rows: Sequence[Any], tokenizer: Any, *, are_alone: bool) -> list[Any]:
+    """The judges that the flags ask for, which are not loaded yet: see `reward_model.open_reward_model`."""
+    if flags.reward_model is None:
+        return []
+    from extras.judges.reward_model import open_reward_model
+
+    return [open_reward_model(flags, rows, tokenizer, is_alone=are_alone)]
+
+
+def check_score_head(path: str, *, flag: str) -> None:
+    """Raise ValueError naming `flag` if the model in `path`, which is to be trained, cannot have a score head."""
+    from extras.judges import scalar_models
+
+    scalar_models.check_score_head(path, flag=flag, new_head=True)
+
+
+def load_reward_model(path: str, ranks: Any, lora: Any, memory: Any, *, longest: int, seed: int) -> Any:
+    """A reward model, to be trained. A model without a score head gets a random one, a function of the seed. All ranks
+    must enter. For what raises see `scalar_models.load_trained`.
+    """
+    from extras.judges import scalar_models
+
+    new_head = partial(scalar_models.random_head, seed=seed)
+    return scalar_models.load_trained(path, ranks, lora, memory, new_head=new_head, longest=longest, seed=seed)
+
+
+def sequence_scores(model: Any, batch: Any) -> Any:
+    """The score (b,) of every sequence of a batch (b, T), from the hidden state of its last token, with gradients."""
+    from extras.judges import scalar_models
+
+    return scalar_models.sequence_scores(model, batch)
+
+
+def fixed_scores(model: Any, batch: Any, micro_batches: Iterable[list[int]]) -> Any:
+    """`sequence_scores` without gradients of the rows in micro-batches: (B,) float32 on the host, zero in others."""
+    from extras.judges import scalar_models
+
+    return scalar_models.fixed_scores(model, batch, micro_batches)
+
+
+def check_critic(path: str | None, tokenizer: Any, lora: Any, *, policy: str, longest: int) -> None:
+    """Raise ValueError if the model of --critic-model cannot be the critic: see `critic.check_critic`."""
+    from extras.judges import critic
+
+    critic.check_critic(path, tokenizer, lora, policy=policy, longest=longest)
+
+
+def load_critic(path: str, ranks: Any, lora: Any, memory: Any, *, longest: int, seed: int) -> Any:
+    """A critic from a causal LM or a reward model, to be trained: see `critic.load_critic`. All ranks must enter."""
+    from extras.judges import critic
+
+    return critic.load_critic(path, ranks, lora, memory, longest=longest, seed=seed)
+
+
+def token_values(model: Any, batch: Any) -> Any:
+    """V_t for every token with response_mask 1, with gradients: (b, T), zero where response_mask is zero."""
+    from extras.judges import critic
+
+    return critic.token_values(model, batch)
+
+
+def fixed_values(model: Any, batch: Any, updates: Sequence[Any]) -> Any:
+    """`token_values` without gradients of all rows of a batch: (B, T) on the host. All ranks must enter."""
+    from extras.judges import critic
+
+    return critic.fixed_values(model, batch, updates)

@@ -1,0 +1,125 @@
+"""The judge of --reward-model: a model with a scalar head, whose score joins those of the reward functions."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from extras.judges import RewardModelFlags
+from extras.judges.scalar_models import check_score_head, fixed_scores, load_scalar_model
+from rl import stop
+from rl.console import say
+from rl.data.batching import collate, plan_micro_batches
+from rl.data.encode import encode_conversation
+from rl.data.rows import Row
+from rl.data.text import prepare_like, shape_of
+from rl.data.types import Sample, Score
+from rl.model.checks import check_context, open_model
+from rl.model.load import shard_as
+from rl.model.sharding import BARE, offload, onload
+from rl.ranks import Ranks
+
+
+def open_reward_model(
+    flags: RewardModelFlags, rows: Sequence[Row], policy: PreTrainedTokenizerBase, *, is_alone: bool
+) -> "RewardModel":
+    """The reward model of the flags, without its weights. Raises ValueError if it has no score head, fewer positions
+    than --reward-model-max-length, no tokenizer, no chat template for the prompts, or if its files lack weights.
+
+    Of all `rows` whose messages have the same roles and fields, the first is tried. The template gets the same date and
+    arguments as that of the `policy`, whose tokenizer is given, as far as it reads them.
+    """
+    path, flag = flags.reward_model, "--reward-model"
+    check_score_head(path, flag=flag)
+    tokenizer = prepare_like(open_model(path, AutoModelForSequenceClassification, flag=flag), policy)
+    check_context(path, flags.reward_model_max_length, "--reward-model-max-length")
+    try:
+        for row in {shape_of(row): row for row in reversed(rows)}.values():
+            encode_conversation(tokenizer, row, "a response")
+    except ValueError as error:
+        raise ValueError(f"{flag} {path} cannot read the training prompts: {error}") from error
+    return RewardModel(flags, prepare_like(tokenizer, policy, allow_dropped_text=True), is_alone=is_alone)
+
+
+class RewardModel:
+    """A judge in the scorer, see `rl.scoring.pool.Judge`.
+
+    Args: tokenizer, its own, whose chat template renders prompt and response; is_alone, whether no function scores.
+    """
+
+    component = "reward_model"
+
+    def __init__(self, flags: RewardModelFlags, tokenizer: PreTrainedTokenizerBase, *, is_alone: bool):
+        self.flags, self.tokenizer, self.is_alone = flags, tokenizer, is_alone
+
+    def load(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
+        """Load the model onto the host. For the arguments see `rl.scoring.pool.Judge`. Raises ValueError if its files
+        lack weights.
+        """
+        path, longest = self.flags.reward_model, self.flags.reward_model_max_length
+        model = load_scalar_model(path, ranks, dtype=ranks.dtype).requires_grad_(False)
+        shard_as(replace(BARE, fsdp_size=fsdp_size), model, ranks, longest=longest, flag="--reward-model")
+        offload(model)
+        self.use(model, ranks, max_tokens)
+
+    def use(self, model: nn.Module, ranks: Ranks, max_tokens: int) -> None:
+        """Score with a model that is loaded, in passes of at most so many tokens per GPU."""
+        self.model, self.ranks, self.max_tokens = model, ranks, max_tokens
+
+    def judge(self, rows: Sequence[Row], samples: Sequence[Sample], scores: Sequence[Score]) -> list[Score]:
+        """Add the model's score, times its weight, to this rank's scores, and name it as the component `reward_model`.
+
+        `rows` hold the prompts of the samples. The model comes from the host to the device for it. A response without a
+        score gets none here either, and one for which the model gives NaN or infinity loses its own. Unless the model
+        is alone, the accuracy of an evaluation stays that of the functions: the component `acc`. If a rank was asked to
+        stop, the scores stay as they are. All ranks must enter.
+        """
+        if stop.requested(self.ranks.group):
+            return list(scores)
+        by_index = {row["row_index"]: row for row in rows}
+        asked = [by_index[s.row_index] for s in samples]
+        pairs = zip(asked, samples, strict=True)
+        before = [[*row["prompt"], *s.messages[:-1]] if s.messages else row["prompt"] for row, s in pairs]
+        onload(self.model, self.ranks.device)
+        learned = self.score(before, [score.text for score in scores], [row.get("tools") for row in asked])
+        offload(self.model)
+        if failed := sum(not math.isfinite(x) for x in learned):
+            say(f"reward: the reward model gave NaN or infinity for {failed} of {len(learned)} responses", sys.stderr)
+        return [self._joined(score, x) for score, x in zip(scores, learned, strict=True)]
+
+    def _joined(self, score: Score, learned: float) -> Score:
+        """A score with what the model gave for its response."""
+        if not math.isfinite(learned):
+            return score._replace(value=None, status="error")
+        if score.value is None:
+            return score
+        components = ({} if self.is_alone else {"acc": score.value}) | score.components | {self.component: learned}
+        return score._replace(value=score.value + self.flags.reward_model_coef * learned, components=components)
+
+    def score(
+        self,
+        prompts: Sequence[str | list[dict]],
+        responses: Sequence[str],
+        tools: Sequence[list[dict] | None] | None = None,
+    ) -> list[float]:
+        """The model's scores of this rank's responses to prompts (text or messages), in their order. A conversation
+        that is too long loses its beginning, never the end of the response, and how many did is printed. All ranks must
+        enter, with any number of responses each.
+
+        Args: tools, of the prompts' rows, by default none.
+        """
+        ranks, most = self.ranks, self.flags.reward_model_max_length
+        rows = [{"prompt": x, "tools": y} for x, y in zip(prompts, tools or [None] * len(prompts), strict=True)]
+        ids = [encode_conversation(self.tokenizer, row, x) for row, x in zip(rows, responses, strict=True)]
+        if overlong := sum(len(x) > most for x in ids):
+            what = f"{overlong} of {len(ids)} conversations have more than {most} tokens for the reward model"
+            say(f"rank {ranks.rank}: {what}; their beginning was cut off", sys.stderr)
+        ids = [x[-most:] for x in ids]
+        lengths = [len(x) for x in ids]
+        [micros] = plan_micro_batches(lengths, range(len(ids)), world_size=1, max_tokens=self.max_tokens)
+        passes = max(ranks.all_gather([len(micros)]))  # collectives: ranks with less to score run empty ones
+        batch = collate([Sample(x, [], [], [], "stop", i) for i, x in enumerate(ids or [[0, 0]])], pad_id=0)
+        return fixed_scores(self.model, batch, micros + [[]] * (passes - len(micros)))[: len(ids)].tolist()
