@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 
+from extras.kl_terms import KLTerms
 from rl.data import token_selection
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
@@ -36,7 +37,6 @@ from rl.data.token_selection import TokenSelection
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
-from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_entropies, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm

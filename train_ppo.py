@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from extras.judges import check_critic, fixed_values, load_critic, token_values
+from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, Free, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
-from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm

@@ -29,12 +29,12 @@ from typing import Literal
 
 import torch
 
+from extras.kl_terms import KLTerms
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import advantages, losses, schedule
-from rl.model.kl_terms import KLTerms
 from rl.model.load import load_policy, load_reference, weights_for_engine
 from rl.model.logprobs import fixed_collisions, fixed_logprobs, token_logprobs
 from rl.model.sharding import backward, clip_grad_norm

@@ -30,7 +30,7 @@ from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
-from rl.scoring.pool import BY_DATA_SOURCE, Scoring
+from rl.scoring.pool import BY_DATA_SOURCE, RewardFunctions, Scoring
 
 USUAL_TOKENS = 16384  # of a micro-batch
 
@@ -51,16 +51,7 @@ class MemorySupervised(Memory):
 
 
 @dataclass(frozen=True)
-class Functions:
-    """reward functions"""
-
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
-    custom_reward_function: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Rewards(RewardModelFlags, Functions):
+class Rewards(RewardModelFlags, RewardFunctions):
     """reward: what scores a response"""
 
     reward_max_error_frac: Free[Share] = 0.05  # stop the run if more of a step's responses raise or time out
@@ -76,7 +67,6 @@ class RLBase(Planned):
     """The groups of every script that samples responses."""
 
     rows_per_unit = 1  # rows that a micro-batch never separates
-    text_only = None  # the part of the script that cannot see images, if there is one
     data: Data = Data()
     decoding: Decoding = Decoding()
     rewards: Rewards = Rewards()
@@ -215,10 +205,5 @@ def _check_rl(args: Any) -> None:
             f"--ref-update-steps {ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
             "policy without its adapters, which stays as it is; leave one of them out"
         )
-    if values.get("kl_ctrl_type") == "adaptive" and not values["use_kl_in_reward"]:
-        raise ValueError("--kl-ctrl-type adaptive steers the KL in the reward; add --use-kl-in-reward, or leave it out")
-    kl_terms = [values[name] for name in ("use_kl_loss", "use_kl_in_reward") if name in values]
-    if ref_update_steps and kl_terms and not any(kl_terms):
-        raise ValueError(f"--ref-update-steps {ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
     if validation.val_n > 1 and validation.val_temperature == 0:
         raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")

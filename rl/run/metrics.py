@@ -222,13 +222,12 @@ def of_implicit_rewards(
     Args: rewards and log_ratios (b, T), of this rank's `rows` (b,) of the step; accuracies (P, G), of the step, NaN
     where a response has no score. All data ranks must enter.
     """
-    sums, is_scored = [], accuracies.flatten().isfinite()
-    for values in (rewards, log_ratios):
-        sums.append(ranks.all_rows(values.sum(1), rows, accuracies.numel()))  # (B,)
+    is_scored = accuracies.flatten().isfinite()
+    reward, raw_reward = (ranks.all_rows(x.sum(1), rows, accuracies.numel()) for x in (rewards, log_ratios))  # (B,)
     return {
-        "reward_model/reward": sums[0][is_scored].mean().item(),
-        "reward_model/raw_reward": sums[1][is_scored].mean().item(),
-        "reward_model/dpo_acc": implicit_reward.order_accuracy(sums[1].view(accuracies.shape), accuracies).item(),
+        "reward_model/reward": reward[is_scored].mean().item(),
+        "reward_model/raw_reward": raw_reward[is_scored].mean().item(),
+        "reward_model/dpo_acc": implicit_reward.order_accuracy(raw_reward.view(accuracies.shape), accuracies).item(),
     }
 
 

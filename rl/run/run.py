@@ -125,9 +125,9 @@ class Run:
         """
         plan, (policy, _), path = "", next(iter(trained.values())), self.resume_from
         self.trained, self.engine = trained, engine
-        for judge in scorer.judges if scorer else ():
-            judge.load(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
-        about += f"\n{scorer.report}" if scorer else ""
+        if scorer is not None:
+            scorer.load_judges(self.ranks, budget_of(self.memory)[1], self.memory.fsdp_size)
+            about += f"\n{scorer.report}"
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         self.start = checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload) if path else 0
         policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)

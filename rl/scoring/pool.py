@@ -56,6 +56,15 @@ class Scoring:
     allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
 
 
+@dataclass(frozen=True)
+class RewardFunctions:
+    """functions that score a response"""
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    custom_reward_function: tuple[str, ...] | None = None
+
+
 DEFAULT = Scoring()
 
 
@@ -147,6 +156,11 @@ class Scorer:
         for judge in self.judges:
             scores = judge.judge(rows, samples, scores)
         return scores
+
+    def load_judges(self, ranks: Ranks, max_tokens: int, fsdp_size: int | None) -> None:
+        """Load each of the judges, as `Judge.load` says. All ranks must enter."""
+        for judge in self.judges:
+            judge.load(ranks, max_tokens, fsdp_size)
 
     def require_components(self, names: Iterable[str], *, flag: str) -> None:
         """Raise ValueError naming `flag` if scores have no components of these names, as far as `check` has seen."""

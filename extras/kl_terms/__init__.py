@@ -3,15 +3,11 @@
 The reward and the loss that have the terms stand in the scripts, the estimators of the KL in rl/formulas/losses.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-
-from rl.data.types import Batch
 from rl.flags import AtLeast1, NotNegative, Positive
-from rl.formulas import schedule
-from rl.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,28 @@ class KLTerms:
         """The first weight of the KL in the reward; `state` is what a checkpoint has of the loop, {} in a new run."""
         return state.get("kl_coef", self.kl_coef) if self.kl_ctrl_type == "adaptive" else self.kl_coef
 
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if these flags contradict each other."""
+        if self.kl_ctrl_type == "adaptive" and not self.use_kl_in_reward:
+            problem = "--kl-ctrl-type adaptive steers the KL in the reward"
+            raise ValueError(f"{problem}; add --use-kl-in-reward, or leave it out")
+        if self.ref_update_steps and not self.is_used:
+            raise ValueError(f"--ref-update-steps {self.ref_update_steps} needs --use-kl-loss or --use-kl-in-reward")
+
     def next_coef(
-        self, kl_coef: float, token_kl: Tensor, batch: Batch, trainable: Tensor, ranks: Ranks
+        self, kl_coef: float, token_kl: Any, batch: Any, trainable: Any, ranks: Any
     ) -> tuple[float, dict[str, float]]:
         """The weight of the KL in the reward of the next step, and the metrics of this step.
 
         It stays `kl_coef` unless --kl-ctrl-type is adaptive, see `schedule.adaptive_kl_coef`. Args: token_kl (b, T) of
         this rank's batch; trainable (B,) bool, which responses of the step count. All data ranks must enter.
         """
+        from rl.formulas import schedule
+
         own_kl = token_kl.sum(1) / batch.response_mask.sum(1).clamp(min=1)  # (b,)
         mean_kl = ranks.all_rows(own_kl, batch.rows, len(trainable))[trainable].mean().nan_to_num().item()
-        found = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl_coef}
         if self.kl_ctrl_type == "adaptive":
             aim = dict(target=self.kl_target, horizon=self.kl_horizon, num_responses=int(trainable.sum()))
             kl_coef = schedule.adaptive_kl_coef(kl_coef, mean_kl, **aim)
-        return kl_coef, found
+        return kl_coef, metrics
