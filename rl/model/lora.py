@@ -16,7 +16,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -49,6 +49,14 @@ class LoRA:
     # adds; also without LoRA
     router_aux_loss_coef: NotNegative = 0.0
     freeze_vision_tower: bool = True  # what a model sees images with stays as it is; also without LoRA
+
+    def check(self, flags: Mapping[str, Any]) -> None:
+        """Raise ValueError if other flags of the run, which are in `flags` by name, exclude adapters."""
+        if self.lora_rank and (steps := flags.get("ref_update_steps")):
+            raise ValueError(
+                f"--ref-update-steps {steps}: with --lora-rank {self.lora_rank} the reference is the policy without "
+                "its adapters, which stays as it is; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)

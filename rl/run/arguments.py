@@ -30,7 +30,7 @@ from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
-from rl.scoring.pool import BY_DATA_SOURCE, RewardFunctions, Scoring
+from rl.scoring.pool import BY_DATA_SOURCE, Scoring
 
 USUAL_TOKENS = 16384  # of a micro-batch
 
@@ -48,6 +48,15 @@ class MemorySupervised(Memory):
     """memory and speed: the numbers stay the same, up to rounding"""
 
     max_token_len_per_gpu: Free[Auto[AtLeast1]] = "auto"  # tokens in one micro-batch
+
+
+@dataclass(frozen=True)
+class RewardFunctions:
+    """functions that score a response"""
+
+    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
+    # Default: rewards/by_data_source.py; no function if there is a --reward-model
+    custom_reward_function: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,12 +207,6 @@ def _check_rl(args: Any) -> None:
         raise ValueError(
             f"--gen-batch-size {size} in --max-num-gen-batches {rounds} rounds cannot fill --train-batch-size "
             f"{args.train_batch_size}; raise one of the first two"
-        )
-    ref_update_steps = values.get("ref_update_steps")
-    if ref_update_steps and args.lora.lora_rank:
-        raise ValueError(
-            f"--ref-update-steps {ref_update_steps}: with --lora-rank {args.lora.lora_rank} the reference is the "
-            "policy without its adapters, which stays as it is; leave one of them out"
         )
     if validation.val_n > 1 and validation.val_temperature == 0:
         raise ValueError(f"--val-n {validation.val_n} repeats one greedy response; add a positive --val-temperature")

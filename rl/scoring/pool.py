@@ -56,15 +56,6 @@ class Scoring:
     allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
 
 
-@dataclass(frozen=True)
-class RewardFunctions:
-    """functions that score a response"""
-
-    # file.py[:function[:weight]] ..., summed; verl's signature (data_source, solution_str, ground_truth, extra_info).
-    # Default: rewards/by_data_source.py; no function if there is a --reward-model
-    custom_reward_function: tuple[str, ...] | None = None
-
-
 DEFAULT = Scoring()
 
 
