@@ -128,7 +128,7 @@ def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
         )
     if fitting := [x for x in fits_host if _fits(x.needed, hardware)]:
         return fitting[0]
-    raise DoesNotFit(_why_not(found, fits_host, load, hardware))
+    raise DoesNotFit(_why_not(found, fits_host, load, hardware, budget_of(memory)))
 
 
 def _fits(x: Needed, hardware: Hardware) -> bool:
@@ -136,15 +136,15 @@ def _fits(x: Needed, hardware: Hardware) -> bool:
     return x.most <= USABLE * hardware.gpu and x.start <= hardware.gpu
 
 
-def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware) -> str:
+def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware: Hardware, flag: str) -> str:
     """Why no way fits, in a sentence."""
     least = min(found, key=lambda x: x.needed.most)
     if _fits(least.needed, hardware):  # and so not into the host
         fix = "use more GPUs, machines with more memory, or --lora-rank"
         fix += ", or --save-freq 0, since a save copies the state to the host" if load.saves else ""
         return (
-            f"the run fits into GPUs of {_gib(hardware.gpu)} GiB only with {spell(least.way)}, and then a machine "
-            f"needs {_gib(least.needed.host)} GiB of host memory and has {_gib(hardware.host)}; {fix}"
+            f"the run fits into GPUs of {_gib(hardware.gpu)} GiB only with {spell(least.way, flag)}, and then a "
+            f"machine needs {_gib(least.needed.host)} GiB of host memory and has {_gib(hardware.host)}; {fix}"
         )
     least = min(fits_host or found, key=lambda x: x.needed.most)
     if least.needed.most <= USABLE * hardware.gpu:
@@ -152,14 +152,14 @@ def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware:
         return (
             f"vLLM cannot start: {share} is {_gib(load.engine.share * hardware.gpu)} GiB of each GPU, and with the "
             f"policy and CUDA that is {_gib(least.needed.start)} of {_gib(hardware.gpu)}, even with "
-            f"{spell(least.way)}; lower {share}, or use more GPUs or --lora-rank"
+            f"{spell(least.way, flag)}; lower {share}, or use more GPUs or --lora-rank"
         )
     phase = max(least.needed.phases, key=least.needed.phases.get)
     parts, fix = f"of which vLLM takes {_gib(least.needed.engine)}", "--gpu-memory-utilization or --max-num-seqs"
     if phase != "sampling":
         parts, fix = ", ".join(f"{name} {_gib(x)}" for name, x in least.needed.parts.items()), "the longest sequence"
     return (
-        f"the run does not fit: with {spell(least.way)}, which needs least, {phase} takes "
+        f"the run does not fit: with {spell(least.way, flag)}, which needs least, {phase} takes "
         f"{_gib(least.needed.phases[phase])} GiB of each GPU ({parts}), and of its {_gib(hardware.gpu)} GiB at most "
         f"{_gib(USABLE * hardware.gpu)} can be used; use more GPUs or --lora-rank, or lower {fix}"
     )
@@ -170,7 +170,7 @@ def budget_of(memory: Any) -> str:
     return next(name for name in vars(memory) if name.endswith("max_token_len_per_gpu"))
 
 
-def spell(way: Way, flag: str = "ppo_max_token_len_per_gpu") -> str:
+def spell(way: Way, flag: str) -> str:
     """A way as flags of the command line."""
     words = [f"--activation-checkpointing {way.checkpointing}", f"{spelled(flag)} {way.tokens}"]
     words += ["--optimizer-offload"] if way.optimizer_offload else []

@@ -412,6 +412,13 @@ def test_one_sentence_says_what_does_not_fit(folder_of, shape, where, flags, wor
     assert "\n" not in str(error.value) and str(error.value).count(". ") == 0
 
 
+def test_the_sentence_names_the_flags_of_the_script(folder_of):
+    for script, flag in ((sft, "--max-token-len-per-gpu"), (train_grpo, "--ppo-max-token-len-per-gpu")):
+        args = build(script.Args, model=folder_of("7B"))
+        with pytest.raises(DoesNotFit, match=f" full {flag} 16384 --param-offload, and then a machine needs 21"):
+            settle(args, max(units(args).values()), [hardware(79.2, 128)])
+
+
 LAUNCHED = """
 import sys
 from extras.plan import Hardware
