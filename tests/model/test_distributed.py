@@ -13,6 +13,7 @@ from workers.objectives import CASES, largest_error, make_batch, plain_gradients
 
 from rl.data.batching import plan_micro_batches
 from rl.model import sharding
+from rl.sampling.engines.vllm import TAKE_EVERY
 
 WORKERS = launch.TESTS / "model" / "workers"
 CASE = ("ppo_clip", "token-mean")
@@ -376,15 +377,14 @@ def test_a_rank_without_prompts_gets_no_samples(rolled_out):
 
 
 @torch.no_grad()
-def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out, request):
-    """Weights are pushed before the sixth step: those of before the training in place of those of after it.
+def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out):
+    """Weights are pushed before step 10: those of before the training in place of those of after it.
 
-    Ranks that share an engine take new requests when a response has ended, here "b" after three steps.
+    An engine takes new requests every eight steps. So "late" and "gone", added before step 2, begin in step 8.
     """
     plain, _, ranks = rolled_out
-    begin = 3 if request.node.callspec.id == "one engine over both ranks" else 2  # "late" and "gone", step
-    sampled_before = {"a": 5, "b": 3, "late": 5 - begin, "gone": 5 - begin}  # tokens, the push
-    limits = {"a": 12, "b": 3, "late": 8, "gone": 7 - begin}
+    sampled_before = {"a": 10, "b": 3, "late": 10 - TAKE_EVERY, "gone": 10 - TAKE_EVERY}  # tokens, the push
+    limits = {"a": 12, "b": 3, "late": 8, "gone": 12 - TAKE_EVERY}
     for keys, rank in zip(({"a", "b"}, {"a", "late", "gone"}), ranks, strict=True):
         trained, version = trained_model(plain, rank), rank["version"]
         found = {c.key: (prompt, c) for prompt, c in rank["in flight"]}

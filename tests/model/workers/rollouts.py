@@ -29,22 +29,22 @@ LATE = {0: [], 1: [("late", 4, 8), ("gone", 0, 10)]}  # of what is added before 
 def in_flight(
     engine: vllm.Engine, weights: dict[str, torch.Tensor], ranks: Ranks
 ) -> list[tuple[list[int], Completion]]:
-    """One rank adds requests while others are sampled, `weights` are pushed before the sixth step, and "gone" is
-    aborted before the eighth. Returns (prompt, completion) of all that has come back to this rank.
+    """One rank adds requests while others are sampled, `weights` are pushed before step 10, counted from 0, and "gone"
+    is aborted before step 12. Returns (prompt, completion) of all that has come back to this rank.
     """
 
     def requests(plan: list[tuple]) -> list[Request]:
         return [Request(key, PROMPTS[i], Sampling(temperature=TEMPERATURE, max_tokens=n)) for key, i, n in plan]
 
     done, step = [], 0
-    with seeded(derive_seed(9, engine.first_rank), engine.device):
+    with seeded(derive_seed(11, engine.first_rank), engine.device):
         engine.add(requests(OWN[ranks.rank]))
         while engine.has_requests():
             if step == 2:
                 engine.add(requests(LATE[ranks.rank]))
-            if step == 5:
+            if step == 10:
                 engine.update_weights(weights.items())
-            if step == 7:
+            if step == 12:
                 done += engine.abort(["gone"] if ranks.rank == 1 else [])
             done += engine.step()
             step += 1
