@@ -39,9 +39,9 @@ def ask(flags: Teacher, batch: Batch, vocabulary: int, top_k: int) -> tuple[Tens
     logp, mask = torch.zeros_like(batch.rollout_logp), batch.response_mask.bool()
     ids, logps = (torch.zeros(*logp.shape, top_k, dtype=x) for x in (torch.int32, logp.dtype))
     rows = [row[:n].tolist() for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True)]
-    for i, found in enumerate(score(flags, vocabulary, top_k, rows)):
+    for i, scores in enumerate(score(flags, vocabulary, top_k, rows)):
         places = i, slice(1, len(rows[i]))
-        logp[places], ids[places], logps[places] = found
+        logp[places], ids[places], logps[places] = scores
     return logp * mask, ids * mask[..., None], logps * mask[..., None]
 
 
@@ -59,28 +59,30 @@ def _read_scores(vocabulary: int, body: dict[str, Any], answer: bytes) -> tuple[
     tokens, k = body["prompt"][1:], body["prompt_logprobs"]
     try:  # at each place {id: {"logprob": ...}} of the K most likely tokens, and of the prompt's if it is none of them
         entries = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
-        found = [{int(token): x["logprob"] for token, x in entry.items()} for entry in entries]
-        own = [entry[token] for token, entry in zip(tokens, found, strict=True)]
-        if any(len(entry) < k for entry in found):
+        by_place = [{int(token): x["logprob"] for token, x in entry.items()} for entry in entries]
+        of_prompt = [at_place[token] for token, at_place in zip(tokens, by_place, strict=True)]
+        if any(len(at_place) < k for at_place in by_place):
             raise LookupError
     except client.MALFORMED:
         raise ValueError("no prompt_logprobs of all tokens") from None
-    for token, logp in (pair for entry in found for pair in entry.items()):  # rounding may leave one a little above 0
+    for token, logp in (
+        pair for at_place in by_place for pair in at_place.items()
+    ):  # rounding may leave one a little above 0
         if not (0 <= token < vocabulary and type(logp) in (int, float) and -1e30 < logp <= 1e-5):
             rule = f"--model has {vocabulary} tokens, and a log-prob is finite and at most 0"
             raise ValueError(f"token {token!r:.30} has log-prob {logp!r:.50}; {rule}")
-    ranked = [sorted(((logp, token) for token, logp in entry.items()), reverse=True)[:k] for entry in found]
+    ranked = [sorted(((logp, token) for token, logp in at_place.items()), reverse=True)[:k] for at_place in by_place]
     logps, ids = torch.tensor(ranked, dtype=torch.float64).view(len(tokens), k, 2).unbind(-1)
     if (logps.exp().sum(-1) > 1.001).any():
         raise ValueError("probabilities that add up to more than 1")
-    return torch.tensor(own).clamp(max=0), ids, logps.clamp(max=0)
+    return torch.tensor(of_prompt).clamp(max=0), ids, logps.clamp(max=0)
 
 
 def _read_tokens(body: dict[str, Any], answer: bytes) -> tuple[list[int], int]:
     """The tokens of a text, and how many the server takes. Raises ValueError if the answer does not say it."""
     try:
-        found = json.loads(answer)
-        return [int(x) for x in found["tokens"]], int(found.get("max_model_len") or sys.maxsize)
+        said = json.loads(answer)
+        return [int(x) for x in said["tokens"]], int(said.get("max_model_len") or sys.maxsize)
     except client.MALFORMED:
         raise ValueError("no tokens of a text") from None
 

@@ -48,11 +48,11 @@ def load_teacher(flags: Teacher, ranks: Ranks, memory: Memory, *, student: str, 
     tokens it and the student both know. All ranks must enter.
     """
     if flags.teacher_url:
-        model, known = nn.Module(), [student]
+        model, paths = nn.Module(), [student]
     else:
-        known = [student, flags.teacher_model]
-        model = load_policy(known[1], ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
-    model.vocabulary = _vocabulary(*known)
+        paths = [student, flags.teacher_model]
+        model = load_policy(paths[1], ranks, memory=memory, longest=longest, frozen=True, flag="--teacher-model")
+    model.vocabulary = _vocabulary(*paths)
     if flags.teacher_offload:
         offload(model)
     return model

@@ -15,7 +15,7 @@ from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.encode import encode_conversation
 from rl.data.rows import Row
-from rl.data.text import prepare_like, shape_of
+from rl.data.text import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score
 from rl.model.checks import check_context, open_model
 from rl.model.load import shard_as
@@ -37,11 +37,31 @@ def open_reward_model(
     tokenizer = prepare_like(open_model(path, AutoModelForSequenceClassification, flag=flag), policy)
     check_context(path, flags.reward_model_max_length, "--reward-model-max-length")
     try:
-        for row in {shape_of(row): row for row in reversed(rows)}.values():
+        for row in {_shape_of(row): row for row in reversed(rows)}.values():
             encode_conversation(tokenizer, row, "a response")
     except ValueError as error:
         raise ValueError(f"{flag} {path} cannot read the training prompts: {error}") from error
     return RewardModel(flags, prepare_like(tokenizer, policy, allow_dropped_text=True), is_alone=is_alone)
+
+
+def prepare_like(
+    tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, allow_dropped_text: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a reward model, whose template gets the day of the policy's, and those of its arguments that it
+    reads.
+
+    Args: allow_dropped_text, even if the policy's does not, so that no response that a policy samples can end the run.
+    """
+    like, read = rendering_of(policy), variables(tokenizer)
+    arguments = {name: x for name, x in like.arguments.items() if name in read}
+    tokenizer.rendering = Rendering(arguments, like.day, allow_dropped_text or like.allow_dropped_text)
+    return tokenizer
+
+
+def _shape_of(row: Row) -> tuple:
+    """The roles and fields of a row's prompt, which decide what most templates drop of it; () for a string."""
+    messages = row["prompt"] if isinstance(row["prompt"], list) else []
+    return (bool(row.get("tools")), *((x["role"], *x) for x in messages))
 
 
 class RewardModel:

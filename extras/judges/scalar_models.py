@@ -114,7 +114,7 @@ def fixed_scores(model: nn.Module, batch: Batch, micro_batches: Iterable[list[in
     """`sequence_scores` without gradients of the rows in micro-batches: (B,) float32 on the host, zero in others."""
     scores = torch.zeros(len(batch.lengths))
     for rows in micro_batches:
-        found = sequence_scores(model, take_rows(batch, rows, model.packed.device))
+        of_rows = sequence_scores(model, take_rows(batch, rows, model.packed.device))
         if rows:
-            scores[rows] = found.cpu().to(scores.dtype)
+            scores[rows] = of_rows.cpu().to(scores.dtype)
     return scores

@@ -102,23 +102,6 @@ def rendering_of(tokenizer: Tokenizer) -> Rendering:
     return vars(tokenizer).setdefault("rendering", Rendering())
 
 
-def prepare_like(tokenizer: Tokenizer, other: Tokenizer, *, allow_dropped_text: bool = False) -> Tokenizer:
-    """The tokenizer of a reward model, whose template gets the day of `other` and the arguments of it that it reads.
-
-    Args: allow_dropped_text, even if `other` does not; so that no response that a policy samples can end the run.
-    """
-    like, read = rendering_of(other), variables(tokenizer)
-    arguments = {name: x for name, x in like.arguments.items() if name in read}
-    tokenizer.rendering = Rendering(arguments, like.day, allow_dropped_text or like.allow_dropped_text)
-    return tokenizer
-
-
-def shape_of(row: Row) -> tuple:
-    """The roles and fields of a row's prompt, which decide what most templates drop of it; () for a string."""
-    messages = row["prompt"] if isinstance(row["prompt"], list) else []
-    return (bool(row.get("tools")), *((x["role"], *x) for x in messages))
-
-
 def variables(tokenizer: Tokenizer) -> frozenset[str]:
     """The names that the chat template of a tokenizer reads: messages, tools, bos_token, strftime_now, ..."""
     template = tokenizer.chat_template or ""
