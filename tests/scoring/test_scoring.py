@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.data.types import Response, Sample, Score
 from rl.scoring import pool as scoring
-from rl.scoring.pool import Scorer, Scoring, decode_responses, parse_functions, raise_if_failing
+from rl.scoring.pool import Scorer, Scoring, decode_responses, make_scorer, parse_functions, raise_if_failing
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
@@ -987,3 +987,48 @@ def test_mistakes_name_the_flag_and_the_file(tokenizer, no_processes_left, file,
         Scorer([fill(spec) for spec in specs], tokenizer, Scoring(reward_workers=2))
     for word in words:
         assert fill(word) in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judges
+
+
+class Judge:
+    """Multiplies scores, and names what each was before, with its prompt."""
+
+    def __init__(self, component, factor):
+        self.component, self.factor, self.loaded = component, factor, []
+
+    def load(self, ranks, max_tokens, fsdp_size):
+        self.loaded.append((ranks, max_tokens, fsdp_size))
+
+    def judge(self, rows, samples, scores):
+        prompts = {row["row_index"]: row["prompt"] for row in rows}
+        result = []
+        for s, x in zip(samples, scores, strict=True):
+            before = {f"{self.component} of {prompts[s.row_index]}": x.value}
+            result.append(x._replace(value=x.value * self.factor, components=x.components | before))
+        return result
+
+
+def test_judges_change_scores_one_after_the_other(tokenizer, write, no_processes_left):
+    judges = [Judge("half", 0.5), Judge("tenfold", 10.0)]
+    functions, rows = [write("return len(solution_str)")], [row(i) | {"prompt": f"p{i}"} for i in (3, 8)]
+    flags = Scoring(reward_workers=1)
+    scorer = make_scorer(functions, flags, tokenizer, rows, max_response_length=9, judges=judges)
+    try:
+        # The first row is scored by the function alone.
+        assert scorer.report == "rewards: set: the ground truth scores 5, an empty one 0"
+        scorer.require_components(["half", "tenfold"], flag="--flag")
+        scorer.load_judges("ranks", 64, None)
+        assert [judge.loaded for judge in judges] == [[("ranks", 64, None)]] * 2
+        answers = zip(rows, ("12", "123"), strict=True)
+        tickets = [scorer.submit(x, [sample(tokenizer, x["row_index"], text)]) for x, text in answers]
+        scores = scorer.collect(tickets)
+        assert values(scores) == [10.0, 15.0]
+        assert [x.components for x in scores] == [
+            {"half of p3": 2.0, "tenfold of p3": 1.0},
+            {"half of p8": 3.0, "tenfold of p8": 1.5},
+        ]
+    finally:
+        scorer.close()
