@@ -30,12 +30,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import Random, config_of  # noqa: E402
+from extras.families import delta_rule, recurrent  # noqa: E402
 from extras.plan.flops import train_flops  # noqa: E402
 from rl.data.batching import collate, plan_micro_batches  # noqa: E402
 from rl.data.types import Batch, Sample, take_rows  # noqa: E402
-from rl.model import delta_rule, lora, recurrent, sharding  # noqa: E402
 from rl.model import load as models  # noqa: E402
-from rl.model.logprobs import token_logprobs, use_forward  # noqa: E402
+from rl.model import lora, sharding  # noqa: E402
+from rl.model.logprobs import token_logprobs  # noqa: E402
+from rl.model.own_forward import use_forward  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 
 WAYS = {"borders": "packed, nothing shared", "rows": "packed but in recurrent layers", "padded": "padded"}

@@ -23,9 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.make_model import Random, config_of  # noqa: E402
+from extras.families import experts  # noqa: E402
 from rl.data.batching import collate  # noqa: E402
 from rl.data.types import Batch, Sampling, take_rows  # noqa: E402
-from rl.model import experts  # noqa: E402
+from rl.model.family import family  # noqa: E402
 from rl.model.load import load_pretrained, shard_as, weights_for_engine  # noqa: E402
 from rl.model.logprobs import add_packed_forward, token_logprobs  # noqa: E402
 from rl.model.sharding import Memory  # noqa: E402
@@ -84,11 +85,12 @@ def differences(model: torch.nn.Module, batch: Batch, sampling: Sampling, replay
     """|log-prob of the engine - trainer's| of all sampled tokens, and for each real token (one, where no router is
     known) whether a layer has chosen other experts than the engine did.
     """
-    model.packed = replace(model.packed, replays=replays)
-    found, changed = [], []
+    mixture, found, changed = family(model, "experts"), [], []
+    if mixture:
+        mixture.replays = replays
     for i in range(0, len(batch.lengths), 8):
         rows = take_rows(batch, range(i, min(i + 8, len(batch.lengths))), model.packed.device)
-        routers = tuple((layer, x) for layer, x in model.packed.routers if layer < depth)
+        routers = tuple((layer, x) for layer, x in (mixture.routers if mixture else ()) if layer < depth)
         with experts.watched(routers) as seen:
             logp, _ = token_logprobs(model, rows, sampling=sampling)
         found.append((logp - rows.rollout_logp).abs()[rows.response_mask > 0].cpu())
@@ -112,7 +114,7 @@ def main(args: Args) -> list[dict]:
         Lively.from_pretrained(str(args.out / "model"), dtype=ranks.dtype)[0].save_pretrained(args.out / "model")
     model, _ = load_pretrained(Lively, str(args.out / "model"), ranks, dtype=ranks.dtype)
     model = shard_as(Memory(compile=False), add_packed_forward(model).requires_grad_(False), ranks, longest=longest)
-    has_experts = bool(model.packed.routers)
+    has_experts = family(model, "experts") is not None
     rollout = Rollout(engine=args.engine, router_replay=has_experts, max_num_seqs=64, gpu_memory_utilization=0.4)
     engine = make_engine(str(args.out / "model"), ranks, rollout, longest=longest, seed=args.seed)
     ends = ("o_proj.weight", "down_proj", "down_proj.weight")

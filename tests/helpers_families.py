@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rl.data.types import Batch
 from rl.model import load as models
 from rl.model import lora
+from rl.model.own_forward import way_now
 from rl.model.sharding import Memory
 from rl.ranks import Ranks
 
@@ -141,7 +142,7 @@ def in_float32(batch: Batch) -> Batch:
 
 def way_of(model: nn.Module) -> str:
     """Which of `models.WAYS` a model runs."""
-    return next(way for way, x in models.WAYS.items() if all(getattr(model.packed, k) == v for k, v in x.items()))
+    return next(way for way, x in models.WAYS.items() if x == way_now(model))
 
 
 def plain(path: str) -> nn.Module:

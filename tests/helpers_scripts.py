@@ -35,7 +35,7 @@ from rl.data.order import derive_seed
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora
-from rl.model.logprobs import use_forward
+from rl.model.own_forward import use_forward
 from rl.sampling.rollout import seeded
 from rl.scoring.pool import Scorer
 

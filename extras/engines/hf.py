@@ -4,16 +4,19 @@ Slow, dependency-free, easy to trust. Requests are sampled in batches of `max_nu
 the end of the batch.
 """
 
+import contextlib
 import itertools
 import random
 from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
+from extras import families
 from rl.data.types import Completion, Sampling
-from rl.model import experts, vision
 from rl.model.checks import read_model
+from rl.model.family import Pass
 from rl.model.load import buffers_in_files, exported, name_weights
 from rl.model.logprobs import truncated
 from rl.ranks import Ranks
@@ -29,13 +32,13 @@ class Engine(Base):
 
     def __init__(self, model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int):
         super().__init__(model, ranks, longest)
-        replica, _ = read_model(vision.auto_class(model), model, flag="--model", dtype=ranks.dtype)
+        replica, _ = read_model(families.auto_class(model), model, flag="--model", dtype=ranks.dtype)
         name_weights(replica, model)
-        vision.prepare(replica)
+        families.prepare(replica)
         self.model = replica.to(ranks.device).eval().requires_grad_(False)
-        self.routers = experts.add_routers(replica) if flags.router_replay else ()
-        if self.routers:
-            self.routing = experts.unknown(experts.count_experts(replica.config)).dtype
+        self.families = families.families_of(replica)
+        if flags.router_replay:
+            self.routing = families.unknown_expert(families.shape_of(model)[2]).dtype
         self.places = dict(self._places())
         self.max_num_seqs = flags.max_num_seqs
         eos = self.model.generation_config.eos_token_id
@@ -66,26 +69,27 @@ class Engine(Base):
             return []
         if not any(self.batch):
             self._begin_batch()
-        if self.cache is None:
-            self.positions = vision.positions_of(self.model, self.ids, self.attention_mask.bool())
         new = self.ids.shape[1] if self.cache is None else 1  # tokens whose keys and values the cache lacks
-        inputs = vision.inputs_of(self.model, self.ids[:, -new:])
-        with experts.watched(self.routers) as seen:
-            out = self.model(
-                **inputs,
-                attention_mask=self.attention_mask,
-                position_ids=self.positions[..., -new:],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        if self.routers:
-            self._note_experts(seen, new)
+        inputs = {"input_ids": self.ids[:, -new:]}
+        if self.cache is None:
+            inputs["position_ids"] = (self.attention_mask.cumsum(-1) - 1).clamp(min=0) * self.attention_mask
+            for x in self.families:
+                x.begin(None, [Pass(inputs, lambda x: x, self.ids, self.attention_mask.bool())])
+            self.positions = inputs["position_ids"]
+        inputs["position_ids"] = self.positions[..., -new:]
+        with contextlib.ExitStack() as stack:
+            seen = [stack.enter_context(x.watched()) for x in self.families if self.routing is not None]
+            way = dict(past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(**inputs, attention_mask=self.attention_mask, **way)
+        for choices in filter(None, seen):
+            self._note_experts(choices, new)
         self.cache = out.past_key_values
         tokens, logprobs = self._sample(out.logits[:, -1].float())
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(tokens)[:, None]], dim=1)
-        self.positions = torch.cat([self.positions, vision.next_of(self.positions)], dim=-1)
+        last = self.positions.amax(-1, keepdim=True)  # (b, 1), or (3, b, 1) of images: the next is behind the largest
+        last = last if last.ndim == 2 else last.amax(0, keepdim=True).expand_as(last)
+        self.positions = torch.cat([self.positions, last + 1], dim=-1)
         done = []
         for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
             if (x := self.batch[i]) is not None:
@@ -96,7 +100,7 @@ class Engine(Base):
                     self.batch[i] = None
         return done
 
-    def _note_experts(self, seen: dict[int, list[experts.Choice]], new: int) -> None:
+    def _note_experts(self, seen: dict[int, list[Any]], new: int) -> None:
         """Keep, for each response of the batch, which experts its last `new` tokens had."""
         layers = self.model.config.get_text_config().num_hidden_layers
         b, k = len(self.batch), next(iter(seen.values()))[0].chosen.shape[-1]

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl.model.experts import count_experts
+from extras.families import count_experts
 
 
 def train_flops(

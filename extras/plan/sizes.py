@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
+from extras.families import auto_class, count_experts, tower_of
 from rl.model import lora as adapters
-from rl.model import lora_experts, vision
+from rl.model import lora_experts
 from rl.model.checks import read_config
-from rl.model.experts import count_experts
 from rl.model.sharding import outermost
 
 RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "ssm")  # kinds of layers without keys and values
@@ -96,7 +96,7 @@ def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = 
     """
     config = read_config(path, flag=flag)
     text = config.get_text_config()
-    kind = AutoModelForSequenceClassification if has_score else vision.auto_class(path)
+    kind = AutoModelForSequenceClassification if has_score else auto_class(path)
     if has_score:
         config.num_labels = 1
     try:
@@ -105,7 +105,7 @@ def sizes_of(path: str, *, lora: adapters.LoRA | None = None, has_score: bool = 
     except Exception as error:  # the classes of models raise whatever they meet
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{flag} {path}: no model can be made of its config ({reason}); choose another one") from error
-    tower = vision.tower_of(model)
+    tower = tower_of(model)
     inside_tower = set(tower[1].modules()) if tower else set()
     units = [x for x in outermost(model, model._no_split_modules or ()) if x not in inside_tower]
     if not units:  # the model is one unit; its layers are the longest list of modules

@@ -74,7 +74,7 @@ class Sample:
     report: dict | None = None  # what its environment says at the end
     turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
     # (tokens of prompt and response, layers, k) uint8 or int16: the experts that the engine used for a token as input;
-    # see `model.experts.unknown`. None without --router-replay
+    # see `extras.families.unknown_expert`. None without --router-replay
     routed_experts: np.ndarray | None = None
 
     def __post_init__(self):

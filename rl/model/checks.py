@@ -13,9 +13,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, core_model_loading
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
+from extras import families
 from rl.data import images
 from rl.data.encode import load_tokenizer
-from rl.model import vision
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
 REFUSED = {  # model_type -> why
@@ -146,7 +146,7 @@ def open_model(
         problem = f"its tokenizer has {needed} tokens, and its embedding {rows} rows; use its own tokenizer"
         raise ValueError(f"{where}: {problem}")
     if Path(path).is_dir() and not quantized and parts[1].model_type not in REFUSED:
-        kind = auto_class or vision.auto_class(path)
+        kind = auto_class or families.auto_class(path)
         model, _ = read_model(kind, path, flag=flag, new_head=new_head, as_in_files=True, device_map="meta")
         for name, x in model.named_parameters():
             if x.dtype.itemsize < 2:

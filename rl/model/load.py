@@ -5,28 +5,29 @@ Every model is tested when it is loaded: do packed sequences give what its own f
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from extras import families
 from rl.console import say, started
 from rl.data import images
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
-from rl.model import lora_experts, vision
+from rl.model import lora_experts
 from rl.model.attention import choose_attention, use_attention
 from rl.model.checks import check_same_tokenizer, check_trainable, open_model, read_config, read_model
-from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs, use_forward
+from rl.model.family import Family
+from rl.model.logprobs import add_packed_forward, run_packed, token_logprobs
 from rl.model.lora import Base, LoRA
-from rl.model.recurrent import know_borders, may_have_kernels
+from rl.model.own_forward import use_forward
 from rl.model.sharding import Memory, full_tensors, shard
 from rl.ranks import Ranks
 
@@ -64,7 +65,7 @@ def load_policy(
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
     elif lora.freeze_vision_tower:
-        vision.freeze(model, ranks.dtype)
+        freeze_tower(model, ranks.dtype)
     if frozen:
         model.requires_grad_(False)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
@@ -90,7 +91,7 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = None, *, flag: str = "--
     if lora.lora_rank == 0:
         return False
     with torch.device("meta"):
-        model = (auto_class or vision.auto_class(path)).from_config(AutoConfig.from_pretrained(path))
+        model = (auto_class or families.auto_class(path)).from_config(AutoConfig.from_pretrained(path))
     kept = dict(freeze_vision_tower=lora.freeze_vision_tower, flag=f"{flag} {path}")
     adapters.layers_of(model, lora.target_modules, **kept)
     if lora.lora_experts:
@@ -117,6 +118,13 @@ def check_second_model(
     check_same_tokenizer(tokenizer, own, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
+
+
+def freeze_tower(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the vision tower of a model on the host, if it has one, learn nothing; `dtype` is that of its weights."""
+    if (tower := families.tower_of(model)) is not None:
+        for x in tower[1].requires_grad_(False).parameters():
+            x.data = x.data.to(dtype)
 
 
 def shard_as(
@@ -162,8 +170,8 @@ def load_causal_lm(
 ) -> nn.Module:
     """`load_pretrained` of a causal LM with weights in `dtype`. Raises ValueError as `read_config` too."""
     read_config(path, flag=flag)
-    model, _ = load_pretrained(vision.auto_class(path), path, ranks, dtype=dtype, flag=flag, as_in_files=as_in_files)
-    vision.prepare(model)
+    model, _ = load_pretrained(families.auto_class(path), path, ranks, dtype=dtype, flag=flag, as_in_files=as_in_files)
+    families.prepare(model)
     return add_packed_forward(model)
 
 
@@ -239,11 +247,11 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
     head = model.get_output_embeddings()  # None: hidden states are compared
     is_plain = head is None or (isinstance(head, nn.Linear) and head.bias is None)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TEST
-    batch = _random_batch(model.config, longest or positions, ranks.device, has_images=vision.sees(model))
-    if may_have_kernels(model.packed.mixers, ranks.device) and ranks.is_main:
+    batch = _random_batch(model.config, longest or positions, ranks.device, model.packed.families)
+    for what in filter(None, (x.slow_to_try(ranks.device) for x in model.packed.families if ranks.is_main)):
         say(
-            f"{flag}: trying out the kernels of the recurrent layers of {model.config.model_type}; the first time on a "
-            "machine they are compiled and tuned, which takes minutes"
+            f"{flag}: trying out {what} of {model.config.model_type}; the first time on a machine they are compiled "
+            "and tuned, which takes minutes"
         )
     with torch.compiler.set_stance("force_eager"):  # a few odd lengths are not worth compiling for
         use_forward(model, **WAYS["padded"])
@@ -258,7 +266,7 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             limit = min(0.2, 3 * max(x for x in (error, other, 2e-3) if x < math.inf))
         if _distance(expected[3][:19], expected[4][:19]) > max(limit, 0.02):  # of tokens that both begin with
             raise ValueError(f"{flag} {model.name_or_path}: it sees the tokens that it predicts; choose a causal LM")
-        ways, no_borders = _ways_to_try(model)
+        ways, problem = _ways_to_try(model)
         for way in ways:
             use_forward(model, **WAYS[way])
             if not WAYS[way]["own_head"] and not is_plain:
@@ -282,28 +290,23 @@ def choose_forward(model: nn.Module, ranks: Ranks, *, longest: int | None = None
             "time, and a micro-batch more memory than its tokens would; lower the limit of tokens a GPU if needed"
         )
     if WAYS[way]["apart"] == "rows" and ranks.device.type == "cuda" and ranks.is_main:
-        say(
-            f"{flag}: the recurrent layers of {model.config.model_type} run padded, one row a sequence. Their kernels "
-            f"for packed rows: {no_borders or reasons[ways[0]]}. Gated delta nets want flash-linear-attention (on "
-            "Hopper GPUs with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
-        )
+        for text in filter(None, (x.advice(problem or reasons[ways[0]]) for x in model.packed.families)):
+            say(f"{flag} {model.config.model_type}: {text}")
     return way
 
 
 def _ways_to_try(model: nn.Module) -> tuple[list[str], str]:
-    """Which of `WAYS` a model may run, and why none that gives borders to kernels. A recurrent model shares no
-    beginning of a sequence with another.
-    """
-    apart, problem = [""], ""
-    if mixers := model.packed.mixers:
-        problem = know_borders(mixers, model.packed.device)
-        apart = ["rows"] if problem else ["borders", "rows"]
+    """Which of `WAYS` a model may run, and why a faster one is missing, see `Family.ways`."""
+    found = [x.ways(model.packed.device) for x in model.packed.families]
+    apart, problem = next((x for x in found if x[0] != [""]), ([""], ""))
     return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart], problem
 
 
-def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, *, has_images: bool = False) -> Batch:
-    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's. With
-    `has_images` a blank image stands in the first and in two that begin alike, if there is room.
+def _random_batch(
+    config: PreTrainedConfig, longest: int, device: torch.device, added: Sequence[Family] = ()
+) -> Batch:
+    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's, and with
+    what the model's families add.
     """
     leaves, _ = tree_flatten_with_path(config.to_dict())  # whole numbers in the config and the configs in it, by name
     entries = [([str(k.key) for k in path if isinstance(k, MappingKey)][-1], n) for path, n in leaves if type(n) is int]
@@ -316,11 +319,8 @@ def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, 
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(int(allowed.sum()), (len(lengths), int(lengths.max())), generator=generator)
     ids = allowed.nonzero()[:, 0][drawn]
-    if has_images and 30 + (width := len(images.tokens(0).ids)) <= min(longest, LONGEST_TEST):
-        ids, lengths = F.pad(ids, (0, width)), lengths + torch.tensor([1, 0, 0, 1, 1, 0]) * width
-        for row, start in ((0, 4), (3, 7), (4, 7)):
-            ids[row, start + width :] = ids[row, start:-width].clone()
-            ids[row, start : start + width] = images.FIRST
+    for x in added:
+        ids, lengths = x.test_rows(ids, lengths, min(longest, LONGEST_TEST))
     ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
     position = torch.arange(ids.shape[1])
     sampled = ((position > 0) & (position < lengths[:, None]) & (ids < images.FIRST)).float()
@@ -369,7 +369,9 @@ def _own_outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
         return [_outputs(model, take_rows(batch, [i]))[0] for i in range(len(batch.lengths))]
     found = []
     for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True):
-        inputs = vision.own_inputs(model, row[None, :n])
+        inputs = {"input_ids": row[None, :n]}
+        for x in model.packed.families:
+            inputs = x.own_inputs(inputs)
         logp = model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         found.append(logp.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * (row[1:n] < images.FIRST))
     return found

@@ -3,38 +3,31 @@
 `token_logprobs` strips the padding of a (b, T) batch, runs the model once over one packed row of N real tokens, applies
 the LM head in chunks to the positions that predict response tokens, and scatters the results back to (b, T). No caller
 sees a packed tensor, and the model sees the prompt of a group once. Other heads use `run_on_responses` or `run_packed`.
-
-Some models cannot run packed, because layers have an attention of their own, or carry a state from token to token in a
-way that recurrent.py does not know. They run their own forward on padded rows, a sequence each. `load.choose_forward`
-finds out which way is right.
+What models other than dense decoders of text need besides: family.py. Models that cannot run packed: own_forward.py.
 """
 
 import functools
-import itertools
 import math
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from extras.families import families_of
 from rl.data.batching import Update, shared_prefix
-from rl.data.images import FIRST
 from rl.data.types import Batch, Sampling, places, take_rows
-from rl.model import experts, recurrent, vision
-from rl.model.attention import Packing, use_attention
+from rl.model.attention import Packing
+from rl.model.family import Family, Pass
 
 FULL = Sampling()  # temperature 1, from the whole vocabulary
 HEAD_CHUNK = 2048  # tokens whose (tokens, V) logits exist at a time: 2048 x 152k x 4 bytes = 1.2 GB in fp32
-SIMILAR = 0.8  # a row shorter than this share of the longest one in its padded pass begins the next pass
 
 
 @dataclass(frozen=True)
@@ -47,13 +40,9 @@ class Packed:
     device: torch.device  # where it computes
     on_host: bool = False  # whether its weights live in host memory all the same
     is_whole: bool = True  # whether every rank has all of the model on its device, see `sharding.backward`
-    is_padded: bool = False  # whether each sequence has a row of its own, which the model's own attention computes
-    own_head: bool = False  # whether the model's own forward makes the logits: more than a product with a weight
-    mixers: tuple[nn.Module, ...] = ()  # its recurrent layers
-    apart: recurrent.Apart = ""  # how these keep packed sequences apart, which then share nothing
-    routers: tuple[tuple[int, nn.Module], ...] = ()  # of a mixture of experts, with the numbers of their layers
-    replays: bool = False  # whether these use the experts that a batch names
-    balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
+    layout: Callable | None = None  # (batch, model) -> passes and places, if not `pack`
+    own_logits: Callable | None = None  # (model, hidden (C, H)) -> logits (C, V), if more than a product with a weight
+    families: tuple[Family, ...] = ()
     max_tokens: int = sys.maxsize  # of a micro-batch, which `check_engine` may not exceed either
 
 
@@ -117,8 +106,7 @@ def run_on_responses(model: nn.Module, batch: Batch, head: Callable, *args: Any)
     """
     scored = sampled_positions(batch)
     before = scored.roll(-1, 1)  # the hidden state that predicts token t sits at t - 1
-    targets = batch.input_ids[scored]
-    targets = targets.where(targets < FIRST, 0)  # where a row of no weight begins with an image
+    targets = batch.input_ids[scored].clamp(max=model.config.get_text_config().vocab_size - 1)  # of a row of no weight
     outputs = run_packed(model, batch, before, head, targets, *args)
     return tuple(_to_grid(x, scored, batch.response_mask) for x in outputs)
 
@@ -147,16 +135,14 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     What neighbouring rows have in common at their start, such as the prompt of a group, is computed once (unless the
     model runs padded or has recurrent layers): under a causal mask its hidden states do not depend on what follows.
     """
-    if vision.sees(model):
-        batch, rows = vision.with_image(batch), len(wanted)
-        wanted = F.pad(wanted, (0, batch.input_ids.shape[1] - wanted.shape[1], 0, len(batch.lengths) - rows))
-    inputs, place = _pad(batch, model) if model.packed.is_padded else _pack(batch, model)
-    recurrent.separate(model.packed.mixers, model.packed.apart, inputs[0].get("packing"))
-    routed = [x.pop("routed_experts", None) for x in inputs]  # all in one pass, or none
-    experts.replay(model.packed.routers, routed[0] if model.packed.replays else None)
-    experts.balance(model.packed.routers, model.packed.balance, batch.share, inputs[0])
+    for family in model.packed.families:
+        batch, wanted = family.widen(batch, wanted)
+    passes, place = (model.packed.layout or pack)(batch, model)
+    for family in model.packed.families:
+        family.begin(batch, passes)
     # FSDP2 would round every float tensor among the arguments to the compute precision, such as a teacher's log-probs.
-    out = model.packed.forward(lambda module, hidden: head(module, hidden, *args), inputs, place[wanted])
+    own_inputs = [x.inputs for x in passes]
+    out = model.packed.forward(lambda module, hidden: head(module, hidden, *args), own_inputs, place[wanted])
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -164,14 +150,14 @@ def run_packed(model: nn.Module, batch: Batch, wanted: Tensor, head: Callable, *
     return out
 
 
-def _pack(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
-    """The decoder's arguments for a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
+def pack(batch: Batch, model: nn.Module) -> tuple[list[Pass], Tensor]:
+    """A pass over a batch (b, T) in one packed row, and the place (b, T) of every token in it."""
     b, T = batch.input_ids.shape
     # Example: rows p q a and p q b c, which share p q, become the packed row p q a b c. Their tokens have the places
     # 0 1 2 and 0 1 3 4; borders are 0 3 5, of the tokens that a row has to itself, and 0 3 7, of all it attends to.
     row, position = (torch.arange(n, device=batch.input_ids.device) for n in (b, T))
     real = position < batch.lengths[:, None]  # (b, T)
-    shared = shared_prefix(batch) * (model.packed.apart == "")  # a recurrent layer shares nothing
+    shared = shared_prefix(batch) * all(x.shares_beginnings for x in model.packed.families)
     own = real & (position >= shared[:, None])  # (b, T) computed for this row, the others for one above
     place = own.flatten().cumsum(0).view(b, T) - 1  # (b, T) in the packed row, of each row's own tokens
     owner = torch.where(own, row[:, None], 0).cummax(0).values  # (b, T) the nearest row, from here up, that has its own
@@ -180,42 +166,7 @@ def _pack(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]
     packing = Packing(borders, key_borders, place[real], position[: batch.lengths.max()])
     ids, positions = batch.input_ids[own][None], position.expand(b, T)[own][None]
     inputs = dict(input_ids=ids, position_ids=positions, packing=packing)
-    if vision.sees(model):
-        positions = vision.positions_of(model, batch.input_ids, real)  # (b, T) or (3, b, T)
-        inputs |= vision.inputs_of(model, ids) | dict(position_ids=positions[..., own].unsqueeze(-2))
-    return [inputs if batch.routed_experts is None else inputs | dict(routed_experts=batch.routed_experts[own])], place
-
-
-def _pad(batch: Batch, model: nn.Module) -> tuple[list[dict[str, Any]], Tensor]:
-    """The decoder's arguments for passes over padded rows of a batch (b, T), those of similar length in one pass, and
-    the place (b, T) of every token among those of all passes, one after the other.
-    """
-    ids, groups, routed = batch.input_ids, [], batch.routed_experts if model.packed.replays else None
-    sees = vision.sees(model)
-    one_pass = routed is not None or model.packed.balance or sees  # which routers remember
-    similar = 0.0 if one_pass else SIMILAR
-    for row, length in sorted(enumerate(batch.lengths.tolist()), key=lambda pair: -pair[1]):
-        if not groups or length < similar * batch.lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(row)
-    inputs, place, start = [], torch.zeros_like(ids), 0
-    for rows in groups:
-        width = int(batch.lengths[rows[0]])
-        place[rows, :width] = start + torch.arange(len(rows) * width, device=ids.device).view(len(rows), width)
-        real = torch.arange(width, device=ids.device) < batch.lengths[rows][:, None]
-        inputs.append(dict(input_ids=ids[rows, :width], attention_mask=real.long()))
-        if sees:
-            inputs[-1] |= vision.inputs_of(model, ids[rows, :width])
-            inputs[-1]["position_ids"] = vision.positions_of(model, ids[rows, :width], real)
-        if routed is not None:
-            inputs[-1]["routed_experts"] = routed[rows, :width].flatten(0, 1)
-        start += len(rows) * width
-    if not model.packed.is_whole:  # every pass is a collective of all ranks; one without work runs a single token
-        most = torch.tensor(len(inputs), device=ids.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=dist.group.WORLD)
-        one = dict(input_ids=ids[:1, :1], attention_mask=torch.ones_like(ids[:1, :1]))
-        inputs += itertools.repeat(one, int(most) - len(inputs))
-    return inputs, place
+    return [Pass(inputs, lambda x: x[own], batch.input_ids, real)], place
 
 
 def add_packed_forward(
@@ -227,23 +178,16 @@ def add_packed_forward(
     compiled; keep_logits, whether the backward pass finds the logits (2 V bytes a token in bfloat16) or computes them
     again; fields of `Packed`, the device by default that of the model.
     """
-    config = model.config.get_text_config()
-    attention = model.packed.attention if hasattr(model, "packed") else config._attn_implementation
+    before, config = getattr(model, "packed", None), model.config.get_text_config()
+    attention = before.attention if before else config._attn_implementation
     chunk = torch.compile(_head_chunk, dynamic=True) if compile else _head_chunk
     chunk = chunk if keep_logits else functools.partial(checkpoint, chunk, use_reentrant=False)
     model.packed = types.MethodType(_forward, model)
     register_fsdp_forward_method(model, "packed")  # no-op on a model that is not sharded
-    own = dict(routers=experts.add_routers(model), mixers=recurrent.add_mixers(model))
-    fields = dict(device=next(model.parameters()).device) | own | fields
+    families = before.families if before else families_of(model)
+    fields = dict(device=next(model.parameters()).device, families=families) | fields
     model.packed = Packed(model.packed, chunk, attention, **fields)
     return model
-
-
-def use_forward(model: nn.Module, *, is_padded: bool, own_head: bool, apart: recurrent.Apart = "") -> None:
-    """Say how a model runs from now on; see `Packed`."""
-    model.packed = replace(model.packed, is_padded=is_padded, own_head=own_head, apart=apart)
-    recurrent.separate(model.packed.mixers, "", None)  # until the next pass, for the model's own forward
-    use_attention(model, model.get_correct_attn_implementation(None) if is_padded else model.packed.attention)
 
 
 def _forward(self, head, inputs, wanted):
@@ -251,25 +195,6 @@ def _forward(self, head, inputs, wanted):
     hidden = [self.base_model(**x, use_cache=False).last_hidden_state.flatten(0, 1) for x in inputs]
     hidden = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
     return head(self, hidden[wanted])
-
-
-class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """What a decoder returns; any field but hidden states is None."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """hidden (C, H) -> logits (C, V) by the model's own forward, which may scale, cap, or add a bias. For this one call
-    the decoder returns `hidden`.
-    """
-    decoder, result = model.base_model, _HiddenStates(last_hidden_state=hidden[None])
-    decoder.forward = lambda *args, **kwargs: result
-    try:
-        return type(model).forward(model, inputs_embeds=hidden[None], use_cache=False).logits[0]
-    finally:
-        del decoder.forward
 
 
 def in_chunks(head: Callable, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -283,7 +208,7 @@ def response_logprobs(
     model: nn.Module, hidden: Tensor, targets: Tensor, sampling: Sampling, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The head of `token_logprobs`: hidden (R, H), targets (R,) -> log-probs (R,) and entropies (R,)."""
-    if model.packed.own_head:
+    if model.packed.own_logits:
         source, head_chunk = model, functools.partial(checkpoint, _head_chunk, use_reentrant=False)
     else:
         source, head_chunk = model.get_output_embeddings().weight, model.packed.head_chunk
@@ -293,9 +218,9 @@ def response_logprobs(
 
 def logits_of(source: nn.Module | Tensor, hidden: Tensor, temperature: float) -> Tensor:
     """hidden (C, H) -> logits (C, V) over the temperature, in at least float32, by a model or its head's weight."""
-    if not isinstance(source, Tensor) and not source.packed.own_head:
+    if not isinstance(source, Tensor) and not source.packed.own_logits:
         source = source.get_output_embeddings().weight
-    logits = F.linear(hidden, source) if isinstance(source, Tensor) else _own_logits(source, hidden)
+    logits = F.linear(hidden, source) if isinstance(source, Tensor) else source.packed.own_logits(source, hidden)
     return (logits if logits.dtype == torch.float64 else logits.float()) / temperature
 
 

@@ -25,9 +25,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from extras.families import tower_of
 from rl.data import images
 from rl.flags import AtLeast1, FewOr0, Needs, NotNegative
-from rl.model import lora_experts, vision
+from rl.model import lora_experts
 from rl.model.lora_experts import ExpertAdapter
 
 ALL = "all-linear"
@@ -109,7 +110,7 @@ def layers_of(
     if one means no layer.
     """
     linear = [name for name, x in model.named_modules() if type(x) is nn.Linear and "." in name]
-    if (freeze_vision_tower or not images.in_use()) and (tower := vision.tower_of(model)):
+    if (freeze_vision_tower or not images.in_use()) and (tower := tower_of(model)):
         linear = [name for name in linear if not name.startswith(f"{tower[0]}.")]
     kinds = " ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if not linear:
@@ -184,7 +185,8 @@ class Base:
     """What a model with adapters was before training: a model for `logprobs.fixed_logprobs`, without own memory."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.packed = model, replace(model.packed, forward=self._forward, replays=False)
+        families = tuple(x.as_reference() for x in model.packed.families)
+        self.model, self.packed = model, replace(model.packed, forward=self._forward, families=families)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)  # such as its parameters and its vision tower

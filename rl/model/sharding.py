@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from extras.families import tower_of
 from rl.flags import AtLeast1, Free, Switch, settled
-from rl.model import vision
 from rl.model.logprobs import add_packed_forward
 from rl.model.lora import is_adapter
 from rl.ranks import Ranks, wait_without_end
@@ -91,7 +91,7 @@ def shard(model: nn.Module, ranks: Ranks, memory: Memory = BARE) -> nn.Module:
     for group in mesh.get_all_groups():
         wait_without_end(group)
     units = outermost(model, model._no_split_modules or ())
-    tower = set(found[1].modules()) if (found := vision.tower_of(model)) else set()
+    tower = set(found[1].modules()) if (found := tower_of(model)) else set()
     is_whole = size == 1 and not memory.param_offload
     plain = {x for x in model.parameters() if not x.requires_grad} if is_whole and learning else set()
     home = CPUOffloadPolicy(pin_memory=False) if memory.param_offload else OffloadPolicy()

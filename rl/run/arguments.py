@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.families import check_routed
 from extras.judges import RewardModelFlags, check_score_head
 from extras.plan import Hardware, Planned, Settled, hardware, settle
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Auto, Free, Share, check_limits, flat, settled, spelled
 from rl.model.checks import LENGTHS, check_trainable, open_model
-from rl.model.experts import check_routed
 from rl.model.lora import LoRA
 from rl.model.sharding import UNPLANNED, Memory
 from rl.run.alarms import parse_alarm

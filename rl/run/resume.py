@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from extras.families import shape_of
 from rl.console import say
 from rl.data.text import rendering_of, variables
 from rl.flags import FREE, flat, marked, spelled
 from rl.model.checks import PROBE
-from rl.model.experts import shape_of
 from rl.ranks import Ranks
 from rl.run import checkpoint_files as files
 from rl.run.run_folder import RunFolder

@@ -130,10 +130,10 @@ class Run:
             about += f"\n{scorer.report}"
         self.offloaded = () if self.memory.param_offload else offloaded  # on the host already
         self.start = checkpoint.load(path, trained, moments_on_host=self.memory.optimizer_offload) if path else 0
-        policy.packed = replace(policy.packed, balance=self.args.lora.router_aux_loss_coef)
+        for x in policy.packed.families:
+            x.begin_run(getattr(engine, "routing", None) is not None, self.args.lora.router_aux_loss_coef)
         if engine is not None:
             engine.policy_version = self.start  # with one push a step, that of an unbroken run
-            policy.packed = replace(policy.packed, replays=engine.routing is not None)
         started("checkpoint" if path else "optimizer")
         if self.ranks.device.type == "cuda" and "actor" in trained:
             self.memory, plan = rehearse(
@@ -231,7 +231,7 @@ class Run:
         metrics = times | metrics | ages  # a script may give times of its own
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():
-            metrics |= getattr(module, "routing_metrics", {})  # of a mixture of experts, from `check_engine`
+            metrics |= getattr(module, "family_metrics", {})  # of families such as experts, from `check_engine`
         line = progress_line(step, self.total_steps, metrics) if shown else ""
         self._record(step, metrics, line, is_evaluation=False)
         return metrics

@@ -17,7 +17,6 @@ from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows
 from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
-from rl.model import experts
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine, Rollout
@@ -254,13 +253,10 @@ def check_engine(
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = _beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)
     batch = take_rows(batch, range(len(batch.lengths)), ranks.device)
-    routers = policy.packed.routers
-    with experts.watched(routers) as seen:
+    with contextlib.ExitStack() as stack:
+        seen = [(x, stack.enter_context(x.watched())) for x in policy.packed.families]
         logp, _ = token_logprobs(policy, batch, sampling=sampling)
-    if routers:
-        policy.routing_metrics = experts.describe(seen, ranks)
-        if policy.packed.replays:
-            experts.check_gates(routers, seen)
+    policy.family_metrics = {name: x for kind, what in seen for name, x in kind.metrics(what, ranks).items()}
     more = ((batch.rollout_logp - logp) * batch.response_mask).double()  # how much more likely to the engine
     sums = torch.stack([more.abs().sum(), more.sum(), more.square().sum(), batch.response_mask.double().sum()])
     *sums, count = ranks.all_reduce_sum(sums).tolist()

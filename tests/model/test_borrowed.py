@@ -132,23 +132,23 @@ BORROWED = [
     Borrowed("transformers.PreTrainedModel:_no_split_modules", "model/sharding.py", "names the layers of a model"),
     Borrowed("transformers.core_model_loading:_weight_conversions", "model/load.py", "has the names of files"),
     Borrowed(
-        "transformers.PreTrainedModel.get_correct_attn_implementation", "model/logprobs.py", "is its own attention"
+        "transformers.PreTrainedModel.get_correct_attn_implementation", "model/own_forward.py", "is its own attention"
     ),
     Borrowed("transformers.PreTrainedConfig:_attn_implementation", "model/attention.py", "chooses the attention"),
     Borrowed("transformers.AttentionInterface.register", "model/attention.py", "makes the packed attention known"),
     Borrowed("transformers.integrations.moe._grouped_linear", "model/lora_experts.py", "multiplies by all experts"),
     Borrowed(
         "transformers.modeling_outputs.BaseModelOutputWithPastAndCrossAttentions",
-        "model/logprobs.py",
+        "model/own_forward.py",
         "stands for what a decoder returns",
     ),
-    Borrowed("transformers.activations.ACT2FN", "model/recurrent.py", "has the activation behind a convolution"),
+    Borrowed("transformers.activations.ACT2FN", "extras/families/recurrent.py", "has activations of convolutions"),
     # transformers: which models there are, and processors of images.
     *(
         Borrowed(f"transformers.models.auto.{module}.{mapping}", file, "tells which models are of a kind")
         for module, mapping, file in (
             ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "extras/judges/scalar_models.py"),
-            ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "model/vision.py"),
+            ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "extras/families/vision.py"),
             ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/checks.py"),
             ("processing_auto", "PROCESSOR_MAPPING", "data/images.py"),
         )
@@ -156,17 +156,17 @@ BORROWED = [
     Borrowed("transformers.ProcessorMixin._get_arguments_from_pretrained", "data/images.py", "leaves out video parts"),
     Borrowed(
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel.get_placeholder_mask",
-        "model/vision.py",
+        "extras/families/vision.py",
         "finds where the features of images belong",
     ),
     Borrowed(
         "transformers.models.smolvlm.modeling_smolvlm.SmolVLMModel:inputs_merger|get_placeholder_mask",
-        "model/vision.py",
+        "extras/families/vision.py",
         "puts the features of images where they belong",
     ),
     Borrowed(
         "transformers.models.qwen3_5.modeling_qwen3_5:causal_conv1d_fn torch_chunk_gated_delta_rule",
-        "model/recurrent.py",
+        "extras/families/recurrent.py",
         "are replaced, so that recurrent layers know the borders of packed sequences",
     ),
     Borrowed("transformers.utils.get_json_schema", "sampling/environment_worker.py", "reads a tool's schema"),
@@ -180,9 +180,9 @@ BORROWED = [
     Borrowed("torch._foreach_copy_", "model/sharding.py", "copies many tensors in one call"),
     Borrowed("torch._foreach_copy_", "run/checkpoint_tensors.py", "copies many tensors in one call"),
     Borrowed("torch._foreach_copy_", "run/export.py", "copies many tensors in one call"),
-    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles a layer once for all lengths"),
-    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/experts.py", "compiles a router once for all lengths"),
-    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/recurrent.py", "compiles a layer once for all lengths"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "model/sharding.py", "compiles once for all lengths"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/experts.py", "compiles once for all lengths"),
+    Borrowed("torch._dynamo.maybe_mark_dynamic", "extras/families/recurrent.py", "compiles once for all lengths"),
     Borrowed("torch._dynamo.config.recompile_limit", "model/sharding.py", "allows as many versions as a layer needs"),
     Borrowed("torch._dynamo.config.disable", "sampling/engines/vllm.py", "compiles nothing on a CPU"),
     Borrowed(
@@ -193,11 +193,11 @@ BORROWED = [
     Borrowed("torch._inductor.list_options", "model/sharding.py", "tells which options the compiler has"),
     Borrowed("torch.distributed.distributed_c10d._get_default_store", "stop.py", "tells other ranks to stop"),
     Borrowed("torch.distributed.ProcessGroupGloo._Options", "extras/samplers/weight_network.py", "names an address"),
-    Borrowed("torch._C._ForceDispatchKeyGuard", "model/delta_rule.py", "computes gradients inside an operation"),
-    Borrowed("torch._C._dispatch_tls_local_include_set", "model/delta_rule.py", "is the state that is put back"),
-    Borrowed("torch._C._dispatch_tls_local_exclude_set", "model/delta_rule.py", "is the state that is put back"),
-    Borrowed("torch._C.DispatchKeySet", "model/delta_rule.py", "names what is put back"),
-    Borrowed("torch._C.DispatchKey", "model/delta_rule.py", "names what is put back"),
+    Borrowed("torch._C._ForceDispatchKeyGuard", "extras/families/delta_rule.py", "has gradients inside"),
+    Borrowed("torch._C._dispatch_tls_local_include_set", "extras/families/delta_rule.py", "is put back"),
+    Borrowed("torch._C._dispatch_tls_local_exclude_set", "extras/families/delta_rule.py", "is put back"),
+    Borrowed("torch._C.DispatchKeySet", "extras/families/delta_rule.py", "names what is put back"),
+    Borrowed("torch._C.DispatchKey", "extras/families/delta_rule.py", "names what is put back"),
 ]
 
 

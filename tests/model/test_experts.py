@@ -15,12 +15,15 @@ from workers.objectives import largest_error, make_batch, packed_backward, plain
 
 import train_grpo
 from extras.engines import hf
+from extras.families import experts
 from rl.data.batching import collate, plan_updates
 from rl.data.types import Sample, Sampling, take_rows
 from rl.flags import build
-from rl.model import experts, lora, lora_experts
+from rl.model import lora, lora_experts
+from rl.model.family import family
 from rl.model.load import WAYS, weights_for_engine
-from rl.model.logprobs import token_logprobs, use_forward
+from rl.model.logprobs import token_logprobs
+from rl.model.own_forward import use_forward
 from rl.sampling.engines import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
@@ -46,7 +49,7 @@ def batch(tiny_model):
 
 def replaying(path, ranks, **memory):
     model = families.load(path, ranks, **memory)
-    model.packed = replace(model.packed, replays=True)
+    family(model, "experts").replays = True
     return model
 
 
@@ -137,7 +140,7 @@ def test_only_the_policy_replays(folder_of, batch, world):
     expected = token_logprobs(reference, batch, sampling=SAMPLING)[0]
     assert torch.equal(token_logprobs(reference, replayed, sampling=SAMPLING)[0], expected)
     adapted = families.load_with_adapters(folder_of["experts"], world)
-    adapted.packed = replace(adapted.packed, replays=True)
+    family(adapted, "experts").replays = True
     base = families.models.load_reference(folder_of["experts"], world, adapted)
     changed = token_logprobs(adapted, replayed, sampling=SAMPLING)[0]
     torch.testing.assert_close(token_logprobs(base, replayed, sampling=SAMPLING)[0], expected, rtol=0, atol=1e-6)
@@ -160,13 +163,13 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
         expected = own_choices(plain, ids)[:-1]
         assert (np.sort(s.routed_experts[:-1, 1]) == np.sort(expected[:, 1])).all()  # the first layer is dense
     assert check_engine(policy, samples, sampling, rollout, world) < 1e-6
-    found = policy.routing_metrics
+    found = policy.family_metrics
     assert found["router/changed_frac"] == 0 and 1 <= found["router/load_max"] < E / K
     with torch.no_grad():  # the engine does not get this
         dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].to_local().add_(0.5 * torch.randn(E, 32))
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, samples, sampling, rollout, world)
-    assert policy.routing_metrics["router/changed_frac"] > 0.1
+    assert policy.family_metrics["router/changed_frac"] > 0.1
 
 
 @pytest.mark.parametrize("way", ["packed", "padded", "replayed"])
@@ -175,7 +178,7 @@ def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
     """Its gradients are those of the formula, token by token; two micro-batches weigh as many tokens as they have."""
     model = families.load(folder_of[name], world, activation_checkpointing="selective")
     use_forward(model, **WAYS["padded" if way == "padded" else "packed"])
-    model.packed = replace(model.packed, balance=0.5, replays=way == "replayed")
+    family(model, "experts").balance, family(model, "experts").replays = 0.5, way == "replayed"
     random = torch.Generator().manual_seed(3)
     ids = [torch.randint(3, 80, (n,), generator=random).tolist() for n in (9, 5, 12)]
     rows = collate([Sample(x[:2], x[2:], [1] * (len(x) - 2), [0.0] * (len(x) - 2), "stop", 0) for x in ids])
@@ -212,7 +215,7 @@ def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
     assert largest_error(found, wanted) < 5e-4
     with torch.no_grad():
         token_logprobs(model, take_rows(rows, update.micro_batches[0]))
-    assert all(router.balanced is None for _, router in model.packed.routers)
+    assert all(router.balanced is None for _, router in family(model, "experts").routers)
 
 
 def routed_tokens(model, ids):
@@ -320,7 +323,7 @@ def test_routers_of_another_form(name, batch, world, tmp_path):
             x.add_(0.1 * torch.randn(x.shape))
     plain.save_pretrained(tmp_path)
     model = families.load(str(tmp_path), world)
-    with experts.watched(model.packed.routers) as seen:
+    with experts.watched(family(model, "experts").routers) as seen:
         logp, _ = token_logprobs(model, batch)
     for row, ids, n, mask in zip(logp, batch.input_ids, batch.lengths, batch.response_mask, strict=True):
         own = plain(input_ids=ids[None, :n]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:n, None])[:, 0]
@@ -328,7 +331,7 @@ def test_routers_of_another_form(name, batch, world, tmp_path):
     for [choice] in seen.values():
         assert choice.logits.shape[1] == E and choice.gates.shape == choice.chosen.shape == (len(choice.logits), K)
     assert K < experts.describe(seen, world)["router/aux_loss"] < E
-    model.packed = replace(model.packed, balance=1.0)
+    family(model, "experts").balance = 1.0
     (0.0 * token_logprobs(model, replace(batch, share=torch.tensor(1.0)))[0].sum()).backward()
     assert any(
         x.any() for name, x in families.gradients(model).items() if "feed_forward.gate" in name or "router" in name

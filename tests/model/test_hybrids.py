@@ -26,10 +26,11 @@ import sft
 import train_grpo
 import train_reward
 from extras.engines import hf
+from extras.families import delta_rule, recurrent
 from extras.judges import check_score_head
 from rl.flags import build
-from rl.model import delta_rule, recurrent
 from rl.model import load as models
+from rl.model.family import family
 
 CASE = ("all terms", "token-mean")
 
@@ -40,7 +41,7 @@ def test_kernels_that_know_borders_get_them(name, world, monkeypatch, tmp_path, 
     folder = families.save(name, tmp_path)
     batch = make_batch(families.plain(folder).double())
     model = families.load(folder, world)
-    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    space = sys.modules[type(family(model, "recurrent").mixers[0]).__module__]
     own, calls = space.torch_chunk_gated_delta_rule.__wrapped__, []
 
     def kernel(*states, borders):
@@ -68,7 +69,7 @@ def test_a_scan_that_knows_borders_gets_them(name, world, monkeypatch, tmp_path)
     folder = families.save(name, tmp_path)
     batch = make_batch(families.plain(folder).double())
     model = families.load(folder, world)
-    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    space = sys.modules[type(family(model, "recurrent").mixers[0]).__module__]
     own, calls = inspect.unwrap(space.mamba2_chunk_scan), []
 
     def scan(hidden, dt, A, B, C, *, seq_idx=None, **options):
@@ -113,7 +114,7 @@ def test_kernels_without_a_right_gradient_are_not_used(problem, world, monkeypat
     """As flash-linear-attention's on Hopper GPUs with some versions of Triton."""
     folder = families.save("delta nets", tmp_path)
     model = families.load(folder, world)
-    space = sys.modules[type(model.packed.mixers[0]).__module__]
+    space = sys.modules[type(family(model, "recurrent").mixers[0]).__module__]
     own = inspect.unwrap(space.torch_chunk_gated_delta_rule)
 
     def kernel(q, k, v, g, beta, *, borders):
@@ -129,19 +130,19 @@ def test_kernels_without_a_right_gradient_are_not_used(problem, world, monkeypat
     delta_rule.what_is_wrong.cache_clear()
     assert models.choose_forward(model, world, longest=64) == families.ROWS
     said = {"refused": "RuntimeError: Triton >= 3.4.0", "a wrong gradient": "outputs or gradients differ by 100%"}
-    assert recurrent.know_borders(model.packed.mixers, world.device).startswith(said[problem])
+    assert recurrent.know_borders(family(model, "recurrent").mixers, world.device).startswith(said[problem])
     delta_rule.what_is_wrong.cache_clear()
     rule, states = space.torch_chunk_gated_delta_rule, torch.rand(5, 1, 9, 4, 8).unbind()
     given = dict(g=-states[3][..., 0], beta=states[4][..., 0], use_qk_l2norm_in_kernel=True)
     assert torch.equal(rule(*states[:3], **given, seq_idx=None)[0], own(*states[:3], **given)[0])  # without kernels
     monkeypatch.setattr(delta_rule, "what_is_wrong", lambda *args: "")  # of a second model, of other sizes
-    assert recurrent.know_borders(model.packed.mixers, world.device).startswith(said[problem])
+    assert recurrent.know_borders(family(model, "recurrent").mixers, world.device).startswith(said[problem])
     assert space.torch_chunk_gated_delta_rule.problem.startswith(said[problem])
 
 
 def test_kernels_of_one_model_that_are_wrong_for_another(world, monkeypatch, tmp_path):
     """The rule stands in the module of their class, so one model cannot have it and the other one not."""
-    mixers = families.load(families.save("delta nets", tmp_path), world).packed.mixers
+    mixers = family(families.load(families.save("delta nets", tmp_path), world), "recurrent").mixers
     space = sys.modules[type(mixers[0]).__module__]
     monkeypatch.setattr(space, recurrent.DELTA_RULE, space.torch_chunk_gated_delta_rule)  # put back in the end
     monkeypatch.setattr(recurrent, "_has_kernels", lambda package, device: True)

@@ -465,7 +465,7 @@ def test_the_chance_that_two_draws_agree_is_that_of_the_truncated_distribution(t
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (5, 6))
     head = SimpleNamespace(weight=weight)
-    model = SimpleNamespace(packed=SimpleNamespace(own_head=False), get_output_embeddings=lambda: head)
+    model = SimpleNamespace(packed=SimpleNamespace(own_logits=None), get_output_embeddings=lambda: head)
     [found] = response_collisions(model, hidden, None, Sampling(temperature=0.7, top_k=top_k))
     expected = []
     for logits in (hidden @ weight.T / 0.7).tolist():

@@ -23,6 +23,7 @@ import train_grpo
 import train_ppo
 from data import dots, files
 from extras.engines import hf
+from extras.families import vision as seeing
 from rl.data import images
 from rl.data.batching import collate, plan_updates
 from rl.data.encode import encode_conversation, load_tokenizer
@@ -31,7 +32,6 @@ from rl.data.types import Sampling, take_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.model import lora
-from rl.model import vision as seeing
 from rl.model.checks import check_same_tokenizer
 from rl.model.logprobs import fixed_logprobs
 from rl.model.lora import LoRA

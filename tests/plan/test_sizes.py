@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from benchmarks import make_model, models
+from extras.families import auto_class
 from extras.plan.sizes import sizes_of
 from rl.model import lora as adapters
-from rl.model import vision
 from rl.model.lora import LoRA
 
 
@@ -111,7 +111,7 @@ def test_the_sizes_are_those_of_the_model_and_of_the_adapters_that_it_gets(folde
     config = make_model.config_of(shape)
     found = sizes_of(folder_of(config), lora=LoRA(lora_rank=8))
     with torch.device("meta"):
-        model = vision.auto_class(config.name_or_path or folder_of(config)).from_config(config)
+        model = auto_class(config.name_or_path or folder_of(config)).from_config(config)
     assert sorted(found.tensors) == sorted(x.numel() for x in model.parameters())
     assert found.total == sum(found.tensors) and len(found.layers) == config.get_text_config().num_hidden_layers
     adapters.add(model, LoRA(lora_rank=8), path="", seed=0)

@@ -455,6 +455,7 @@ def test_quantized_rollouts_want_a_word_about_their_correction(name, monkeypatch
     monkeypatch.setattr(arguments, "hardware", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(arguments, "hardware", lambda: None)  # no GPU whose memory could be asked for
     quantized = dict(model=tiny_model, rollout_quantization="fp8", max_prompt_length=8, max_response_length=8)
     with pytest.raises(ValueError, match="--rollout-quantization fp8: .*; add --rollout-is token, .*-is none"):
         arguments.check(build(script.Args, **quantized))

@@ -65,11 +65,11 @@ from benchmarks import (
 )
 from benchmarks.tables import RESULTS
 from data import arithmetic
+from extras.families import delta_rule, recurrent
 from extras.plan.flops import train_flops
 from rl.data.encode import stop_token_ids
 from rl.data.order import prompts_for_step
 from rl.flags import change, flat
-from rl.model import delta_rule, recurrent
 from rl.run.arguments import check
 
 matplotlib.use("Agg")

@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 5403,
+    "core": 5008,
     "wall": 1750,
-    "import train_grpo": 6904,
-    "import sft": 6669,
-    "import eval": 4001,
+    "import train_grpo": 6509,
+    "import sft": 6274,
+    "import eval": 3538,
     "eval.py": 110,
     "sft.py": 102,
     "train_async.py": 177,

@@ -1,8 +1,8 @@
 """Rollout engines: `vllm` is the fast one, `hf` needs nothing but transformers; both do what base.py says."""
 
 from extras.engines import make_hf
+from extras.families import check_routed
 from rl.console import started
-from rl.model import experts
 from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
 from rl.sampling.engines import vllm
@@ -17,7 +17,7 @@ def check_engine_flags(flags: EngineFlags, model: str) -> None:
         raise ValueError(f"--tensor-model-parallel-size {size} needs --engine vllm; --engine hf runs on one device")
     check_heads(model, flags.tensor_model_parallel_size)
     if isinstance(flags, Rollout) and flags.router_replay:
-        experts.check_routed(model, "--router-replay")
+        check_routed(model, "--router-replay")
 
 
 def make_engine(

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
+from extras import families
 from rl.console import say, started
 from rl.data import images
 from rl.data.types import Completion, Sampling
-from rl.model import experts, vision
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
 from rl.sampling.engines.base import OpenRequest, Rollout
@@ -78,13 +78,13 @@ class Engine(Base):
         returns_experts = flags.router_replay and not problem
         if problem and ranks.is_main:
             say(f"--router-replay is off: {problem}")
-        self.sees = vision.auto_class(model) is AutoModelForImageTextToText
+        self.sees = families.auto_class(model) is AutoModelForImageTextToText
         if self.sees and images.in_use() and images.tokens(0).before:
             raise ValueError(
                 f"--engine vllm: the processor of {model} puts text around an image (Gemma 3: line breaks), which vLLM "
                 "adds once more; use --engine hf for such a model"
             )
-        is_part = vision.is_text_part(model)
+        is_part = families.is_text_part(model)
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _trainer_as_it_is(model):
             self.llm = vllm.LLM(
@@ -127,7 +127,7 @@ class Engine(Base):
         self.in_flight: dict[str, OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
         self.steps = 0  # since requests were handed to vLLM
         if returns_experts:  # vLLM's scheduler collects them, and must see every token
-            self.routing = experts.unknown(experts.shape_of(model)[2]).dtype
+            self.routing = families.unknown_expert(families.shape_of(model)[2]).dtype
         elif vllm.__version__.startswith(TESTED):
             take_shortcuts(self.scheduler, self.in_flight)
         elif ranks.is_main:

@@ -14,10 +14,12 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
+from extras.families import delta_rule, recurrent
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
-from rl.model import delta_rule, recurrent
-from rl.model.logprobs import token_logprobs, use_forward
+from rl.model.family import family
+from rl.model.logprobs import token_logprobs
+from rl.model.own_forward import use_forward
 from rl.model.sharding import Memory, _compile_for_all_lengths, shard
 from rl.ranks import init_ranks, shutdown_ranks
 
@@ -77,7 +79,7 @@ def main() -> None:
         found, counts = [], []
         for compiled in (False, True):
             one = shard(copy.deepcopy(model), ranks, Memory(activation_checkpointing="none", compile=compiled))
-            assert recurrent.know_borders(one.packed.mixers, ranks.device)  # no kernels
+            assert recurrent.know_borders(family(one, "recurrent").mixers, ranks.device)  # no kernels
             use_forward(one, is_padded=False, own_head=False, apart="rows")
             graphs.clear()
             for batch in batches:

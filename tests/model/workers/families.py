@@ -20,7 +20,7 @@ def main(batch_file: str, out: str, *named: str) -> None:
     for name, path in (x.split("=") for x in named):
         model = load(path, ranks)
         packed_backward(model, batch, range(8), ("ppo_clip", "token-mean"), max_tokens=60, **work)
-        results[name] = model.packed.is_padded, gradients(model)
+        results[name] = model.packed.layout is not None, gradients(model)
     torch.save(results, Path(out) / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

@@ -51,7 +51,7 @@ def measure(model: str, rows: Path, ranks: Ranks, lora: LoRA, **memory: object) 
             logp[micro, : found.shape[1]] = found.detach()
             found = found * weight[micro, : found.shape[1]]
         backward(policy, (found * own.response_mask).sum(), is_last=micro is plan[-1])
-    return policy.packed.is_padded, logp, gradients(policy)
+    return policy.packed.layout is not None, logp, gradients(policy)
 
 
 def main(rows: str, out: str, *named: str) -> None:

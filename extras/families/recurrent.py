@@ -21,13 +21,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from rl.model import delta_rule
+from extras.families import delta_rule
+from rl.data.types import Batch
 from rl.model.attention import Packing
+from rl.model.family import Family, Pass
 from rl.model.forwards import replace_forward
 
 Apart = Literal["", "borders", "rows"]  # "": no layer is recurrent
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 SCANS = {DELTA_RULE: "fla", "mamba2_chunk_scan": "mamba_ssm"}  # functions of transformers -> the package of kernels
+
+
+class Recurrent(Family):
+    """A model's recurrent layers."""
+
+    shares_beginnings = False
+
+    def __init__(self, mixers: tuple[nn.Module, ...]):
+        self.mixers, self.apart = mixers, ""
+
+    def use(self, apart: Apart) -> None:
+        """Keep packed sequences apart in this way from now on; the model's own forward has none."""
+        self.apart, self.shares_beginnings = apart, apart == ""
+        separate(self.mixers, "", None)
+
+    def ways(self, device: torch.device) -> tuple[list[str], str]:
+        """By borders if there are kernels that take them, see `know_borders`, or in rows."""
+        problem = know_borders(self.mixers, device)
+        return ["rows"] if problem else ["borders", "rows"], problem
+
+    def slow_to_try(self, device: torch.device) -> str:
+        """The kernels, if there are any: they are compiled and tuned."""
+        return "the kernels of the recurrent layers" if may_have_kernels(self.mixers, device) else ""
+
+    def advice(self, reason: str) -> str:
+        """Which packages have kernels that take borders."""
+        return (
+            f"the recurrent layers run padded, one row a sequence. Their kernels for packed rows: {reason}. Gated "
+            "delta nets want flash-linear-attention (on Hopper GPUs with Triton 3.7.1 or tilelang), Mamba-2 mamba-ssm"
+        )
+
+    def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
+        """See `separate`."""
+        separate(self.mixers, self.apart, passes[0].inputs.get("packing"))
+
+
+def make(model: nn.Module) -> Recurrent:
+    """The family of a model that has such layers."""
+    return Recurrent(add_mixers(model))
 
 
 class Places(NamedTuple):

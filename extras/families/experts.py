@@ -22,19 +22,66 @@ arXiv 2101.03961), equations 4 to 6; transformers' `load_balancing_loss_func` ha
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
-from rl.model import vision
+from extras.families import auto_class, shape_of
+from rl.data.types import Batch
+from rl.model.family import Family, Pass
 from rl.model.forwards import replace_forward
 from rl.ranks import Ranks
 
 ROUTER = re.compile(r"Top[kK]Router$")  # ends the names of the classes of routers in transformers
-COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")  # a config's names for the number of experts
+
+
+@dataclass
+class Experts(Family):
+    """A model's mixture of experts."""
+
+    routers: tuple[tuple[int, nn.Module], ...]  # with the numbers of their layers
+    replays: bool = False  # whether these use the experts that a batch names
+    balance: float = 0.0  # the coefficient of their auxiliary loss, which evens out the load
+
+    @property
+    def one_pass(self) -> bool:
+        """Routers remember one pass."""
+        return self.replays or self.balance > 0
+
+    def begin_run(self, replays: bool, balance: float) -> None:
+        """See `replay` and `balance`."""
+        self.replays, self.balance = replays, balance
+
+    def as_reference(self) -> "Experts":
+        """Without replay: the engine has not sampled from a reference."""
+        return replace(self, replays=False)
+
+    def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
+        """See `replay` and `balance`."""
+        first, given = passes[0], batch.routed_experts if self.replays else None
+        replay(self.routers, None if given is None else first.take(given))
+        balance(self.routers, self.balance, batch.share if self.balance else None, first.inputs)
+
+
+    def watched(self) -> contextlib.AbstractContextManager[dict[int, list["Choice"]]]:
+        """See `watched` below."""
+        return watched(self.routers)
+
+    def metrics(self, seen: dict[int, list["Choice"]], ranks: Ranks) -> dict[str, float]:
+        """See `describe` and, if experts are replayed, `check_gates`."""
+        found = describe(seen, ranks)
+        if self.replays:
+            check_gates(self.routers, seen)
+        return found
+
+
+def make(model: nn.Module) -> Experts:
+    """The family of a model that has routers."""
+    return Experts(add_routers(model))
 
 
 class Choice(NamedTuple):
@@ -46,24 +93,13 @@ class Choice(NamedTuple):
     replayed: Tensor | None  # (N, k) experts that were used instead
 
 
-def count_experts(config: PreTrainedConfig) -> int:
-    """Experts of a layer by the config; 0 if its class has no such number."""
-    return next((n for name in COUNTS if (n := getattr(config.get_text_config(), name, None))), 0)
-
-
-def shape_of(path: str) -> tuple[int, int, int]:
-    """Layers, experts that a token gets in each, and experts of a layer, by the config of a model."""
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    return getattr(config, "num_hidden_layers", 0), getattr(config, "num_experts_per_tok", 0), count_experts(config)
-
-
 def check_routed(path: str, flag: str) -> None:
     """Raise ValueError, from the config alone, if the model has no experts, or none with routers that `flag` knows."""
     if not all(shape_of(path)):
         raise ValueError(f"{flag} needs a mixture of experts, and {path} has no experts; drop it")
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        model = vision.auto_class(path).from_config(config)
+        model = auto_class(path).from_config(config)
     if not any(ROUTER.search(type(x).__name__) for x in model.modules()):
         raise ValueError(f"{flag}: {path}, a {config.model_type}, has routers that are not known here; drop it")
 

@@ -15,29 +15,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rl.data import images
 from rl.data.types import Batch
+from rl.model.family import Family, Pass
 
 TOWERS = ("visual", "vision_tower", "vision_model")  # names of the tower in a model's decoder
 
 
-def auto_class(path: str) -> Any:
-    """The class that loads the policy in `path`: with its vision tower if the data has images, or if there is no class
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class that loads a policy that can see: with its vision tower if the data has images, or if there is no class
     without.
     """
-    config = AutoConfig.from_pretrained(path)
-    if not hasattr(config, "vision_config") or (not images.in_use() and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    is_text = not images.in_use() and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
-def is_text_part(path: str) -> bool:
-    """Whether `auto_class` loads only the text part of the model in `path`, which has a class of its own."""
-    config = AutoConfig.from_pretrained(path)
-    if auto_class(path) is not AutoModelForCausalLM or not hasattr(config, "vision_config"):
+def is_text_part(config: PreTrainedConfig) -> bool:
+    """Whether `class_of` loads only the text part of a model, which has a class of its own."""
+    if class_of(config) is not AutoModelForCausalLM:
         return False
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(config)
 
@@ -50,16 +48,54 @@ def tower_of(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def sees(model: nn.Module) -> bool:
-    """Whether passes of a model have images."""
-    return images.in_use() and tower_of(model) is not None
+class Vision(Family):
+    """A model that sees images."""
+
+    one_pass = True
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def widen(self, batch: Batch, wanted: Tensor) -> tuple[Batch, Tensor]:
+        """See `with_image`."""
+        rows, batch = len(wanted), with_image(batch)
+        return batch, F.pad(wanted, (0, batch.input_ids.shape[1] - wanted.shape[1], 0, len(batch.lengths) - rows))
+
+    def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
+        """Complete the inputs by images and their positions."""
+        for x in passes:
+            x.inputs.update(inputs_of(self.model, x.inputs["input_ids"]))
+            positions = positions_of(self.model, x.ids, x.real)  # (b, T) or (3, b, T)
+            if "packing" in x.inputs:
+                positions = x.take(positions) if positions.ndim == 2 else torch.stack([x.take(y) for y in positions])
+                positions = positions.unsqueeze(-2)
+            x.inputs["position_ids"] = positions
+
+    def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """See `own_inputs` below."""
+        return own_inputs(self.model, inputs["input_ids"])
+
+    def test_rows(self, ids: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """A blank image stands in the first row and in two that begin alike, if there is room."""
+        if 30 + (width := len(images.tokens(0).ids)) > longest:
+            return ids, lengths
+        ids, lengths = F.pad(ids, (0, width)), lengths + torch.tensor([1, 0, 0, 1, 1, 0]) * width
+        for row, start in ((0, 4), (3, 7), (4, 7)):
+            ids[row, start + width :] = ids[row, start:-width].clone()
+            ids[row, start : start + width] = images.FIRST
+        return ids, lengths
+
+
+def make(model: nn.Module) -> Vision | None:
+    """The family of a model that was loaded with its tower, if the data has images."""
+    return Vision(model) if images.in_use() else None
 
 
 def prepare(model: nn.Module) -> None:
     """Let the model put features where `inputs_of` says."""
     decoder = model.base_model
     for name in ("get_placeholder_mask", "inputs_merger"):  # of transformers; SmolVLM has the other name
-        if hasattr(decoder, name) and tower_of(model) is not None:
+        if hasattr(decoder, name):
             setattr(decoder, name, functools.partial(_at_places, decoder, getattr(decoder, name)))
 
 
@@ -108,12 +144,6 @@ def positions_of(model: nn.Module, ids: Tensor, real: Tensor) -> Tensor:
     return found
 
 
-def next_of(positions: Tensor) -> Tensor:
-    """Positions (b, T) or (3, b, T) -> those of the next token, (b, 1) or (3, b, 1): behind the largest so far."""
-    last = positions.amax(-1, keepdim=True)
-    return (last if last.ndim == 2 else last.amax(0, keepdim=True).expand_as(last)) + 1
-
-
 def _rope(model: nn.Module, row: Tensor) -> Tensor:
     """Positions (3, n) of token ids (n,) on the host."""
     tokens, features, numbers = images.expanded(row)
@@ -157,8 +187,3 @@ def own_inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     return {name: x for name, x in found.items() if name in known}
 
 
-def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the vision tower of a model on the host, if it has one, learn nothing; `dtype` is that of its weights."""
-    if (found := tower_of(model)) is not None:
-        for x in found[1].requires_grad_(False).parameters():
-            x.data = x.data.to(dtype)

@@ -1,0 +1,86 @@
+"""The protocol of families: what a kind of models does otherwise than a dense decoder of text.
+
+A model has the families that fit it, mostly none. They stand in extras/families; no other file of the core knows one.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from rl.data.types import Batch
+from rl.ranks import Ranks
+
+
+class Pass(NamedTuple):
+    """One pass of the decoder over tokens of a batch (b, T)."""
+
+    inputs: dict[str, Any]  # its arguments: input_ids (1, N) packed or (rows, width) padded, and more
+    take: Callable[[Tensor], Tensor]  # entries (b, T, ...) of a batch -> (N, ...), those of the pass's tokens in order
+    ids: Tensor  # (rows, width) of the batch, and which of them
+    real: Tensor  # are there: for what has to be computed row by row
+
+
+class Family:
+    """Every method does nothing, unless a family says otherwise."""
+
+    shares_beginnings = True  # whether rows may share the tokens that they begin with
+    one_pass = False  # whether padded rows have to be in one pass, since modules remember something of it
+    apart = ""  # how layers keep packed sequences apart
+
+    def begin_run(self, replays: bool, balance: float) -> None:
+        """Say whether passes replay what the engine has chosen (--router-replay), and with which weight they even out
+        what experts have to do (--router-aux-loss-coef).
+        """
+
+    def as_reference(self) -> "Family":
+        """The family as it is for the same modules in the role of a reference, which replays nothing."""
+        return self
+
+    def widen(self, batch: Batch, wanted: Tensor) -> tuple[Batch, Tensor]:
+        """The batch, with rows that every pass needs, and the wanted tokens (b, T) of it."""
+        return batch, wanted
+
+    def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
+        """Say to the model's modules what they have to know of the passes that come, and complete their inputs. `batch`
+        is what is trained on; None while an engine samples.
+        """
+
+    def watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Around passes of which `metrics` are wanted."""
+        return contextlib.nullcontext({})
+
+    def metrics(self, seen: Any, ranks: Ranks) -> dict[str, float]:
+        """Metrics of what `watched` has seen. All ranks must enter. Raises RuntimeError if that cannot be right."""
+        return {}
+
+    # For the test of a model at the start, see `load.choose_forward`.
+
+    def ways(self, device: Any) -> tuple[list[str], str]:
+        """Ways in which layers can keep packed sequences apart, the fastest first, and why a faster one is missing."""
+        return [""], ""
+
+    def use(self, apart: str) -> None:
+        """Keep packed sequences apart in this way from now on. Until the next pass the model's own forward has none."""
+
+    def slow_to_try(self, device: Any) -> str:
+        """What takes minutes to try out for the first time on a machine, in words; "" for nothing."""
+        return ""
+
+    def advice(self, reason: str) -> str:
+        """What a user may do if a slow one of the `ways` was taken for this reason."""
+        return ""
+
+    def test_rows(self, ids: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Token ids (b, T) and lengths (b,) of random sequences, with what the family adds to them."""
+        return ids, lengths
+
+    def own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model's own forward is given for one sequence, whose `input_ids` (1, n) are in `inputs`."""
+        return inputs
+
+
+def family(model: nn.Module, name: str) -> Any:
+    """A model's family of this name; None if it does not belong to it."""
+    return next((x for x in model.packed.families if type(x).__module__.endswith(f".{name}")), None)
