@@ -9,9 +9,9 @@ script's Args nests groups; on the command line they are flat, and --help shows 
         my_bound: Free[AtLeast1] = 10        # Free: a resumed run may change it; other flags must stay as they were
         memory: Memory = Memory()            # a group; Memory(compile=False) gives a flag of it another default
 
-A group of an extra stands in the extra's door. It may have two things that rl/run/ asks for: a method `check(flags)`,
-which gets the values of all flags by name and raises ValueError if one of them contradicts the group's own, and
-`text_only`, which names what reads no images.
+A group of an extra stands in the extra's door. A group may have two things that rl/run/ asks for: a method
+`check(flags)`, which gets the values of all flags by name and raises ValueError if one of them contradicts the group's
+own, and `text_only`, which names what reads no images. Args itself may have `text_only` too.
 """
 
 import dataclasses
