@@ -46,12 +46,15 @@ def say(text: str, stream: TextIO | None = None) -> None:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
 
 
-def started(phase: str) -> None:
-    """Print that a phase of the start has ended, with its seconds and those since the command: on rank 0."""
+def started(phase: str) -> bool:
+    """Print that a phase of the start has ended, with its seconds and those since the command: on rank 0. Returns True,
+    for callers who have to know that this has been said.
+    """
     before, now = _last[0], time.time()
     _last[0] = now
     if os.environ.get("RANK", "0") == "0":
         say(f"start | {phase} {now - before:.1f} s | {now - _began:.1f} s since the command")
+    return True
 
 
 def outlive_output() -> None:

@@ -125,7 +125,7 @@ class Engine(Base):
         self.core = self.llm.llm_engine.engine_core
         self.scheduler = self.core.engine_core.scheduler
         self.in_flight: dict[str, OpenRequest] = {}  # by vLLM's name, of all ranks that share this engine
-        self.steps = 0  # since requests were handed to vLLM
+        self.steps, self.has_started = 0, False  # steps: since requests were handed to vLLM
         if returns_experts:  # vLLM's scheduler collects them, and must see every token
             self.routing = families.unknown_expert(families.shape_of(model)[2]).dtype
         elif vllm.__version__.startswith(TESTED):
@@ -180,8 +180,7 @@ class Engine(Base):
             self._forget(dict.fromkeys(lost, "abort"))
             raise RuntimeError(f"vLLM has dropped {len(lost)} responses")
         outputs, ended = self.core.get_output(), {}
-        if self.steps == 1:
-            started("first tokens")
+        self.has_started = self.has_started or started("first tokens")
         if (stats := self.llm.llm_engine.logger_manager) is not None and outputs.scheduler_stats is not None:
             stats.record(outputs.scheduler_stats, None)
         for output in outputs.outputs:  # of the responses that vLLM's scheduler has looked at
