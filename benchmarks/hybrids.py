@@ -37,7 +37,7 @@ from rl.data.types import Batch, Sample, take_rows  # noqa: E402
 from rl.model import load as models  # noqa: E402
 from rl.model import lora, sharding  # noqa: E402
 from rl.model.logprobs import token_logprobs  # noqa: E402
-from rl.model.own_forward import use_forward  # noqa: E402
+from rl.model.own_forward import use_forward, way_now  # noqa: E402
 from rl.ranks import Ranks, init_ranks  # noqa: E402
 
 WAYS = {"borders": "packed, nothing shared", "rows": "packed but in recurrent layers", "padded": "padded"}
@@ -204,7 +204,7 @@ def differences(found: Any, expected: Any, mask: Tensor) -> dict[str, float]:
 
 def way_of(model: nn.Module) -> str:
     """Which of `models.WAYS` a model runs."""
-    return next(way for way, x in models.WAYS.items() if all(getattr(model.packed, k) == v for k, v in x.items()))
+    return next(way for way, options in models.WAYS.items() if options == way_now(model))
 
 
 def check(args: Check) -> list[dict[str, Any]]:

@@ -66,7 +66,6 @@ class Experts(Family):
         replay(self.routers, None if given is None else first.take(given))
         balance(self.routers, self.balance, batch.share if self.balance else None, first.inputs)
 
-
     def watched(self) -> contextlib.AbstractContextManager[dict[int, list["Choice"]]]:
         """See `watched` below."""
         return watched(self.routers)

@@ -49,12 +49,12 @@ def rehearse(
     Raises: RuntimeError with the flags to change, if nothing fits.
     """
     policy, first, taken = trained["actor"][0], ways[0], ways[0]
-    peak = partial(_peak, policy, max_length=max_length, ranks=ranks)
+    peak, engine_memory = partial(_peak, policy, ranks=ranks), _largest(engine_memory, ranks)
     needs = partial(
         by_phase, trained, first, engine_memory=engine_memory, ranks=ranks, offloaded=offloaded, visiting=visiting
     )
     total = -_largest(-torch.cuda.mem_get_info(ranks.device)[1], ranks)
-    small, peaks = max(max_length, FIRST), []
+    small, peaks = 0, []
     for way in (options := [x for x in ways if x.param_offload == first.param_offload]):
         if way.activation_checkpointing != taken.activation_checkpointing:
             if taken.activation_checkpointing == "full":
@@ -62,14 +62,21 @@ def rehearse(
             for model, _ in trained.values():
                 recompute_layers(model)
             peaks = []
-        taken, tokens = way, tokens_of(way)
+        taken, tokens = way, max(tokens_of(way), max_length)
         if len(options) > 1:
-            peaks = peaks or [peak(n) for n in (small, small, 2 * small)][1:]  # the first one warms up
-            micro_batch = peaks[0] + (peaks[1] - peaks[0]) * (max(tokens, max_length) / small - 1)
+            if not peaks:  # none of these passes may be larger than what is tried
+                small = max(1, min(max(max_length, FIRST), tokens // 2))
+                peaks = [peak(n, min(max_length, small)) for n in (small, small, 2 * small)][1:]  # the first warms up
+            micro_batch = peaks[0] + (peaks[1] - peaks[0]) * (tokens / small - 1)
             needed = needs(way, micro_batch)
             if max(needed.values()) > total:
                 continue
-        micro_batch = peak(tokens)
+        try:
+            micro_batch = peak(tokens, max_length)
+        except RuntimeError:
+            if ranks.size > 1 or way is options[-1]:  # other ranks would wait in the middle of their pass
+                raise
+            continue
         needed = needs(way, micro_batch)
         if max(needed.values()) <= total:
             break
@@ -140,7 +147,7 @@ def _largest(x: float, ranks: Ranks) -> float:
     return ranks.all_reduce_max(torch.tensor(float(x), dtype=torch.float64)).item()
 
 
-def _peak(policy: nn.Module, tokens: int, *, max_length: int, ranks: Ranks) -> float:
+def _peak(policy: nn.Module, tokens: int, max_length: int, *, ranks: Ranks) -> float:
     """Bytes that forward and backward of a micro-batch need at most, beside weights and gradients, on any rank.
 
     Raises RuntimeError if they do not fit.

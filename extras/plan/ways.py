@@ -192,6 +192,8 @@ def settle(args: Any, least: int, hardware: Hardware, then: dict[str, Any] | Non
     chosen = found or choose(load, memory, hardware)
     every = ways(memory, least, has_adapters=bool(load.models[0].rank))
     rest = every[every.index(chosen.way) + 1 :] if chosen.way in every else []
+    # What the rehearsal may take in its place has to fit the host too, which the rehearsal does not look at.
+    rest = [way for way in rest if needed(load, way, hardware.gpu).host <= HOST_USABLE * hardware.host]
     record = {"gpu": hardware.gpu, "ranks": hardware.ranks}
     on_gpu = ", ".join(f"{name} {_gib(x)}" for name, x in chosen.needed.phases.items())
     lines = [why] if why else []

@@ -64,8 +64,9 @@ def load_policy(
     model = load_causal_lm(path, ranks, dtype=torch.float32 if learns else ranks.dtype, flag=flag, as_in_files=learns)
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
-    elif lora.freeze_vision_tower:
-        freeze_tower(model, ranks.dtype)
+    elif lora.freeze_vision_tower and (tower := families.tower_of(model)) is not None:
+        for x in tower[1].requires_grad_(False).parameters():
+            x.data = x.data.to(ranks.dtype)
     if frozen:
         model.requires_grad_(False)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
@@ -118,13 +119,6 @@ def check_second_model(
     check_same_tokenizer(tokenizer, own, path, flag=flag, model=model)
     check_lora(lora, path, auto_class, flag=flag)
     check_trainable(path, longest, flag=flag)
-
-
-def freeze_tower(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the vision tower of a model on the host, if it has one, learn nothing; `dtype` is that of its weights."""
-    if (tower := families.tower_of(model)) is not None:
-        for x in tower[1].requires_grad_(False).parameters():
-            x.data = x.data.to(dtype)
 
 
 def shard_as(

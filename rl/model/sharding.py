@@ -1,5 +1,6 @@
 """Parameters and gradients over ranks: FSDP2, applied to a model from outside."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -149,7 +150,9 @@ def _compile_for_all_lengths(forward: Callable) -> Callable:
     """
     home, chosen = os.path.expanduser("~"), os.environ.get(CODE_FOLDER)
     if chosen in (None, default_cache_dir()) and os.access(home, os.W_OK):  # not chosen by the user
-        os.environ[CODE_FOLDER] = f"{home}/.cache/glassrl/compiled"
+        with contextlib.suppress(OSError):  # torch keeps its own folder if this one cannot be made
+            os.makedirs(folder := f"{home}/.cache/glassrl/compiled", exist_ok=True)
+            os.environ[CODE_FOLDER] = folder if os.access(folder, os.W_OK) else default_cache_dir()
     compiled = torch.compile(forward, options=COMPILE_OPTIONS)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -195,6 +195,7 @@ class Planned:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.full, self.passes, self.engine, self.total = 0, [], engine, total
+        self.most = 10**6  # tokens of a pass, beyond which the GPU has no memory after all
         self.ranks = replace(world, device=torch.device("cuda"))
         counts = dict(
             empty_cache=lambda: None,
@@ -213,13 +214,17 @@ class Planned:
     def run(self, model, batch):
         tokens = int(batch.lengths.sum())
         level = 1 if self.full else 4
+        if tokens > self.most:
+            raise torch.OutOfMemoryError
         self.passes.append((tokens, 2 + level * tokens))
         return model.weight.sum(), model.weight.sum()
 
-    def rehearse(self, *ways):
+    def rehearse(self, *ways, max_length=10):
         trained = {"actor": (self.model, self.optimizer)}
         groups = [MemoryRL(ppo_max_token_len_per_gpu=n, **UNPLANNED | flags) for n, flags in ways]
-        found, text = rehearsal.rehearse(trained, groups, max_length=10, engine_memory=self.engine, ranks=self.ranks)
+        found, text = rehearsal.rehearse(
+            trained, groups, max_length=max_length, engine_memory=self.engine, ranks=self.ranks
+        )
         return groups.index(found), text
 
 
@@ -264,6 +269,24 @@ def test_moments_of_a_run_that_is_resumed_count_once(monkeypatch, world):
 def test_a_way_that_the_engine_leaves_no_room_for_is_passed_over(monkeypatch, world):
     seen = Planned(monkeypatch, world, 1000, engine=1000 - 50 - 79)  # with moments, one byte too much
     assert seen.rehearse(*WAYS)[0] == 2 and [n for n, _ in seen.passes] == [20, 20, 40, 100]
+
+
+@pytest.mark.parametrize(
+    ("max_length", "tokens", "passes"),
+    [(30, 30, [15, 15, 30, 30]), (10, 16, [8, 8, 16, 16]), (25, 60, [25, 25, 50, 60])],
+)
+def test_no_pass_is_larger_than_the_micro_batch_that_is_tried(monkeypatch, world, max_length, tokens, passes):
+    seen = Planned(monkeypatch, world, 10**6)
+    assert seen.rehearse((tokens, {}), (tokens, FULL), max_length=max_length)[0] == 0
+    assert [n for n, _ in seen.passes] == passes
+
+
+def test_a_pass_that_does_not_fit_after_all_gives_the_next_way(monkeypatch, world):
+    seen = Planned(monkeypatch, world, 10**6)
+    seen.most = 99
+    assert seen.rehearse(WAYS[0], WAYS[1])[0] == 1 and [n for n, _ in seen.passes] == [20, 20, 40, 60]
+    with pytest.raises(RuntimeError, match="a micro-batch of 100 tokens does not fit"):
+        seen.rehearse(WAYS[0], (100, MOVED))
 
 
 def test_weights_do_not_move_after_the_models_are_loaded(monkeypatch, world):

@@ -256,6 +256,14 @@ def test_the_others_are_the_more_expensive_ways_in_their_order(folder_of):
     assert all("auto" not in (vars(x) | dict(compile=True)).values() and x.fsdp_size is None for x in found.rest)
 
 
+def test_the_others_fit_the_host_too(folder_of):
+    """A save of 1.5B takes 14 bytes per parameter on the host, 20 GiB, and moments there 8 more, 32 GiB together."""
+    args = build(train_grpo.Args, model=folder_of("1.5B"))
+    plenty, little = (settle(args, 1536, [hardware(80, host)]).rest for host in (1000, 30))
+    assert any(x.optimizer_offload for x in plenty) and any(x.param_offload for x in plenty)
+    assert little and not any(x.optimizer_offload or x.param_offload for x in little)
+
+
 def offloads(memory):
     return memory.optimizer_offload, memory.param_offload
 
