@@ -21,7 +21,8 @@ def explain(kind: type[BaseException], error: BaseException, traceback: Tracebac
 
     A mistake is a ValueError, OSError or RuntimeError that a `raise` statement of this repository has raised before the
     first step. What the interpreter or another library raises is a bug. Under torchrun the first rank of each machine
-    prints the sentence at once, and torchrun repeats it at the end of its own report.
+    prints the sentence at once, and torchrun repeats it at the end of its own report. The sentence
+    of a RuntimeError has its cause too.
     """
     *_, (frame, number) = walk_tb(traceback)
     is_ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("rl", "extras", "__main__")
@@ -29,11 +30,11 @@ def explain(kind: type[BaseException], error: BaseException, traceback: Tracebac
     if stop.is_armed() or not (is_ours and is_raised and isinstance(error, MISTAKES)):
         sys.__excepthook__(kind, error, traceback)
         return
-    sentence = f"{Path(sys.argv[0]).name}: error: {error}"
-    tell_once(sentence)
+    why = f" ({error.__cause__!r})" if isinstance(error, RuntimeError) and error.__cause__ else ""
+    said = f"{Path(sys.argv[0]).name}: error: {error}{why}"
+    tell_once(said)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": report}))
+        Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": int(time.time())}}}))
 
 
 def tell_once(text: str) -> None:

@@ -63,6 +63,14 @@ def test_a_bug_shows_its_traceback(bug, capsys):
     assert said.startswith("Traceback (most recent call last):") and "train_grpo.py: error" not in said
 
 
+def test_the_sentence_of_a_runtime_error_has_its_cause(capsys, tmp_path):
+    source = 'try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise RuntimeError("the pool failed") from e\n'
+    (tmp_path / "pool.py").write_text(source)
+    pool = compile(source, str(tmp_path / "pool.py"), "exec")
+    said = ended_by(lambda: exec(pool, {"__name__": "rl.scoring.pool"}), capsys)
+    assert said == "train_grpo.py: error: the pool failed (ZeroDivisionError('division by zero'))\n"
+
+
 def test_after_the_first_step_has_begun_every_error_shows_its_traceback(capsys):
     stop.start()
     try:
