@@ -62,6 +62,11 @@ class Settled(NamedTuple):
     text: str  # says what was chosen
 
 
+def budget_of(memory: Any) -> tuple[str, Any]:
+    """The name and the value of the flag that limits the tokens of a micro-batch; the value may be "auto"."""
+    return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
+
+
 def hardware() -> Hardware | None:
     """What this rank sees; None without a GPU."""
     import torch

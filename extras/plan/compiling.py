@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from extras.plan.ways import AUTO, budget_of
+from extras.plan import budget_of
+from extras.plan.ways import AUTO
 from rl.flags import flat
 from rl.model.checks import read_config
 
@@ -21,7 +22,7 @@ def seconds_saved(args: Any, steps: int, ranks: int) -> float:
 
     Tokens and micro-batches are those of one rank in a step, whose rows are half as long as they may be, as a guess.
     """
-    v, most = flat(args), vars(args.memory)[budget_of(args.memory)]
+    v, (_, most) = flat(args), budget_of(args.memory)
     longest = v["max_length"] if "max_length" in v else v["max_prompt_length"] + v["max_response_length"]
     rows = v["train_batch_size"] * v.get("rollout_n", args.rows_per_unit)
     tokens = rows * longest / 2 / ranks

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from extras.plan import budget_of
 from rl.data.types import Batch, take_rows
 from rl.flags import spelled
 from rl.model.logprobs import token_logprobs
@@ -62,7 +63,7 @@ def rehearse(
             for model, _ in trained.values():
                 recompute_layers(model)
             peaks = []
-        taken, tokens = way, max(tokens_of(way), max_length)
+        taken, tokens = way, max(budget_of(way)[1], max_length)
         if len(options) > 1:
             if not peaks:  # none of these passes may be larger than what is tried
                 small = max(1, min(max(max_length, FIRST), tokens // 2))
@@ -123,11 +124,6 @@ def by_phase(
     if visiting is not None:
         found["scoring by --teacher-model"] = resting + (0 if first.param_offload else _bytes(visiting.parameters()))
     return {phase: _largest(size, ranks) for phase, size in found.items()}
-
-
-def tokens_of(memory: Any) -> int:
-    """How many tokens a micro-batch may have."""
-    return next(value for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
 def recompute_layers(model: nn.Module) -> None:

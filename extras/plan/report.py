@@ -4,12 +4,12 @@ import os
 import sys
 from typing import Any, NamedTuple, NoReturn
 
-from extras.plan import Hardware, PlanFlags, compiling_pays, seconds
+from extras.plan import Hardware, PlanFlags, budget_of, compiling_pays, seconds
 from extras.plan.cards import GIB, PER_HOST, Machine, named
 from extras.plan.memory import engine_bytes, least_engine
 from extras.plan.seconds import Costs
 from extras.plan.step import Setting, Step, costs_of, engine_of, generate_s, step_of, trainers_of
-from extras.plan.ways import AUTO, Choice, DoesNotFit, budget_of, choose, load_of, spell
+from extras.plan.ways import AUTO, Choice, DoesNotFit, choose, load_of, spell
 from extras.plan.work import Work, longest, script_of, work_of
 from rl.flags import change, check_limits, flat, spelled
 from rl.model.checks import read_config
@@ -82,7 +82,7 @@ def text_of(plan: Plan, args: Any) -> str:
     lines = [
         f"{plan.script}.py fits on {plan.machine}",
         f"model: {args.model}, {policy.parameters / 1e9:.2f}e9 parameters, of which {policy.learned / 1e9:.3g}e9 learn",
-        f"flags: {spell(plan.choice.way, budget_of(args.memory))} --compile {plan.compiles}",
+        f"flags: {spell(plan.choice.way, budget_of(args.memory)[0])} --compile {plan.compiles}",
         f"GiB of each GPU, which has {card.gib:.1f}: {by_phase}",
         f"GiB of host memory, of which each machine has {plan.machine.host_gib:.0f}: {needed.host / GIB:.0f}",
     ]

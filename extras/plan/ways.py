@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from extras.plan import Hardware, Settled
+from extras.plan import Hardware, Settled, budget_of
 from extras.plan.memory import GIB, Engine, Load, Model, Needed, Way, least_engine, needed
 from extras.plan.sizes import sizes_of
 from rl.flags import flat, settled, spelled
@@ -93,7 +93,7 @@ def ways(memory: Any, least: int, *, has_adapters: bool) -> list[Way]:
     Args: least, the tokens that a micro-batch must hold; has_adapters, whether adapters learn, whose moments are so
     small that it does not help to move them.
     """
-    budget = vars(memory)[budget_of(memory)]
+    _, budget = budget_of(memory)
     few = [n for n in (*TOKENS, *FEW) if n > least] + [least]
     large = [n for n in few if n >= min(TOKENS)] or few[:1]
     small = [n for n in few if n not in large]
@@ -128,7 +128,7 @@ def choose(load: Load, memory: Any, hardware: Hardware) -> Choice:
         )
     if fitting := [x for x in fits_host if _fits(x.needed, hardware)]:
         return fitting[0]
-    raise DoesNotFit(_why_not(found, fits_host, load, hardware, budget_of(memory)))
+    raise DoesNotFit(_why_not(found, fits_host, load, hardware, budget_of(memory)[0]))
 
 
 def _fits(x: Needed, hardware: Hardware) -> bool:
@@ -165,11 +165,6 @@ def _why_not(found: list[Choice], fits_host: list[Choice], load: Load, hardware:
     )
 
 
-def budget_of(memory: Any) -> str:
-    """The name of the flag that limits the tokens of a micro-batch."""
-    return next(name for name in vars(memory) if name.endswith("max_token_len_per_gpu"))
-
-
 def spell(way: Way, flag: str) -> str:
     """A way as flags of the command line."""
     words = [f"--activation-checkpointing {way.checkpointing}", f"{spelled(flag)} {way.tokens}"]
@@ -185,7 +180,7 @@ def _gib(x: float) -> str:
 def settle(args: Any, least: int, hardware: Hardware, then: dict[str, Any] | None) -> Settled:
     """See `extras.plan.settle`."""
     memory, load = args.memory, load_of(args, hardware, least)
-    flag = budget_of(memory)
+    flag, _ = budget_of(memory)
     found, why = None, ""
     if then:
         found, why = _again(then, load, memory, hardware)
@@ -217,7 +212,7 @@ def _again(then: dict[str, Any], load: Load, memory: Any, hardware: Hardware) ->
     """The recorded way of a run that is resumed, or why it is not used again."""
     if not {"gpu", "ranks"} <= then.keys():
         return None, ""
-    flag = budget_of(memory)
+    flag, _ = budget_of(memory)
     names = ("activation_checkpointing", flag, "optimizer_offload", "param_offload")
     way = Way(*(then.get(name) for name in names))
     unused = f"the checkpoint's {spell(way, flag)} is not used again, since"

@@ -8,14 +8,14 @@ class Args(RL):
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from extras.families import check_routed
 from extras.judges import RewardModelFlags, check_score_head
-from extras.plan import Hardware, Planned, Settled, hardware, settle
+from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
 from rl.data.prompts import Data
 from rl.flags import AtLeast1, Auto, Free, Share, check_limits, flat, settled, spelled
 from rl.model.checks import LENGTHS, check_trainable, open_model
@@ -138,11 +138,6 @@ def check(args: Any, *, scores: bool = False) -> PreTrainedTokenizerBase:
     check_trainable(args.model, max_length_of(args), LENGTHS if is_rl else "--max-length")
     settled_memory(args, [hardware()])
     return tokenizer
-
-
-def budget_of(memory: Memory) -> tuple[str, int | Literal["auto"]]:
-    """The name and the value of the flag that limits the tokens of a micro-batch."""
-    return next((name, value) for name, value in vars(memory).items() if name.endswith("max_token_len_per_gpu"))
 
 
 def units(args: Any) -> dict[str, int]:

@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from extras.plan import compiling_pays, hardware, rehearse
+from extras.plan import budget_of, compiling_pays, hardware, rehearse
 from rl import stop
 from rl.console import let_go_of_output, progress_line, say, show_sample, started
 from rl.data.encode import stop_token_ids
@@ -23,7 +23,7 @@ from rl.model.sharding import copy_weights, keep_moments_on_host, offload, onloa
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run import checkpoint, loop_state, resume, samples, watchdog
 from rl.run.alarms import Alarms
-from rl.run.arguments import budget_of, max_length_of, settled_memory
+from rl.run.arguments import max_length_of, settled_memory
 from rl.run.checkpoint_tensors import Trained
 from rl.run.clock import Clock
 from rl.run.metrics import of_staleness

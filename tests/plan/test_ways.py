@@ -58,7 +58,7 @@ def hardware(gpu, host=1000, ranks=1, local=None):
 def chosen(args, *where, then=None):
     found = settle(args, max(units(args).values()), [hardware(*where)], then)
     memory = found.memory
-    tokens = vars(memory)[ways.budget_of(memory)]
+    _, tokens = ways.budget_of(memory)
     return Way(memory.activation_checkpointing, tokens, memory.optimizer_offload, memory.param_offload)
 
 

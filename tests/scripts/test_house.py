@@ -26,9 +26,9 @@ from launch import ROOT
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
     "core": 5008,
-    "wall": 1750,
-    "import train_grpo": 6509,
-    "import sft": 6274,
+    "wall": 1748,
+    "import train_grpo": 6507,
+    "import sft": 6272,
     "import eval": 3538,
     "eval.py": 110,
     "sft.py": 102,
