@@ -184,7 +184,7 @@ class Environments:
         """Forget a conversation; returns its report, with the seconds it has waited for answers."""
         x = self.open.pop(key)
         self._close(x, kill=bool(x.asked_at))
-        return x.report | {"seconds": round(x.waited_s, 3)}
+        return x.report | {"seconds": round(x.waited_s, 6)}
 
     def close(self) -> None:
         """End all processes."""
