@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 
+from extras.correction import Correction
 from extras.samplers import SamplerFlags, Work, open_pool
 from rl.data.batching import make_batch
 from rl.data.types import take_rows
@@ -37,8 +38,6 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling import correction
-from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout
 from rl.sampling.rollout import gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
@@ -190,7 +189,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
                 # How much more likely the proximal policy makes a token than the one that sampled it; no gradient.
-                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:

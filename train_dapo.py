@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 
+from extras.correction import Correction
 from rl.data.batching import make_batch
 from rl.data.order import ByIndex, prompts_for_step
 from rl.data.types import take_rows
@@ -39,8 +40,7 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling import correction, waiting_groups
-from rl.sampling.correction import Correction
+from rl.sampling import waiting_groups
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
@@ -247,7 +247,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
                 # By default exp(old_logp - rollout_logp), at most 2: groups that waited are from an older policy.
-                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
 

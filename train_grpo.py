@@ -42,7 +42,6 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
@@ -194,7 +193,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)
                 is_clipped = (pg_loss != unclipped).float()
                 # 1, unless a flag such as --rollout-is asks to correct for the engine's slightly different log-probs.
-                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss
                 if reference is not None:

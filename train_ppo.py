@@ -44,7 +44,6 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling import correction
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
@@ -248,7 +247,7 @@ def main(args: Args) -> dict[str, float]:
                 pg_loss = torch.where(A < 0, torch.minimum(pg_loss, -A * args.clip_ratio_c), pg_loss)  # dual clip
                 is_clipped = (pg_loss != unclipped).float()
                 # The engine's log-probs are not quite the trainer's. Corrects for that if a flag asks for it; else 1.
-                weights = correction.weights(args.correction, logp, old_logp, micro.rollout_logp, A, mask)
+                weights = args.correction.weights(logp, old_logp, micro.rollout_logp, A, mask)
                 pg_loss = pg_loss * weights
                 loss = pg_loss - args.entropy_coeff * entropy
                 if args.kl.use_kl_loss:  # by default k3: exp(-d) + d - 1 with d = logp - ref_logp

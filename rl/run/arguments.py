@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.correction import Correction
 from extras.families import check_routed
 from extras.judges import RewardModelFlags, check_score_head
 from extras.plan import Hardware, Planned, Settled, budget_of, hardware, settle
@@ -25,7 +26,6 @@ from rl.run.alarms import parse_alarm
 from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints, first_day, folder_of
 from rl.run.tracking import LoggingRL, LoggingSupervised
-from rl.sampling.correction import Correction
 from rl.sampling.engines import Rollout, check_engine_flags
 from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation

@@ -67,7 +67,7 @@ class Means:
         proximal: str = "recomputed",
     ) -> None:
         """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
-        any, the weights of `correction.weights` and the ages of tokens, (b, T).
+        any, the weights of `Correction.weights` and the ages of tokens, (b, T).
 
         Args: proximal, whose log-probs old_logp has: --proximal-policy of train_async.py. Only "recomputed" ones are
         the trainer's, so with others nothing is known of the ratio and the gap between trainer and engine.

@@ -223,11 +223,12 @@ def public_functions(path: Path) -> set[str]:
 def test_every_formula_is_in_papers_and_every_name_there_exists():
     text = (ROOT / "docs" / "papers.md").read_text()
     named = {tuple(x.split(".")) for x in spans(text) if re.fullmatch(r"[a-z_]+\.[a-z_0-9]+", x)}
-    library = list((ROOT / "rl").rglob("*.py"))
-    named = {(module, name) for module, name in named if module in {path.stem for path in library}}
-    existing = {(path.stem, name) for path in library for name in public_functions(path)}
-    known = "advantages losses correction preference distillation implicit_reward schedule critic".split()
-    formulas = {(m, f) for m, f in existing if m in known}
+    library = [*(ROOT / "rl").rglob("*.py"), *(ROOT / "extras").rglob("*.py")]
+    modules = {path: path.parent.name if path.stem == "__init__" else path.stem for path in library}
+    named = {(module, name) for module, name in named if module in modules.values()}
+    existing = {(module, name) for path, module in modules.items() for name in public_functions(path)}
+    known = "advantages losses correction ratios preference distillation implicit_reward schedule critic".split()
+    formulas = {(path.stem, name) for path in library if path.stem in known for name in public_functions(path)}
     assert len(formulas) > 30
     assert named - existing == set()
     assert formulas - named == set()
@@ -236,7 +237,8 @@ def test_every_formula_is_in_papers_and_every_name_there_exists():
 
 
 def test_every_paper_that_the_code_names_is_in_papers():
-    files = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py"), *(ROOT / "rewards").glob("*.py")]
+    files = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py"), *(ROOT / "extras").rglob("*.py")]
+    files += (ROOT / "rewards").glob("*.py")
     cited = {paper for path in files for paper in ARXIV.findall(path.read_text())}
     assert len(cited) > 20
     assert cited - set(ARXIV.findall((ROOT / "docs" / "papers.md").read_text())) == set()

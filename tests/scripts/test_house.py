@@ -25,22 +25,22 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 5008,
+    "core": 4939,
     "wall": 1748,
-    "import train_grpo": 6507,
-    "import sft": 6272,
+    "import train_grpo": 6438,
+    "import sft": 6203,
     "import eval": 3538,
     "eval.py": 110,
     "sft.py": 102,
-    "train_async.py": 177,
+    "train_async.py": 176,
     "train_dapo.py": 221,
-    "train_distill.py": 199,
+    "train_distill.py": 198,
     "train_dpo.py": 204,
-    "train_grpo.py": 161,
-    "train_grpo_variants.py": 246,
-    "train_ppo.py": 219,
-    "train_prime.py": 227,
-    "train_reinforce.py": 206,
+    "train_grpo.py": 160,
+    "train_grpo_variants.py": 245,
+    "train_ppo.py": 218,
+    "train_prime.py": 226,
+    "train_reinforce.py": 205,
     "train_reward.py": 111,
 }
 

@@ -11,18 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import train_grpo_variants
+from extras.correction import Correction
 from rl.data.batching import collate, plan_micro_batches
 from rl.data.types import Batch, Sample, Sampling, take_rows
 from rl.formulas import losses
 from rl.model import sharding
 from rl.model.logprobs import token_logprobs
-from rl.sampling import correction
 
 TEMPERATURE = 0.7
 SCALE = 24  # divisor of seq-mean-token-sum-norm
 NUMBERS = dict(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05, ppo_kl_coef=0.3)
 NARROW = {"dppo_tv": 3e-3, "dppo_kl": 1e-3}  # clips for losses that bound probabilities, which are about 1 / 80 here
-CORRECTION = correction.Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
+CORRECTION = Correction(rollout_is="sequence", rollout_mask="token", rollout_mask_threshold=1.2)
 EXTRAS = dict(entropy=0.1, kl=0.2)  # weights of the entropy bonus and of the KL term in "all terms"
 LOSS_MODES = [
     *(name for name in train_grpo_variants.LOSSES if name != "luspo"),
@@ -88,7 +88,7 @@ def token_objective(
     loss, clipped = formula(*inputs, chosen=batch.chosen, **numbers)
     if loss_mode == "all terms":
         both = batch.rollout_logp, batch.advantages, batch.response_mask
-        loss = loss * correction.weights(CORRECTION, logp, batch.old_logp, *both)
+        loss = loss * CORRECTION.weights(logp, batch.old_logp, *both)
         loss = loss - EXTRAS["entropy"] * entropy + EXTRAS["kl"] * losses.kl(logp, batch.ref_logp, "k3")
     return loss, clipped
 

@@ -1,8 +1,4 @@
-"""Rollout correction: what to do if the policy that sampled the responses is not the one that learns from them.
-
-They differ because the engine computes with other kernels than the trainer, because groups may have waited for a step
-(DAPO), and because a step may make several updates. Weights keep the gradient right on average, and masks leave out
-tokens whose ratio is too far from 1. Both multiply the policy loss of a token; denominators stay as they are.
+"""The ratios of trainer to engine, and the weights and masks that are made of them.
 
 B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_logp_t and L tokens in a row:
 
@@ -10,13 +6,15 @@ B sequences, T tokens. There are three ratios, with x_t = old_logp_t - rollout_l
     sequence   exp(sum_t x_t)      of the whole response, the same on all its tokens
     geometric  exp(sum_t x_t / L)  the mean of its tokens, likewise
 
-Every function is pure, keeps the floating dtype it is given, and asserts the shapes it expects. A mask is 1 on tokens
-that the policy sampled; what stands where it is 0, NaN included, never reaches a result.
+Every weight and mask multiplies the policy loss of a token; the denominators of the loss stay as they are. Every
+function is pure, keeps the floating dtype that it is given, and asserts the shapes that it expects. A mask is 1 on
+tokens that the policy sampled. What stands where it is 0, NaN included, never reaches a result.
 """
 
 import torch
 from torch import Tensor
 
+from extras.correction import Correction
 from rl.formulas.shared import MAX_LOG_RATIO, check_shapes
 
 
@@ -106,3 +104,25 @@ def probability_mask(logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, thresh
     check_shapes(logp, rollout_logp, mask)
     moved = torch.where(mask.bool(), logp.exp() - rollout_logp.exp(), 0.0).detach()
     return (moved.abs() <= threshold).to(logp.dtype)
+
+
+def weights(
+    flags: Correction, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """The product of all corrections that the flags ask for: see `extras.correction.Correction.weights`."""
+    result = torch.ones_like(old_logp)
+    if flags.weighs:
+        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_is)
+        result = result * truncated(ratio, low=flags.rollout_is_threshold_lower, high=flags.rollout_is_threshold)
+    low, high = flags.rollout_mask_threshold_lower, flags.rollout_mask_threshold
+    if flags.rollout_mask == "veto":
+        ratio = rollout_ratio(old_logp, rollout_logp, mask, level="token")
+        result = result * all_within(ratio, mask, low=low, high=high)
+    elif flags.rollout_mask != "none":
+        ratio = rollout_ratio(old_logp, rollout_logp, mask, level=flags.rollout_mask)
+        result = result * within(ratio, low=low, high=high)
+    if (threshold := flags.off_policy_mask_threshold) is not None:
+        result = result * off_policy_mask(logp, rollout_logp, advantages, mask, threshold=threshold)
+    if (threshold := flags.probability_mask_threshold) is not None:
+        result = result * probability_mask(logp, rollout_logp, mask, threshold=threshold)
+    return result

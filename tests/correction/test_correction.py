@@ -6,9 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from rl.formulas import correction
-from rl.sampling.correction import Correction
-from rl.sampling.correction import weights as weights_of
+from extras.correction import Correction, ratios
 
 NAN = float("nan")
 LEVELS = ["token", "sequence", "geometric"]
@@ -87,36 +85,36 @@ def loop_reference(args, logp, old_logp, rollout_logp, advantages, mask):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_match_loop_reference(name):
     args, batch = Correction(**SETTINGS[name]), token_batch()
-    weights, mask = weights_of(args, *batch), batch[-1].bool()
+    weights, mask = args.weights(*batch), batch[-1].bool()
     check(weights[mask], torch.tensor(loop_reference(args, *batch))[mask].tolist(), 1e-6)
     assert len(weights[mask].unique()) > 1  # the setting does something here
 
 
 def test_settings_differ():
     batch = token_batch()
-    results = {name: weights_of(Correction(**x), *batch) * batch[-1] for name, x in SETTINGS.items()}
+    results = {name: Correction(**x).weights(*batch) * batch[-1] for name, x in SETTINGS.items()}
     for first, second in combinations(results, 2):
         assert (results[first] - results[second]).abs().max() > 1e-3, (first, second)
 
 
 def test_without_a_flag_every_weight_is_exactly_one():
-    assert (weights_of(Correction(), *token_batch()) == 1).all()
+    assert (Correction().weights(*token_batch()) == 1).all()
 
 
 @pytest.mark.parametrize("name", [x for x in SETTINGS if "off-policy" not in x])
 def test_where_engine_and_trainer_agree_every_weight_is_exactly_one(name):
     logp, _, _, advantages, mask = token_batch()
-    assert (weights_of(Correction(**SETTINGS[name]), logp, logp, logp, advantages, mask) == 1).all()
+    assert (Correction(**SETTINGS[name]).weights(logp, logp, logp, advantages, mask) == 1).all()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_do_not_depend_on_how_rows_are_batched(name):
     args, batch = Correction(**SETTINGS[name]), token_batch()
-    whole = weights_of(args, *batch)
+    whole = args.weights(*batch)
     for rows in ([3], [6, 0], [5, 2, 1, 4]):
         part = [torch.cat([x[rows], NAN * x[rows][:, :3]], dim=1) for x in batch[:-1]]  # wider, with rubbish
         mask = torch.cat([batch[-1][rows], torch.zeros(len(rows), 3)], dim=1)
-        torch.testing.assert_close(weights_of(args, *part, mask)[:, :9], whole[rows], rtol=1e-12, atol=0)
+        torch.testing.assert_close(args.weights(*part, mask)[:, :9], whole[rows], rtol=1e-12, atol=0)
 
 
 def test_rollout_ratio_matches_hand_values():
@@ -125,27 +123,27 @@ def test_rollout_ratio_matches_hand_values():
     mask = f64([[1, 0, 1], [0, 0, 0], [1, 0, 0]])
     expected = {"token": [2, 1, 8], "sequence": [16, 1, 16], "geometric": [4, 1, 4]}
     for level, row in expected.items():
-        check(correction.rollout_ratio(old_logp, rollout_logp, mask, level=level), [row, [1, 1, 1], [3, 1, 1]])
+        check(ratios.rollout_ratio(old_logp, rollout_logp, mask, level=level), [row, [1, 1, 1], [3, 1, 1]])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_rollout_ratio_is_bounded_and_detached(level):
     old_logp = f64([[900.0, 900.0], [-900.0, -900.0]]).requires_grad_()
-    ratio = correction.rollout_ratio(old_logp, torch.zeros(2, 2), torch.ones(2, 2), level=level)
+    ratio = ratios.rollout_ratio(old_logp, torch.zeros(2, 2), torch.ones(2, 2), level=level)
     assert not ratio.requires_grad
     check(ratio[:, 0], [math.exp(20), math.exp(-20)])
 
 
 def test_rollout_ratio_rejects_an_unknown_level():
     with pytest.raises(ValueError, match="unknown level 'geo'; known: token, sequence, geometric"):
-        correction.rollout_ratio(*torch.zeros(3, 1, 1), level="geo")
+        ratios.rollout_ratio(*torch.zeros(3, 1, 1), level="geo")
 
 
 def test_bounds_match_hand_values():
     ratio = f64([[0.25, 0.5, 1.0, 2.0, 2.5]])
-    check(correction.truncated(ratio, low=0.0, high=2.0), [[0.25, 0.5, 1, 2, 2]])
-    check(correction.truncated(ratio, low=0.5, high=2.0), [[0.5, 0.5, 1, 2, 2]])
-    check(correction.within(ratio, low=0.5, high=2.0), [[0, 1, 1, 1, 0]])  # both bounds are within
+    check(ratios.truncated(ratio, low=0.0, high=2.0), [[0.25, 0.5, 1, 2, 2]])
+    check(ratios.truncated(ratio, low=0.5, high=2.0), [[0.5, 0.5, 1, 2, 2]])
+    check(ratios.within(ratio, low=0.5, high=2.0), [[0, 1, 1, 1, 0]])  # both bounds are within
 
 
 def test_off_policy_mask_matches_hand_values():
@@ -153,22 +151,22 @@ def test_off_policy_mask_matches_hand_values():
     rollout = f64([[-1.0, NAN, -1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     logp = f64([[-1.5, 9.0, -1.1], [-1.3, -1.3, -1.3], [-0.7, -0.7, -0.7]]).requires_grad_()
     mask, advantages = f64([[1, 0, 1], [1, 1, 1], [1, 1, 1]]), f64([[-1.0] * 3, [0.0, 1.0, -2.0], [-1.0] * 3])
-    actual = correction.off_policy_mask(logp, rollout, advantages, mask, threshold=0.2)
+    actual = ratios.off_policy_mask(logp, rollout, advantages, mask, threshold=0.2)
     check(actual, [[0, 1, 0], [1, 1, 0], [1, 1, 1]])
     assert not actual.requires_grad
-    assert (correction.off_policy_mask(logp, rollout, advantages, mask, threshold=0.4) == 1).all()
+    assert (ratios.off_policy_mask(logp, rollout, advantages, mask, threshold=0.4) == 1).all()
     logp, short = f64([[-1.5, NAN], [-1.25, NAN], [NAN, NAN]]), f64([[1, 0], [1, 0], [0, 0]])
-    actual = correction.off_policy_mask(logp, -torch.ones(3, 2).double(), logp, short, threshold=0.25)
+    actual = ratios.off_policy_mask(logp, -torch.ones(3, 2).double(), logp, short, threshold=0.25)
     check(actual, [[0, 1], [1, 1], [1, 1]])  # have moved by 0.5, by exactly 0.25, and a row without tokens
 
 
 def test_probability_mask_matches_hand_values():
     # from 0.01 to 0.09, a ratio of 9; from 0.9 to 0.5 and back; nonsense; a token that was not sampled
     rollout, logp = f64([[0.01, 0.9, 0.5, NAN]]).log(), f64([[0.09, 0.5, 0.9, 0.5]]).log().requires_grad_()
-    actual = correction.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.3)
+    actual = ratios.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.3)
     check(actual, [[1, 0, 0, 1]])
     assert not actual.requires_grad
-    check(correction.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.41), [[1, 1, 1, 1]])
+    check(ratios.probability_mask(logp, rollout, f64([[1, 1, 1, 0]]), threshold=0.41), [[1, 1, 1, 1]])
 
 
 # --- every public function ---
@@ -177,19 +175,19 @@ BT = torch.linspace(-1, 1, 30).reshape(5, 6)
 MASK = (torch.arange(30) % 4 != 1).float().reshape(5, 6)
 FIVE = [BT, BT.flip(0), BT.flip(1) + 0.1, BT - 0.3, MASK]
 CALLS = {
-    "rollout_ratio": (correction.rollout_ratio, [BT, BT.flip(0), MASK], {"level": "geometric"}),
-    "truncated": (correction.truncated, [BT], {"low": 0.1, "high": 0.5}),
-    "within": (correction.within, [BT], {"low": 0.1, "high": 0.5}),
-    "all_within": (correction.all_within, [BT, MASK], {"low": 0.1, "high": 0.5}),
-    "off_policy_mask": (correction.off_policy_mask, FIVE[1:], {"threshold": 0.1}),
-    "probability_mask": (correction.probability_mask, [BT, BT.flip(0), MASK], {"threshold": 0.5}),
-    "weights": (lambda *x: weights_of(Correction(**SETTINGS["all"]), *x), FIVE, {}),
+    "rollout_ratio": (ratios.rollout_ratio, [BT, BT.flip(0), MASK], {"level": "geometric"}),
+    "truncated": (ratios.truncated, [BT], {"low": 0.1, "high": 0.5}),
+    "within": (ratios.within, [BT], {"low": 0.1, "high": 0.5}),
+    "all_within": (ratios.all_within, [BT, MASK], {"low": 0.1, "high": 0.5}),
+    "off_policy_mask": (ratios.off_policy_mask, FIVE[1:], {"threshold": 0.1}),
+    "probability_mask": (ratios.probability_mask, [BT, BT.flip(0), MASK], {"threshold": 0.5}),
+    "weights": (lambda *x: ratios.weights(Correction(**SETTINGS["all"]), *x), FIVE, {}),
 }
 
 
 def test_calls_cover_every_public_function():
-    public = [n for n, f in vars(correction).items() if callable(f) and f.__module__ == correction.__name__]
-    assert sorted(CALLS.keys() - {"weights"}) == sorted(n for n in public if not n.startswith("_"))
+    public = [n for n, f in vars(ratios).items() if callable(f) and f.__module__ == ratios.__name__]
+    assert sorted(CALLS) == sorted(n for n in public if not n.startswith("_"))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,0 +1,55 @@
+"""Rollout correction: what to do if the policy that sampled the responses is not the one that learns from them.
+
+They differ because the engine computes with other kernels than the trainer, because groups may have waited for a step
+(DAPO), and because a step may make several updates. Corrections multiply the policy loss of each token: weights keep
+the gradient right on average, and masks leave out tokens whose probability has changed too much. ratios.py has them.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from rl.flags import Needs, NotNegative, Positive
+
+
+@dataclass(frozen=True)
+class Correction:
+    """rollout correction: the policy that sampled is not quite the one that learns"""
+
+    # weigh tokens by the ratio of trainer to engine, truncated (TIS); default none; --rollout-quantization and
+    # --partial-rollouts ask for one
+    rollout_is: Literal["none", "token", "sequence"] | None = None
+    rollout_is_threshold: Annotated[Positive, Needs("rollout_is")] = 2.0  # largest weight
+    rollout_is_threshold_lower: Annotated[NotNegative, Needs("rollout_is")] = 0.0  # smallest weight
+    # leave out tokens, or responses, whose ratio of trainer to engine is beyond the two bounds below (IcePop, MIS);
+    # veto: responses that have one such token
+    rollout_mask: Literal["none", "token", "sequence", "geometric", "veto"] = "none"
+    rollout_mask_threshold: Annotated[Positive, Needs("rollout_mask")] = 2.0  # largest ratio that is kept
+    rollout_mask_threshold_lower: Annotated[NotNegative, Needs("rollout_mask")] = 0.5  # smallest ratio that is kept
+    # leave out responses with a negative advantage that have become less likely by more than this, in nats a token
+    off_policy_mask_threshold: Positive | None = None
+    # leave out tokens whose probability by the policy that learns and by the engine differ by more than this (IPO)
+    probability_mask_threshold: Positive | None = None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens are weighed by the ratio of trainer to engine."""
+        return self.rollout_is not in (None, "none")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the flags ask for any correction."""
+        thresholds = (self.off_policy_mask_threshold, self.probability_mask_threshold)
+        return self.weighs or self.rollout_mask != "none" or any(x is not None for x in thresholds)
+
+    def weights(self, logp: Any, old_logp: Any, rollout_logp: Any, advantages: Any, mask: Any) -> Any:
+        """What the policy loss of every token is multiplied by: the product of all corrections that the flags ask for.
+
+        Args: the log-probs of each token, (B, T), by the policy that learns (logp), by the policy that starts the step
+        (old_logp) and by the engine (rollout_logp); advantages and mask (B, T). Returns: a tensor (B, T) of the dtype
+        of old_logp, without gradient; it is 1 everywhere if no flag is set.
+        """
+        if not self.is_on:
+            return old_logp.new_ones(old_logp.shape)
+        from extras.correction import ratios
+
+        return ratios.weights(self, logp, old_logp, rollout_logp, advantages, mask)
