@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from extras.agents import EnvironmentFlags, check_rows, make_environments
 from rl.data.encode import encode_prompts, stop_token_ids
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
@@ -24,7 +25,6 @@ from rl.model.checks import check_context, open_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
 from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
-from rl.sampling.environments import EnvironmentFlags, check_rows, make_environments
 from rl.sampling.evaluation import final_answer, majority_vote, of_scoring, pass_at_k
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Scoring, make_scorer, need_truth

@@ -39,12 +39,12 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_time
 from data import arithmetic
+from extras.agents import EnvironmentFlags, make_environments
 from rl.data.encode import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_causal_lm
 from rl.ranks import init_ranks
 from rl.sampling.engines import Engine, Rollout, make_engine
-from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.rollout import seeded
 from rl.sampling.rollouts import Rollouts
 

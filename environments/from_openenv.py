@@ -29,7 +29,7 @@ from typing import Any
 
 from openenv import GenericEnvClient
 
-from rl.sampling.environment_worker import Reply
+from extras.agents.worker import Reply
 
 
 class FromOpenEnv:

@@ -32,7 +32,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rl.sampling.environment_worker import Reply
+from extras.agents.worker import Reply
 
 try:
     from verifiers.types import ClientConfig

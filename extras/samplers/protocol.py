@@ -20,10 +20,10 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
+from extras.agents import EnvironmentFlags
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines.base import Rollout
-from rl.sampling.environments import EnvironmentFlags
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it

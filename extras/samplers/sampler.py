@@ -21,6 +21,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from extras.agents import make_environments
 from extras.samplers import protocol
 from extras.samplers.connection import Connection, Gone
 from extras.samplers.inbox import Inbox
@@ -31,7 +32,6 @@ from rl.data.text import Rendering
 from rl.flags import Seconds
 from rl.ranks import PR_SET_PDEATHSIG, init_ranks
 from rl.sampling.engines import Engine, make_engine
-from rl.sampling.environments import Environments, make_environments
 from rl.sampling.rollouts import Rollouts
 
 REPORT_EVERY_S = 1.0
@@ -53,9 +53,7 @@ class Args:
 class Sampler:
     """Leases in, groups out."""
 
-    def __init__(
-        self, connection: Connection, setup: protocol.Setup, engine: Engine, environments: Environments | None
-    ):
+    def __init__(self, connection: Connection, setup: protocol.Setup, engine: Engine, environments: Any):
         self.connection, self.setup, self.engine = connection, setup, engine
         self.rollouts = Rollouts(engine, environments)
         self.own_seeds = setup.rollout.engine == "hf"  # they cost vLLM time, see `rollout.seeded`

@@ -65,9 +65,9 @@ def encode_prompts(
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
     environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
-    since it is part of what the environment says first (see chat.py). Raises ValueError without a chat template, for
-    messages that it rejects, cannot continue or drops text of (see text.py), for images without a processor or as many
-    places, for a prompt without a token or over the limit, and if no row is left.
+    since it is part of what the environment says first. Raises ValueError without a chat template, for messages that it
+    rejects, cannot continue or drops text of (see text.py), for images without a processor or as many places, for a
+    prompt without a token or over the limit, and if no row is left.
     """
     overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.agents import EnvironmentFlags
 from extras.correction import Correction
 from extras.families import check_routed
 from extras.judges import RewardModelFlags, check_score_head
@@ -27,7 +28,6 @@ from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints, first_day, folder_of
 from rl.run.tracking import LoggingRL, LoggingSupervised
 from rl.sampling.engines import Rollout, check_engine_flags
-from rl.sampling.environments import EnvironmentFlags
 from rl.sampling.evaluation import Validation
 from rl.sampling.rollout import Decoding
 from rl.scoring.pool import BY_DATA_SOURCE, Scoring

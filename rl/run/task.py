@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from extras.agents import check_rows, make_environments
 from extras.judges import open_judges
 from rl.data import images
 from rl.data.encode import named
@@ -11,7 +12,6 @@ from rl.data.packed import Lazy, Row
 from rl.data.prompts import count_steps, load_prompts
 from rl.data.types import Sampling
 from rl.run.arguments import check
-from rl.sampling.environments import Environments, check_rows, make_environments
 from rl.sampling.rollout import sampling_settings
 from rl.scoring.pool import Scorer, make_scorer, need_truth
 
@@ -24,7 +24,7 @@ class Task(NamedTuple):
     val_rows: Lazy[Row]  # of --val-files
     scorer: Scorer  # has started the processes that score responses
     sampling: Sampling  # how responses are sampled: temperature, stop tokens, limit ...
-    environments: Environments | None  # what answers the policy, with --environment or --tools
+    environments: Any  # what answers the policy, with --environment or --tools
     total_steps: int
 
 

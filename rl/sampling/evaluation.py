@@ -15,7 +15,6 @@ from rl.data.types import Sample, Sampling, Score
 from rl.flags import Count, Every, Few, Free, Needs, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
-from rl.sampling.environments import Environments
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Scorer
 
@@ -58,7 +57,7 @@ def evaluate(
     sampling: Sampling,
     validation: Validation,
     ranks: Ranks,
-    environments: Environments | None = None,
+    environments: Any = None,
     *,
     seed: int = 0,
 ) -> Evaluation:

@@ -24,7 +24,6 @@ from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
-from rl.sampling.environments import Environments
 from rl.sampling.rollout import Decoding, sample_groups, seeded
 from rl.sampling.rollouts import Rollouts, saved_group
 
@@ -65,7 +64,7 @@ class InFlight:
         rows: list[Row],
         sampling: Sampling,
         on_group: Callable[[Row, list[Sample]], Any],
-        environments: Environments | None = None,
+        environments: Any = None,
         *,
         step: int,
     ) -> tuple[list[Row], list[Sample], list[Any]]:

@@ -20,7 +20,6 @@ from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine, Rollout
-from rl.sampling.environments import Environments
 from rl.sampling.rollouts import Rollouts
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
@@ -71,7 +70,7 @@ def sample_groups(
     rows: Sequence[dict],
     sampling: Sampling | Sequence[Sampling],
     on_group: Callable[[dict, list[Sample]], Any] | None = None,
-    environments: Environments | None = None,
+    environments: Any = None,
     *,
     seed: int,
 ) -> tuple[list[Sample], list[Any]]:

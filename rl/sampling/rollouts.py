@@ -24,7 +24,6 @@ from rl.data.order import derive_seed
 from rl.data.rows import Row
 from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions, sample_of
 from rl.sampling.engines.base import Engine
-from rl.sampling.environments import Environments
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
 IDLE_WAIT_S = 0.05  # how long to wait for an environment when the engine has nothing to sample
@@ -99,7 +98,7 @@ class Rollouts:
     whenever it begins; without them the engine draws from the global generators.
     """
 
-    def __init__(self, engine: Engine, environments: Environments | None = None, *, seed: int = 0):
+    def __init__(self, engine: Engine, environments: Any = None, *, seed: int = 0):
         self.engine, self.environments, self.seed = engine, environments, seed
         self.count = 0  # responses that were ever started
         # Groups that are not complete: their size, and the responses that are done. Nothing is kept of others.

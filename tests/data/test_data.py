@@ -9,13 +9,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from data import files, gsm8k
+from extras.agents import EnvironmentFlags, check_rows
 from rl.data.encode import encode_conversation, encode_prompts, encode_sft
 from rl.data.order import permutation, prompts_for_step
 from rl.data.prompts import Data, Files, count_steps, load_prompts, read_prompts
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
 from rl.model.checks import check_context
 from rl.run.arguments import Rewards
-from rl.sampling.environments import EnvironmentFlags, check_rows
 from rl.scoring.pool import need_truth
 
 CHATML = (

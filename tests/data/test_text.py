@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 import sft
+from extras.agents.chat import Chat
 from extras.judges.reward_model import prepare_like
-from rl.data.chat import Chat
 from rl.data.encode import encode_conversation, encode_prompts, encode_sft
 from rl.data.prompts import add_given
 from rl.data.rows import read_preference_rows, read_rows, read_sft_rows

@@ -18,8 +18,8 @@ from launch import ROOT
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
+from extras.agents import EnvironmentFlags, make_environments
 from rl.data.encode import load_tokenizer, stop_token_ids
-from rl.sampling.environments import EnvironmentFlags, make_environments
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 REWARD = str(ROOT / "rewards" / "environment.py")
@@ -160,7 +160,7 @@ def test_trl_finds_the_same_tools(trl_game, tmp_path, monkeypatch):
     utils = pytest.importorskip("transformers.utils")
     from datasets import Dataset
 
-    from rl.sampling.environment_worker import load, schemas_of
+    from extras.agents.worker import load, schemas_of
 
     monkeypatch.syspath_prepend(str(tmp_path))
     from trl_game import Game

@@ -11,11 +11,11 @@ from data import calculator, guess
 from environments.calculator import calculate
 from environments.guess import Guess
 from environments.python import python
+from extras.agents import EnvironmentFlags, make_environments
+from extras.agents.worker import Call, Reply, Tools
 from rewards.environment import compute_score
 from rl.data.encode import encode_prompts, encode_sft, load_tokenizer, stop_token_ids
 from rl.data.rows import read_rows, read_sft_rows
-from rl.sampling.environment_worker import Call, Reply, Tools
-from rl.sampling.environments import EnvironmentFlags, make_environments
 
 
 @pytest.mark.parametrize(

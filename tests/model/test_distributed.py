@@ -308,7 +308,7 @@ def untied_model(tmp_path_factory) -> str:
     return str(folder)
 
 
-# Of an engine over both ranks tests/sampling/test_environments.py has pushes, log-probs and tokens too.
+# Of an engine over both ranks tests/agents/test_environments.py has pushes, log-probs and tokens too.
 SHARED = pytest.param(2, id="one engine over both ranks", marks=pytest.mark.thorough)
 
 

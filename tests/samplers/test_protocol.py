@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from extras.agents import EnvironmentFlags
 from extras.samplers import SamplerFlags, Work, protocol
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines import Rollout
-from rl.sampling.environments import EnvironmentFlags
 
 WAY = Sampling(n=1, max_tokens=3)
 ROW = {"prompt_ids": np.int32([1, 2]), "row_index": 3}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from extras.agents import EnvironmentFlags, make_environments
 from rl import stop
 from rl.data.order import prompts_for_step
 from rl.data.types import Response, Sampling, Score
@@ -18,7 +19,6 @@ from rl.flags import build
 from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
 from rl.sampling.engines import Rollout, make_engine
-from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.in_flight import InFlight
 from rl.sampling.rollout import Decoding, sample_groups, side_by_side
 from rl.sampling.rollouts import Rollouts

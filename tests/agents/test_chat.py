@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import arithmetic
-from rl.data import chat
-from rl.data.chat import Chat
+from extras.agents import chat
+from extras.agents.chat import Chat
 from rl.data.encode import encode_prompts
 
 pytestmark = pytest.mark.skipif(not (launch.SHARED / "qwen2_tokenizer").exists(), reason="needs Qwen2's tokenizer")

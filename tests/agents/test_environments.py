@@ -13,12 +13,12 @@ import torch
 from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared_engine, trainer_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from extras.agents import EnvironmentFlags, make_environments
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
 from rl.sampling.engines import Rollout
 from rl.sampling.engines.vllm import TAKE_EVERY
-from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.rollout import check_engine, sample_groups
 from rl.sampling.rollouts import Rollouts
 
@@ -273,7 +273,7 @@ WORLDS = {"hf": ("hf", 1, 1), "hf, 2 ranks": ("hf", 1, 2), "vllm, 2 ranks": ("vl
 
 @pytest.fixture(scope="module")
 def sampled(split_model, tmp_path_factory):
-    """sampled(world): what tests/sampling/conversation_ranks.py has found on each of its ranks."""
+    """sampled(world): what tests/agents/conversation_ranks.py has found on each of its ranks."""
 
     @cache
     def found(name):

@@ -14,13 +14,12 @@ A user's class; every method but `step` may be missing, and each may be `async`:
         def close(self):                          called when the conversation has ended
 
 Without `step` the calls of `tools` are made, until a turn has none. Tokens and limits are not its business: what the
-policy sampled stays as it is, and messages are appended by the chat template (rl/data/chat.py). An exception, a hang or
+policy sampled stays as it is, and messages are appended by the chat template (chat.py). An exception, a hang or
 the death of its process ends a conversation, which then has no score, is counted, and is not learned from.
 """
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import pickle
 import resource
@@ -31,40 +30,21 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from extras.agents import EnvironmentFlags
+from extras.agents.chat import Calls, Chat
+from extras.agents.worker import MAX_ANSWER, Call, Reply
 from rl import children
 from rl.console import say
-from rl.data.chat import Calls, Chat
-from rl.data.encode import named
 from rl.data.rows import Row
 from rl.data.text import FAULTS
-from rl.flags import AtLeast1, Free, Needs, Seconds
-from rl.sampling.environment_worker import MAX_ANSWER, Call, Reply
 from rl.scoring.worker import as_number
 
 START_SECONDS = 120  # to import the user's file, and to reach a tool server
 END_SECONDS = 15  # for the `close` of environments, when all end
-
-
-PARTNER = Needs("environment", "tools")
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentFlags:
-    """environment: what answers the policy, turn by turn"""
-
-    environment: str | None = None  # file.py[:Class], by default Environment; docs/environments.md has the contract
-    # tools that the policy may call: file.py[:function], all of the file by default, or the URL of an MCP server
-    tools: tuple[str, ...] = ()
-    # of the policy in one conversation; all of it has --max-response-length tokens
-    max_turns: Annotated[AtLeast1, PARTNER] = 8
-    # seconds for one answer; then the conversation ends without a score
-    environment_timeout: Free[Annotated[Seconds, PARTNER]] = 60.0
-    # characters of a tool's result; more are cut, with a mark
-    max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
 
 
 class Answer(NamedTuple):
@@ -120,7 +100,7 @@ class Environments:
     def _launch(self) -> dict[str, Any]:
         """Start the process from which those of the conversations are forked; returns its first message."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = children.start_worker("rl.sampling.environment_worker.main", theirs)
+        self.process = children.start_worker("extras.agents.worker.main", theirs)
         flags = self.flags
         self.control.send(pickle.dumps((flags.environment, flags.tools, flags.max_tool_response_length)))
         self.control.settimeout(START_SECONDS)
@@ -272,26 +252,3 @@ class Environments:
             x.socket, x.asked_at = None, 0.0
             if kill:
                 self._later("end", x.number)
-
-
-def check_rows(flags: EnvironmentFlags, rows: Sequence[Row]) -> None:
-    """Raise ValueError for a row of verl's whose tools want to know something of it: those of --tools do not."""
-    for row in rows if flags.tools else ():
-        own = row | row.get("extra_info", {})
-        if own.get("need_tools_kwargs"):
-            names = ", ".join(own.get("tools_kwargs") or {}) or "a tool"
-            raise ValueError(
-                f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
-                "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
-            )
-
-
-def make_environments(
-    flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
-) -> Environments | None:
-    """The environments that the flags ask for; None without --environment and --tools. Raises ValueError for both of
-    these, or as `Environments`.
-    """
-    if flags.environment and flags.tools:
-        raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
-    return Environments(flags, tokenizer, stop_ids) if flags.environment or flags.tools else None

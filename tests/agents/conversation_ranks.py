@@ -1,7 +1,7 @@
 """Run by torchrun: conversations on several ranks, with an engine a rank, or one over all of them; then steps of single
 responses that outlive them.
 
-torchrun --nproc_per_node N tests/sampling/conversation_ranks.py MODEL GAME OUT ENGINE TP    writes OUT/rank{rank}.pt
+torchrun --nproc_per_node N tests/agents/conversation_ranks.py MODEL GAME OUT ENGINE TP    writes OUT/rank{rank}.pt
 """
 
 import sys
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from extras.agents import EnvironmentFlags, make_environments
 from rl import stop
 from rl.data.types import Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.sampling.engines import Rollout, make_engine
-from rl.sampling.environments import EnvironmentFlags, make_environments
 from rl.sampling.in_flight import InFlight
 from rl.sampling.rollout import Decoding, check_engine
 from rl.sampling.rollouts import Rollouts

@@ -21,8 +21,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rl.sampling import environment_worker
-from rl.sampling.environments import EnvironmentFlags, make_environments
+from extras.agents import EnvironmentFlags, make_environments, worker
 
 END = 2  # <|im_end|>
 
@@ -348,8 +347,8 @@ Pair = collections.namedtuple("Pair", "a b")
     ids=range(38),
 )
 def test_what_a_tool_returns_reaches_the_policy_as_json(value, text):
-    tools = environment_worker.Tools({"f": lambda: value}, 1000)
-    [message] = tools.step(environment_worker.Reply("", (environment_worker.Call("1", "f", {}),), 1))
+    tools = worker.Tools({"f": lambda: value}, 1000)
+    [message] = tools.step(worker.Reply("", (worker.Call("1", "f", {}),), 1))
     assert message["content"] == text and tools.errors == 0
 
 
@@ -384,10 +383,10 @@ def test_two_tools_of_one_name_are_refused(environment, files, problem, tmp_path
     specs = [str(tmp_path / name.partition(":")[0]) + ".py" + "".join(name.partition(":")[1:]) for name in files]
     arguments = (str(tmp_path / "e.py") if environment else None, specs, 100)
     if problem is None:
-        assert len(environment_worker.load(*arguments)[1]) == len(files or "fg")
+        assert len(worker.load(*arguments)[1]) == len(files or "fg")
     else:
         with pytest.raises(ValueError, match=f"two tools are called {problem}"):
-            environment_worker.load(*arguments)
+            worker.load(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -405,14 +404,14 @@ def test_what_is_no_tool_is_refused(tool, shown, tmp_path):
     (tmp_path / "a.py").write_text(f"tool = {tool}\n" + CLASS.replace("TOOLS", "tool,"))
     words = re.escape(f"{shown} is no tool: give a function, or its JSON schema with a name")
     with pytest.raises(ValueError, match=words):
-        environment_worker.load(str(tmp_path / "a.py"), [], 100)
+        worker.load(str(tmp_path / "a.py"), [], 100)
     with pytest.raises(ValueError, match=words + "|a.py:tool is no function but " + re.escape(shown)):
-        environment_worker.load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
+        worker.load(None, [f"{tmp_path / 'a.py'}:tool"], 100)
 
 
 def test_a_schema_may_hold_what_json_does_not_have():
     schema = {"name": "f", "parameters": {"properties": {"x": {"enum": {2, 1}, "default": np.int64(1)}}}}
-    [found] = environment_worker.schemas_of([schema])
+    [found] = worker.schemas_of([schema])
     assert json.dumps(found)
     assert found["function"]["parameters"] == {"properties": {"x": {"enum": [1, 2], "default": 1}}}
 

@@ -1,0 +1,58 @@
+"""What answers the policy while it samples: environments of the user's, tools, and tool servers (MCP).
+
+    torchrun train_grpo.py --tools calculator.py                  functions that the policy may call
+    torchrun train_grpo.py --environment game.py:Game --max-turns 8
+
+docs/environments.md has the contract of a user's class. environments.py is the trainer's side of the processes in which
+environments live, worker.py is the other side, and chat.py turns messages into tokens and back by the chat template.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from rl.flags import AtLeast1, Free, Needs, Seconds
+
+PARTNER = Needs("environment", "tools")
+
+
+@dataclass(frozen=True)
+class EnvironmentFlags:
+    """environment: what answers the policy, turn by turn"""
+
+    environment: str | None = None  # file.py[:Class], by default Environment; docs/environments.md has the contract
+    # tools that the policy may call: file.py[:function], all of the file by default, or the URL of an MCP server
+    tools: tuple[str, ...] = ()
+    # of the policy in one conversation; all of it has --max-response-length tokens
+    max_turns: Annotated[AtLeast1, PARTNER] = 8
+    # seconds for one answer; then the conversation ends without a score
+    environment_timeout: Free[Annotated[Seconds, PARTNER]] = 60.0
+    # characters of a tool's result; more are cut, with a mark
+    max_tool_response_length: Annotated[AtLeast1, PARTNER] = 4096
+
+
+def make_environments(flags: EnvironmentFlags, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
+    """The `Environments` that the flags ask for; None without --environment and --tools. Raises ValueError for both of
+    these, or as `environments.Environments`.
+    """
+    if flags.environment and flags.tools:
+        raise ValueError("--environment and --tools exclude each other; give the class the functions as its `tools`")
+    if not (flags.environment or flags.tools):
+        return None
+    from extras.agents.environments import Environments
+
+    return Environments(flags, tokenizer, stop_ids)
+
+
+def check_rows(flags: EnvironmentFlags, rows: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for a row of verl's whose tools want to know something of it: those of --tools do not."""
+    from rl.data.rows import named
+
+    for row in rows if flags.tools else ():
+        settings = row | row.get("extra_info", {})
+        if settings.get("need_tools_kwargs"):
+            names = ", ".join(settings.get("tools_kwargs") or {}) or "a tool"
+            raise ValueError(
+                f"{named(row)}: has need_tools_kwargs, values for {names} that the policy does not see; --tools get "
+                "what the policy writes alone. Leave the row out, or give --environment, whose `reset` gets the row"
+            )

@@ -1,0 +1,59 @@
+"""One engine of each kind for all tests of a file: to start vLLM takes as long as most of them together."""
+
+import contextlib
+from collections.abc import Iterator
+
+import helpers_scripts as h
+import launch
+import pytest
+from helpers_engines import without_shortcuts
+from torch import nn
+
+from extras.engines import hf
+from rl.model.load import load_causal_lm
+from rl.model.sharding import shard
+from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines.base import Engine
+
+MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
+LONGEST = 320
+
+
+@pytest.fixture(scope="module")
+def hf_engine(world, tiny_model) -> Iterator[hf.Engine]:
+    """The plain engine."""
+    engine = hf.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(world, tiny_model) -> Iterator[vllm.Engine]:
+    """vLLM, with shortcuts."""
+    h.needs_vllm()
+    launch.look_at_classes_here()
+    engine = vllm.Engine(tiny_model, world, Rollout(max_num_seqs=MAX_NUM_SEQS), longest=LONGEST)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request) -> Engine:
+    """An engine that other tests have used, so a test must push the weights it wants to see."""
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(params=["hf", "vllm", pytest.param("vllm without shortcuts", marks=pytest.mark.thorough)])
+def every_engine(request) -> Iterator[Engine]:
+    """Also vLLM without the shortcuts, as on a version that nobody has tested them with; test_requests.py compares the
+    responses of both.
+    """
+    engine = request.getfixturevalue(f"{request.param.split()[0]}_engine")
+    with without_shortcuts(engine) if "without" in request.param else contextlib.nullcontext():
+        yield engine
+
+
+@pytest.fixture
+def policy(tiny_model, world) -> nn.Module:
+    """The policy of the tiny model, for a test to change."""
+    return shard(load_causal_lm(tiny_model, world), world)
