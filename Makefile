@@ -39,7 +39,7 @@ demo: install
 	$(BIN)/python benchmarks/demo.py
 
 check: lint
-	$(PYTEST) tests/formulas tests/data
+	$(PYTEST) tests/formulas tests/data tests/demonstrations
 
 test: install
 ifndef VLLM

@@ -16,20 +16,18 @@ given the tokens before it.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 
+from extras.demonstrations import load_demonstrations
 from rl.console import progress
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_all, encode_sft
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
-from rl.data.rows import read_sft_rows
-from rl.data.types import Batch, Sample, take_rows
+from rl.data.types import Batch, take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.load import load_policy
@@ -59,18 +57,6 @@ class Args(Supervised):  # and the groups of flags in rl/run/arguments.py: LoRA,
     logging: LoggingSupervised = LoggingSupervised(experiment_name="sft")
 
 
-def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong: bool) -> Sequence[Sample]:
-    """Rows -> samples whose response mask is 1 for the learned tokens. Raises ValueError naming a row that is too long,
-    or drops it with `filter_overlong`.
-    """
-
-    def sample(row: dict) -> Sample:
-        ids, mask = encode_sft(tokenizer, row, max_length=max_length)
-        return Sample([], ids, mask, [0.0] * len(ids), "stop", row["row_index"])
-
-    return encode_all(rows, sample, max_length, filter_overlong=filter_overlong)
-
-
 def count_learned(batch: Batch) -> float:
     """How many tokens of a batch (B, T) the loss counts. The first token of a row is left out, whatever its mask is:
     there are no tokens before it, so it has no log-prob.
@@ -82,9 +68,11 @@ def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and the last held-out loss."""
     # Flags and data are checked here, before a model is loaded.
     tokenizer = check(args)
-    encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
-    train = encode_rows(read_sft_rows(args.data.train_files))
-    val = encode_rows(read_sft_rows(args.data.val_files)) if args.data.val_files else []
+    load = partial(
+        load_demonstrations, tokenizer=tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong
+    )
+    train = load(args.data.train_files)  # samples, whose response mask is 1 for the tokens that are learned
+    val = load(args.data.val_files) if args.data.val_files else []
     total_steps = count_steps(args.data, len(train), args.train_batch_size)
 
     run = Run(args, tokenizer, total_steps)

@@ -33,9 +33,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from extras.demonstrations import add_given, read_comparisons
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
-from rl.data.prompts import add_given, count_steps
+from rl.data.prompts import count_steps
 from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, Few, NotNegative, Positive, Share
 from rl.formulas import preference, schedule
@@ -132,14 +133,15 @@ def main(args: Args) -> dict[str, float]:
     """Train on pairs; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     check_pairs(args)
-    tokenizer, train_rows, val_rows, scorer, sampling, envs, _ = load_task(args, pairs=args.offline)
+    read_train = read_comparisons if args.offline else None
+    tokenizer, train_rows, val_rows, scorer, sampling, envs, _ = load_task(args, read_train=read_train)
     # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
+    solution = [f"extra_info.{args.solution_key}"] if args.pairs == "solution" else []
     train_rows = add_given(
         train_rows,
         tokenizer,
         args.max_response_length,
-        pairs=args.offline,
-        solution_key=args.solution_key if args.pairs == "solution" else None,
+        columns=["chosen", "rejected"] if args.offline else solution,
         filter_overlong=args.data.filter_overlong_prompts,
     )
     total_steps = count_steps(args.data, len(train_rows), args.train_batch_size)  # of the rows that are left

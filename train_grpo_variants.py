@@ -14,7 +14,7 @@ numbers. It is for comparing the members of the family. They differ in a few fun
     mean of the losses          --loss-agg-mode          rl/formulas/losses.py, aggregate
     KL term in the loss         --use-kl-loss, --kl-loss-type, --ref-update-steps               losses.py, kl
     KL term in the reward       --use-kl-in-reward, --kl-penalty, --kl-ctrl-type                losses.py, kl
-    tokens to learn from        --top-entropy-quantile   rl/data/token_selection.py
+    tokens to learn from        --top-entropy-quantile   extras/variants/
     entropy bonus               --entropy-coeff          one line of phase 7
 
 Each function there has its formula and its paper. To build on one member, copy train_grpo.py and write its lines there.
@@ -30,10 +30,9 @@ from typing import Literal
 import torch
 
 from extras.kl_terms import KLTerms
-from rl.data import token_selection
+from extras.variants import RULES, TokenSelection, choose_tokens
 from rl.data.batching import make_batch
 from rl.data.order import derive_seed, prompts_for_step
-from rl.data.token_selection import TokenSelection
 from rl.data.types import take_rows
 from rl.flags import Above1, AtLeast1, Count, Few, NotNegative, Positive
 from rl.formulas import advantages, losses, schedule
@@ -224,7 +223,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5. Log-probs that stay fixed while the policy changes: by the policy that starts the step, and by the
         # reference. With one update a step, only a KL in the reward, clip_cov and kl_cov need the first.
-        if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in token_selection.RULES:
+        if num_updates > 1 or args.kl.use_kl_in_reward or args.loss_mode in RULES:
             batch = replace(batch, old_logp=fixed_logprobs(policy, batch, updates, sampling=sampling))
             clock("old_log_prob")
         if reference is not None:
@@ -257,7 +256,7 @@ def main(args: Args) -> dict[str, float]:
         # holds back, tokens with a large covariance of log-prob and advantage. Without such flags nothing happens.
         entropies = partial(fixed_entropies, policy, sampling=sampling)
         by_step = dict(seed=derive_seed(args.seed, step), ranks=ranks)
-        batch = token_selection.choose(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
+        batch = choose_tokens(args.selection, args.loss_mode, batch, updates, entropies, **by_step)
         clock("adv")
 
         # 7. Update: a mini-batch is one optimizer step; its micro-batches only save memory.

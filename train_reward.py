@@ -15,7 +15,6 @@ B pairs a step, 2B rows (chosen, rejected, chosen, ...), 2b of them in a micro-b
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,14 +22,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from extras.demonstrations import load_comparisons
 from extras.judges import fixed_scores, load_reward_model, sequence_scores
 from rl.console import progress
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_all, encode_conversation
 from rl.data.order import prompts_for_step
 from rl.data.prompts import Files, count_steps
-from rl.data.rows import read_preference_rows
-from rl.data.types import Sample, take_rows
+from rl.data.types import take_rows
 from rl.flags import AtLeast1, Count, Every, Free, NotNegative, Positive, Share
 from rl.formulas import schedule
 from rl.model.sharding import backward, clip_grad_norm
@@ -67,25 +65,15 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     return -F.logsigmoid(chosen - rejected)
 
 
-def encode(tokenizer, rows: Sequence[dict], max_length: int, *, filter_overlong: bool) -> Sequence[tuple]:
-    """Rows -> pairs (chosen, rejected). Raises ValueError naming a row with a side that is too long, or drops it with
-    `filter_overlong`.
-    """
-
-    def pair(row: dict) -> tuple[Sample, ...]:
-        sides = [encode_conversation(tokenizer, row, row[x], max_length, x) for x in ("chosen", "rejected")]
-        return tuple(Sample(ids, [], [], [], "stop", row["row_index"]) for ids in sides)
-
-    return encode_all(rows, pair, max_length, filter_overlong=filter_overlong)
-
-
 def main(args: Args) -> dict[str, float]:
     """Train; returns the metrics of the last step and of the last evaluation."""
     # Flags, data and rewards are checked here, before a model is loaded.
     tokenizer = check(args, scores=True)
-    encode_rows = partial(encode, tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong)
-    train = encode_rows(read_preference_rows(args.data.train_files))
-    val = encode_rows(read_preference_rows(args.data.val_files)) if args.data.val_files else []
+    load = partial(
+        load_comparisons, tokenizer=tokenizer, max_length=args.max_length, filter_overlong=args.filter_overlong
+    )
+    train = load(args.data.train_files)  # pairs of samples (chosen, rejected)
+    val = load(args.data.val_files) if args.data.val_files else []
     total_steps = count_steps(args.data, len(train), args.train_batch_size)
 
     run = Run(args, tokenizer, total_steps)

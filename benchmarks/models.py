@@ -211,8 +211,8 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     import sft
     from benchmarks import hybrids
     from data import arithmetic
+    from extras.demonstrations import load_demonstrations
     from rl.data.encode import load_tokenizer
-    from rl.data.rows import read_sft_rows
     from rl.data.types import take_rows
     from rl.model import load as models
     from rl.model.checks import check_trainable
@@ -239,8 +239,8 @@ def measure(name: str, with_engine: bool, folder: Path) -> dict[str, Any]:
     plain, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     plain.eval()
     found["export_missing"] = len(info["missing_keys"]) + len(info["unexpected_keys"])
-    given = read_sft_rows(args.data.val_files)
-    rows = sft.encode(load_tokenizer(export), given, args.max_length, filter_overlong=False)
+    limits = dict(max_length=args.max_length, filter_overlong=False)
+    rows = load_demonstrations(args.data.val_files, load_tokenizer(export), **limits)
     total = count = 0.0
     for row in rows:
         mask = torch.tensor(row.response_mask[1:])

@@ -12,7 +12,7 @@ Configuration is in the environment, not in flags: flags are logged, keys must n
     JUDGE_BUDGET_S   wall seconds for one response, all tries and pauses included; one try gets half; default 30
 
 A judge that is down, slow, or answers in no known form gives None (no score), never 0: the response is then left out of
-the loss, and the reason is printed once. rl/client.py says what is tried again.
+the loss, and the reason is printed once. extras/servers/ says what is tried again.
 
 The answer is shown between marks that it cannot contain, and the score is read from the last line of the judge's own
 reply, so an answer that says `Score: 10` does not grade itself. What this cannot prevent: an answer that talks the
@@ -29,7 +29,7 @@ import sys
 import urllib.parse
 from typing import Any
 
-from rl import client
+from extras.servers import MALFORMED, Failed, Server
 
 MAX_ANSWER = 20_000  # characters from the end of the answer that the judge sees
 MAX_REPLY = 1 << 20  # bytes
@@ -64,8 +64,8 @@ def compute_score(
         raise ValueError(f"JUDGE_BUDGET_S {budget!r}: give seconds, such as 30")
     url, headers, body = _request(solution_str, ground_truth, (extra_info or {}).get("question"))
     try:
-        return client.Server(url, budget / 2, MAX_REPLY, headers).post([body], _score)[0]
-    except client.Failed as error:
+        return Server(url, budget / 2, MAX_REPLY, headers).post([body], _score)[0]
+    except Failed as error:
         _say_once(str(error))
         return None
 
@@ -114,7 +114,7 @@ def _score(_: dict[str, Any], reply: bytes) -> float:
     try:
         content = json.loads(reply)["choices"][0]["message"]["content"]
         last_line = content.rstrip().rpartition("\n")[2]
-    except client.MALFORMED:
+    except MALFORMED:
         raise ValueError("not a chat completion") from None
     match = re.fullmatch(r"\s*\**Score:\**\s*([0-9]{1,2}(?:\.[0-9]{1,6})?)(?:\s*/\s*10)?\**\s*", last_line)
     if match is None or float(match[1]) > 10:

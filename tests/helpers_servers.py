@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 
-from rl import client
+from extras.servers import client
 
 START = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n"

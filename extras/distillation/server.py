@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from extras.distillation import Teacher
-from rl import client
+from extras.servers import MALFORMED, Failed, Read, Server, T
 from rl.data.types import Batch
 from rl.model.checks import PROBE
 
@@ -63,7 +63,7 @@ def _read_scores(vocabulary: int, body: dict[str, Any], answer: bytes) -> tuple[
         of_prompt = [at_place[token] for token, at_place in zip(tokens, by_place, strict=True)]
         if any(len(at_place) < k for at_place in by_place):
             raise LookupError
-    except client.MALFORMED:
+    except MALFORMED:
         raise ValueError("no prompt_logprobs of all tokens") from None
     for token, logp in (
         pair for at_place in by_place for pair in at_place.items()
@@ -83,19 +83,19 @@ def _read_tokens(body: dict[str, Any], answer: bytes) -> tuple[list[int], int]:
     try:
         said = json.loads(answer)
         return [int(x) for x in said["tokens"]], int(said.get("max_model_len") or sys.maxsize)
-    except client.MALFORMED:
+    except MALFORMED:
         raise ValueError("no tokens of a text") from None
 
 
-def _ask(flags: Teacher, path: str, bodies: list[dict[str, Any]], read: client.Read[client.T]) -> list[client.T]:
+def _ask(flags: Teacher, path: str, bodies: list[dict[str, Any]], read: Read[T]) -> list[T]:
     """The server's answers. Raises ValueError if it refuses a request, RuntimeError if it fails."""
     where, seconds = f"--teacher-url {flags.teacher_url}: {path}", flags.teacher_timeout
     entries = max((len(x["prompt"]) * (1 + x.get("prompt_logprobs", 0)) for x in bodies), default=0)
     url = f"{flags.teacher_url.rstrip('/').removesuffix('/v1')}{path}"
-    server = client.Server(url, seconds, (1 << 20) + ENTRY_BYTES * entries)
+    server = Server(url, seconds, (1 << 20) + ENTRY_BYTES * entries)
     try:
         return server.post([{"model": flags.teacher_model} | x for x in bodies], read, at_once=REQUESTS)
-    except client.Failed as error:
+    except Failed as error:
         if error.said is not None:
             raise ValueError(f"{where} was refused with {error}: {error.said}") from None
         hint = f"is vLLM running there, and --teacher-timeout {seconds:g} long enough?"

@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from extras.demonstrations import encode_conversation
 from extras.judges import RewardModelFlags
 from extras.judges.scalar_models import check_score_head, fixed_scores, load_scalar_model
 from rl import stop
 from rl.console import say
 from rl.data.batching import collate, plan_micro_batches
-from rl.data.encode import encode_conversation
 from rl.data.rows import Row
 from rl.data.text import Rendering, rendering_of, variables
 from rl.data.types import Sample, Score

@@ -207,8 +207,9 @@ def first_rows(file: Path) -> list[dict]:
 
 def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float, float | None]:
     """Mean tokens of prompts, and of responses that the data has, of some rows. Raises as the readers of data do."""
-    from rl.data.encode import encode_conversation, encode_prompts, encode_sft, load_tokenizer
-    from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
+    from extras.demonstrations import mean_tokens
+    from rl.data.encode import encode_prompts, load_tokenizer
+    from rl.data.rows import read_rows
 
     if not rows or any(row.get("images") for row in rows):
         raise ValueError("rows with images are not measured" if rows else "there are no rows")
@@ -216,17 +217,8 @@ def mean_lengths(args: Any, v: dict[str, Any], rows: list[dict]) -> tuple[float,
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        if v.get("offline") or is_of_rewards(args):
-            sides = [
-                len(encode_conversation(tokenizer, row, row[side], field=side))
-                for row in read_preference_rows([file])
-                for side in ("chosen", "rejected")
-            ]
-            return 0.0, mean(sides)
-        if "ppo_epochs" not in v:
-            masks = [encode_sft(tokenizer, row)[1] for row in read_sft_rows([file])]
-            learned = mean([sum(mask) for mask in masks])
-            return mean(list(map(len, masks))) - learned, learned
+        if v.get("offline") or "ppo_epochs" not in v:
+            return mean_tokens(tokenizer, file, pairs=v.get("offline") or is_of_rewards(args))
         encoded = encode_prompts(tokenizer, read_rows([file]), max_prompt_length=None)
         lengths = [len(row["prompt_ids"]) for row in encoded]
     return mean([x for x in lengths if x <= v["max_prompt_length"]] or lengths), None

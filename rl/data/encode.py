@@ -1,20 +1,16 @@
-"""Text in, token ids out: tokenizers, chat templates, and which tokens of a demonstration are learned."""
+"""Text in, token ids out: tokenizers, and the token ids of prompts."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rl.console import say
 from rl.data import images
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
 from rl.data.text import Texts, check_vocabulary, continued, prepare, shown_count, start_of, write
-
-T = TypeVar("T")
 
 
 def load_tokenizer(
@@ -73,7 +69,7 @@ def encode_prompts(
 
     def encode(chunk: list[Row]) -> Iterator[bytes | None]:
         """The ids of each row as int32, and None for a row over the limit."""
-        for row, ids in zip(chunk, _prompt_ids(tokenizer, chunk, max_prompt_length, tools), strict=True):
+        for row, ids in zip(chunk, prompt_ids(tokenizer, chunk, max_prompt_length, tools), strict=True):
             if is_long := max_prompt_length is not None and len(ids) > max_prompt_length:
                 overlong.append((len(ids), named(row)))
             yield None if is_long else np.array(ids, np.int32).tobytes()
@@ -89,7 +85,7 @@ def encode_prompts(
     return Lazy(kept.places, lambda i: rows[i] | {"prompt_ids": np.frombuffer(kept.get(i), np.int32).tolist()})
 
 
-def _prompt_ids(
+def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, tools: Sequence[dict] | None = None
 ) -> list[list[int]]:
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning."""
@@ -153,131 +149,6 @@ def _front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-def encode_sft(
-    tokenizer: PreTrainedTokenizerBase, row: Row, *, max_length: int | None = None
-) -> tuple[list[int], list[int]]:
-    """Token ids of a demonstration, a row of `read_sft_rows`, and its loss mask: 1 for tokens that are learned.
-
-    A row with prompt and response learns the response and the end-of-sequence token after it. A row with messages
-    learns what the assistant says, each time with the token that ends its turn, never the role header before nor the
-    newline after; what it says includes its calls of tools, as the template writes them. An answer is encoded behind
-    the generation prompt and never merges with it, so its tokens are those that the policy would sample there.
-
-    Raises TooLong for a row of more than `max_length` tokens (nothing is cut), and ValueError without a chat template
-    or an end-of-sequence token, and for a template under which the text so far is not a prefix of the text with the
-    next message, that ends an answer without a special token, or that drops text of the row (see text.py).
-    """
-    encode = _encode_messages if row.get("messages") is not None else _encode_response
-    ids, mask = encode(tokenizer, row, max_length)
-    _check_length(row, ids, max_length)
-    return ids, mask
-
-
-class TooLong(ValueError):
-    """A row has more tokens than --max-length, see `encode_all`."""
-
-
-def _check_length(row: Row, ids: list[int], max_length: int | None) -> None:
-    if max_length is not None and len(ids) > max_length:
-        size = f"{shown_count(len(ids), max_length)} tokens, over --max-length {max_length}"
-        raise TooLong(f"{named(row)}: has {size}; raise it or add --filter-overlong")
-
-
-def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int, *, filter_overlong: bool) -> Lazy[T]:
-    """What `encode` makes of each row. A row for which it raises TooLong is dropped with `filter_overlong`, and a line
-    says how many were. Raises ValueError if none is left.
-    """
-
-    def fitting(row: Row) -> T | None:
-        with contextlib.suppress(TooLong if filter_overlong else ()):
-            return encode(row)
-        return None
-
-    kept = derive(rows, lambda chunk: map(fitting, chunk), "tokenize")
-    if not kept:
-        raise ValueError(f"all {len(rows)} rows are longer than --max-length {max_length}; raise it")
-    if len(kept) < len(rows):
-        say(f"dropped {len(rows) - len(kept)} of {len(rows)} rows longer than --max-length {max_length}")
-    return kept
-
-
-def _encode_response(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None, field: str = "response"
-) -> tuple[list[int], list[int]]:
-    [prompt] = _prompt_ids(tokenizer, [row], limit)
-    response = response_ids(tokenizer, row, field, limit)
-    return prompt + response, [0] * len(prompt) + [1] * len(response)
-
-
-def response_ids(tokenizer: PreTrainedTokenizerBase, row: Row, field: str, limit: int | None = None) -> list[int]:
-    """Token ids of the response that stands in a row's `field` behind its prompt, the end-of-sequence token at the end.
-    Of a response that has far more than `limit` tokens they are those of its beginning.
-
-    Raises ValueError if the tokenizer has no such token, or no tokens for a character of the response.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so no answer can end; set it")
-    response = start_of(tokenizer, row[field], limit)
-    if len(response) == len(row[field]):
-        check_vocabulary(tokenizer, row, field, response)
-    ids = encode_behind(tokenizer, prompt_text(tokenizer, row, checked=False), response)
-    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-
-
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, row: Row, limit: int | None = None
-) -> tuple[list[int], list[int]]:
-    messages = row["messages"]
-    ends = {tokenizer.eos_token_id, *(i for i, x in tokenizer.added_tokens_decoder.items() if x.special)}
-    ids, mask, done = [], [], ""  # done: the text that `ids` encodes
-
-    def text(count: int, *, generation: bool = False, checked: bool = False) -> str:
-        """Of the first so many messages."""
-        way = dict(tools=row.get("tools"), add_generation_prompt=generation, checked=checked)
-        return write(tokenizer, row, messages[:count], field="messages", **way)
-
-    def dropped() -> str:
-        """What the template drops, if it does: a reason for a text that is not the beginning of a longer one."""
-        try:
-            text(len(messages), checked=True)
-        except ValueError as error:
-            return f" ({error})"
-        return ""
-
-    full = text(len(messages))
-    if len(start := start_of(tokenizer, full, limit)) < len(full):
-        ids = encode_behind(tokenizer, "", start)
-        return ids, [0] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        header, turn = text(i, generation=True), text(i + 1)
-        if not header.startswith(done) or not turn.startswith(header):
-            raise ValueError(
-                f"{named(row)}: the chat template rewrites history: the text before message {i} is not a prefix of the "
-                f"text with it; split the conversation into one row per answer (prompt and response){dropped()}"
-            )
-        header_ids = encode_behind(tokenizer, done, header[len(done) :])
-        answer = turn[len(header) :]
-        turn_ids = encode_behind(tokenizer, header, answer)
-        learned = len(encode_behind(tokenizer, header, answer.rstrip()))
-        if learned == 0 or turn_ids[learned - 1] not in ends:
-            raise ValueError(
-                f"{named(row)}: the chat template ends message {i} with {answer[-20:]!r}, not with a special token, so "
-                "the model could not learn to stop; put the eos_token after the assistant's content in the template"
-            )
-        ids += header_ids + turn_ids
-        mask += [0] * len(header_ids) + [1] * learned + [0] * (len(turn_ids) - learned)
-        done = turn
-    if not full.startswith(done):
-        problem = "the chat template rewrites history after the last answer; end the row there"
-        raise ValueError(f"{named(row)}: {problem}{dropped()}")
-    text(len(messages), checked=True)
-    rest = encode_behind(tokenizer, done, full[len(done) :])
-    ids, mask = ids + rest, mask + [0] * len(rest)
-    return images.place(ids, row["images"], named(row), mask) if row.get("images") else (ids, mask)
-
-
 def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
     """Token ids of `text` where it goes on behind `before`. If it was encoded by itself, a SentencePiece tokenizer
     (Llama 2) would put a space of its own in front.
@@ -293,38 +164,6 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str) ->
             head, whole = encode(start), encode(start + text)
             if whole[: len(head)] == head:
                 return whole[len(head) :]
-    return ids
-
-
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
-    row: Row,
-    response: str,
-    max_length: int | None = None,
-    field: str = "response",
-) -> list[int]:
-    """Token ids of a row's prompt followed by a whole response, as a reward model reads them.
-
-    A message list goes through the chat template together with the response as the assistant's message, or as the rest
-    of that message if the prompt begins it. A string is followed by the response and the end-of-sequence token. Text in
-    the response that spells a control token stays text: see `without_control_tokens`.
-
-    Args: field, what errors call the response. Raises ValueError as `encode_sft`.
-    """
-    if row.get("images"):
-        raise ValueError(f"{named(row)}: has images, and reward models read text only; leave such rows out")
-    if isinstance(row["prompt"], str):
-        end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
-        response = without_control_tokens(tokenizer, response.removesuffix(end)) + end
-        ids, _ = _encode_response(tokenizer, {**row, field: response}, max_length, field)
-    else:
-        messages, last = list(row["prompt"]), {"role": "assistant", "content": ""}
-        if messages[-1]["role"] == "assistant":
-            last = messages.pop()
-        messages.append({**last, "content": last["content"] + without_control_tokens(tokenizer, response)})
-        way = dict(tools=row.get("tools"), last=field, limit=max_length, add_generation_prompt=False)
-        ids = tokenizer(write(tokenizer, row, messages, **way), add_special_tokens=False)["input_ids"]
-    _check_length(row, ids, max_length)
     return ids
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
-from rl.data.encode import encode_prompts, response_ids
-from rl.data.packed import Lazy, derive
-from rl.data.rows import Paths, Row, as_paths, named, no_ground_truth, read_preference_rows, read_rows, shown
-from rl.data.text import Texts, shown_count
+from rl.data.encode import encode_prompts
+from rl.data.packed import Lazy
+from rl.data.rows import Paths, Reader, Row, as_paths, named, no_ground_truth, read_rows
+from rl.data.text import Texts
 from rl.flags import AtLeast1, Free
 
 
@@ -41,18 +41,18 @@ def load_prompts(
     *,
     needs_truth: bool = True,
     evaluates: bool = True,
-    pairs: bool = False,
+    read_train: Reader | None = None,
     tools: Sequence[dict] | None = None,
 ) -> tuple[Lazy[Row], Lazy[Row]]:
     """The prompts of --train-files and, if the run `evaluates`, those of --val-files, with their token ids.
 
-    Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; pairs, whether --train-files hold
-    comparisons, see `read_preference_rows`; tools, of an environment, see `encode_prompts`. Raises ValueError for every
+    Args: max_prompt_length, in tokens; needs_truth, as for `read_prompts`; read_train, a reader of --train-files whose
+    rows are no prompts in verl's schema; tools, of an environment, see `encode_prompts`. Raises ValueError for every
     mistake in the data.
     """
     train, val = data.train_files, data.val_files
     kept = dict(needs_truth=needs_truth, in_turns=tools is not None)
-    train_rows = read_preference_rows(train) if pairs else read_prompts(train, **kept)
+    train_rows = read_train(train) if read_train else read_prompts(train, **kept)
     val_rows = read_prompts(val, **kept) if evaluates else []
     filters = data.filter_overlong_prompts
     way = dict(max_prompt_length=max_prompt_length, filter_overlong_prompts=filters, tools=tools)
@@ -66,47 +66,6 @@ def count_steps(files: Files, num_rows: int, batch_size: int, *, flag: str = "--
     if not 1 <= batch_size <= num_rows:
         raise ValueError(f"{flag} {batch_size} must be between 1 and the {num_rows} rows of the training data")
     return files.total_training_steps or files.total_epochs * (num_rows // batch_size)
-
-
-def add_given(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    max_response_length: int,
-    *,
-    pairs: bool,
-    solution_key: str | None = None,
-    filter_overlong: bool = False,
-) -> Lazy[Row]:
-    """Rows of `load_prompts` with `given` added: token ids of the responses that the data has, with EOS at the end.
-
-    With `pairs` these are both sides of a comparison, the better one first; with `solution_key` the text of that name
-    in extra_info; else none. Raises ValueError, naming the row, for a missing solution, or for a response of more than
-    --max-response-length tokens unless `filter_overlong` drops its row.
-    """
-
-    def encode(row: Row) -> list[list[int]] | None:
-        texts = {side: row[side] for side in ("chosen", "rejected")} if pairs else {}
-        if solution_key is not None:
-            solution = row["extra_info"].get(solution_key)
-            if not isinstance(solution, str) or not solution.strip():
-                raise ValueError(
-                    f"{named(row)}: extra_info has {shown(solution)} as {solution_key!r}, and --pairs solution "
-                    "needs a text there; name the column that has the solution by --solution-key"
-                )
-            texts = {f"extra_info.{solution_key}": solution}
-        given = [response_ids(tokenizer, row | texts, field, max_response_length) for field in texts]
-        longest = max(map(len, given), default=0)
-        if longest <= max_response_length:
-            return given
-        if not filter_overlong:
-            raise ValueError(
-                f"{named(row)}: the data has a response of {shown_count(longest, max_response_length)} tokens, over "
-                f"--max-response-length {max_response_length}; raise it, or drop such rows by --filter-overlong-prompts"
-            )
-        return None
-
-    kept = derive(rows, lambda chunk: map(encode, chunk), "tokenize")
-    return Lazy(kept.places, lambda i: rows[i] | {"given": kept.get(i)})
 
 
 def read_prompts(files: Paths, *, needs_truth: bool = True, in_turns: bool = False) -> Lazy[Row]:

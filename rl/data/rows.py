@@ -1,4 +1,4 @@
-"""Files in, checked rows out: parquet or jsonl for RL (verl's schema), SFT and preferences.
+"""Files in, checked rows out: parquet or jsonl, in verl's schema for RL.
 
 Every mistake in the data is a ValueError before any model is loaded: it names the file, the row, the value and the fix.
 """
@@ -23,6 +23,7 @@ UNREAD = (
     *("chat_template", "chat_template_kwargs"),
 )
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
+Reader = Callable[[Paths], Lazy[Row]]  # of files of a schema
 
 BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 
@@ -38,26 +39,7 @@ def read_rows(files: Paths, *, in_turns: bool = False) -> Lazy[Row]:
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
-    return _read_files(files, _check_rl_row, in_turns=in_turns)
-
-
-def read_sft_rows(files: Paths) -> Lazy[Row]:
-    """Read and check demonstrations: `messages`, or `prompt` and `response`.
-
-    Returns: one dict a row, as `read_rows`, with all columns, `row_index`, `row_place` and either `messages` (list of
-    {"role", "content"}, an answer or a call of the assistant among them) or `prompt` (str or such a list) and
-    `response` (str). `tools`, if any, is a list of JSON schemas. Raises as `read_rows`.
-    """
-    return _read_files(files, _check_sft_row)
-
-
-def read_preference_rows(files: Paths) -> Lazy[Row]:
-    """Read and check comparisons: a prompt and two responses to it.
-
-    Returns: one dict a row, as `read_rows`, with all columns: `prompt` (str, or list of {"role", "content"}), `chosen`
-    and `rejected` (str, different), `row_index` and `row_place`. Raises as `read_rows`.
-    """
-    return _read_files(files, _check_preference_row)
+    return read_files(files, _check_rl_row, in_turns=in_turns)
 
 
 def no_ground_truth(row: Row) -> bool:
@@ -71,7 +53,7 @@ def as_paths(files: Paths) -> list[Path]:
     return [Path(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
 
 
-def _read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> Lazy[Row]:
+def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> Lazy[Row]:
     """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
     checked: Packed[Row] = Packed()
     places: dict[int, str] = {}  # of images
@@ -182,7 +164,7 @@ def _check_supported(row: Row, where: str, in_turns: bool) -> None:
         )
 
 
-def _check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
+def check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
     if twice := [x for x in others if not is_absent(row.get(x))]:
         raise ValueError(f"{where}: has {name} and {twice[0]}, and only one can be used; remove the other column")
 
@@ -194,7 +176,7 @@ def _with_tools(row: Row, where: str) -> Row:
 
 
 def _check_rl_row(row: Row, where: str) -> Row:
-    _check_columns(row, ("prompt", "data_source", "reward_model"), where)
+    check_columns(row, ("prompt", "data_source", "reward_model"), where)
     if not isinstance(row["data_source"], str) or not row["data_source"]:
         raise ValueError(f"{where}: data_source is {shown(row['data_source'])}; it must name the data set")
     spec, extra_info = row["reward_model"], row.get("extra_info")
@@ -203,53 +185,29 @@ def _check_rl_row(row: Row, where: str) -> Row:
         raise ValueError(f"{where}: reward_model is {shown(spec)}; it must hold a ground_truth, neither null nor bytes")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"{where}: extra_info is {shown(extra_info)}; it must be a struct, null or absent")
-    return _with_prompt(row, where) | {"extra_info": extra_info or {}}
+    return with_prompt(row, where) | {"extra_info": extra_info or {}}
 
 
-def _check_sft_row(row: Row, where: str) -> Row:
-    if row.get("messages") is not None:
-        messages = _check_messages(row["messages"], f"{where}: messages")
-        if messages[0]["role"] == "assistant":
-            raise ValueError(f"{where}: messages begin with the assistant; begin with a user or system message")
-        if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
-            raise ValueError(f"{where}: messages hold no answer of the assistant, so there is nothing to learn")
-        _check_only(row, "messages", ("prompt", "response"), where)
-        return {**row, "messages": messages}
-    if not {"prompt", "response"} <= row.keys():
-        raise ValueError(
-            f"{where}: no messages, nor prompt and response; add or rename them (there are {', '.join(row)})"
-        )
-    return _with_prompt(row, where) | {"response": _check_text(row["response"], f"{where}: response")}
-
-
-def _check_preference_row(row: Row, where: str) -> Row:
-    _check_columns(row, ("prompt", "chosen", "rejected"), where)
-    chosen, rejected = (_check_text(row[name], f"{where}: {name}") for name in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise ValueError(f"{where}: chosen and rejected are both {shown(chosen)}; drop the row, it prefers nothing")
-    return _with_prompt(row, where)
-
-
-def _check_columns(row: Row, names: Sequence[str], where: str) -> None:
+def check_columns(row: Row, names: Sequence[str], where: str) -> None:
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
 
 
-def _with_prompt(row: Row, where: str) -> Row:
+def with_prompt(row: Row, where: str) -> Row:
     """The row with its `prompt` checked."""
-    _check_only(row, "prompt", ("messages",), where)
-    check = _check_text if isinstance(row["prompt"], str) else _check_messages
+    check_only(row, "prompt", ("messages",), where)
+    check = check_text if isinstance(row["prompt"], str) else check_messages
     return row | {"prompt": check(row["prompt"], f"{where}: prompt")}
 
 
-def _check_text(text: Any, where: str) -> str:
+def check_text(text: Any, where: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where} is {shown(text)}; it must be a string that is not empty")
     _check_encodable(text, where)
     return text
 
 
-def _check_messages(messages: Any, where: str) -> list[dict]:
+def check_messages(messages: Any, where: str) -> list[dict]:
     """Non-empty list of {"role", "content"}; fields that are null are left out. Content in parts of text becomes one
     text, and that of a message with `tool_calls` may be null, which becomes "".
     """

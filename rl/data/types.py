@@ -210,7 +210,7 @@ class Batch:
     ages: torch.Tensor | None = None  # (B, T) float32, pushes of weights since a token was sampled
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
-    chosen: torch.Tensor | None = None  # (B, T) bool, of `token_selection.choose`: the loss treats these differently
+    chosen: torch.Tensor | None = None  # (B, T) bool, of `extras.variants`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
     share: torch.Tensor | None = None  # (B,) float32, the tokens of a row over those of its update on all ranks
 

@@ -10,6 +10,7 @@ from rl.data import images
 from rl.data.encode import named
 from rl.data.packed import Lazy, Row
 from rl.data.prompts import count_steps, load_prompts
+from rl.data.rows import Reader
 from rl.data.types import Sampling
 from rl.run.arguments import check
 from rl.sampling.rollout import sampling_settings
@@ -28,19 +29,19 @@ class Task(NamedTuple):
     total_steps: int
 
 
-def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = False) -> Task:
+def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Reader | None = None) -> Task:
     """Check a script's flags, data and reward function, and make of them what the script needs: see `Task`.
 
-    Args: prompts_per_step, that are sampled, by default --train-batch-size; pairs, whether --train-files hold
-    comparisons, whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
+    Args: prompts_per_step, that are sampled, by default --train-batch-size; read_train, a reader of --train-files
+    whose rows no function scores. Raises ValueError for mistakes in these, before a model is loaded.
     """
     tokenizer, rewards = check(args), args.rewards
     lengths = dict(n=args.rollout_n, max_tokens=args.max_response_length)
     sampling = sampling_settings(args.decoding, args.model, tokenizer, **lengths)
     environments = make_environments(args.envs, tokenizer, sampling.stop_token_ids)
     tools = environments.chat.tools if environments else None
-    kept = dict(needs_truth=need_truth(rewards.functions), evaluates=args.validation.is_on, pairs=pairs, tools=tools)
-    train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, **kept)
+    kept = dict(needs_truth=need_truth(rewards.functions), evaluates=args.validation.is_on, tools=tools)
+    train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, read_train=read_train, **kept)
     check_rows(args.envs, train_rows + val_rows)
     parts = (getattr(x, "text_only", None) for x in (args, *vars(args).values()))  # of the script and of its groups
     if images.in_use() and (blind := next(filter(None, parts), None)):
@@ -49,7 +50,7 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, pairs: bool = F
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
     total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)
-    judged = val_rows if pairs else train_rows + val_rows
+    judged = val_rows if read_train else train_rows + val_rows
     scorer = make_scorer(
         rewards.functions,
         args.scoring,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers_data import scored
 
-from rl.data import token_selection
+from extras.variants import RULES, TokenSelection, token_selection
 from rl.data.batching import make_batch
 from rl.data.types import Response, Sample, Score
 from rl.formulas import advantages
@@ -26,7 +26,7 @@ from rl.run import metrics
 from rl.sampling import waiting_groups
 from rl.sampling.rollout import gather_responses, lengths_of, parts_of, scores_of
 
-CHOICE = token_selection.TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
+CHOICE = TokenSelection(clip_cov_ratio=0.2, clip_cov_lb=-0.1, clip_cov_ub=0.5, kl_cov_ratio=0.15)
 ENTROPY = replace(CHOICE, top_entropy_quantile=0.3)
 PAD, N = 3, 3  # pad id, responses to a prompt
 PROMPTS = [[11, 12, 13], [20], [11, 12, 40, 41, 42], [50, 51], [60] * 7, [70, 71], [70, 71, 72]]
@@ -117,7 +117,7 @@ def cut(responses: list[Response], ranks: Ranks, prompts: range, mini_batch_size
     # Log-probs and advantages of which many are equal.
     ready = replace(batch, old_logp=logp.round(), advantages=(batch.rows % 3 - 1.0)[:, None] * mask)
     choose = partial(token_selection.choose, batch=ready, updates=updates, entropies=entropies, seed=7, ranks=ranks)
-    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in token_selection.RULES}
+    found["chosen"] = {mode: choose(CHOICE, mode).chosen for mode in RULES}
     found["uncertain"] = choose(ENTROPY, "ppo_clip").advantages
     found["nothing chosen"] = choose(CHOICE, "ppo_clip") is ready
     found["described"] = metrics.describe_tokens("x", logp, mask, ranks)

@@ -10,9 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data import arithmetic
+from extras.demonstrations.encode import encode_demonstration
+from extras.demonstrations.rows import read_demonstrations
 from rewards.gsm8k import compute_score
-from rl.data.encode import encode_prompts, encode_sft
-from rl.data.rows import read_rows, read_sft_rows
+from rl.data.encode import encode_prompts
+from rl.data.rows import read_rows
 
 SIZES = {"num_sft": 3000, "num_train": 200, "num_test": 512}
 
@@ -79,7 +81,7 @@ def test_demonstrations_follow_the_recipe():
 
 def test_held_out_chains_are_seen_nowhere(folder):
     train, test = (read_rows(folder / f"{name}.parquet") for name in ("train", "test"))
-    sft = read_sft_rows(folder / "sft.parquet")
+    sft = read_demonstrations(folder / "sft.parquet")
     questions = [[row["prompt"][0]["content"] for row in rows] for rows in (sft, train, test)]
     assert [len(q) for q in questions] == [3000, 200, 512]
     assert len(set(questions[1])) == 200 and len(set(questions[2])) == 512
@@ -115,8 +117,8 @@ def test_prompts_and_demonstrations_encode_to_known_lengths(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = encode_prompts(tokenizer, read_rows(folder / "train.parquet"), max_prompt_length=30)
     assert {len(row["prompt_ids"]) for row in rows} == {30}
-    for row in read_sft_rows(folder / "sft.parquet")[:200]:
-        ids, mask = encode_sft(tokenizer, row, max_length=128)
+    for row in read_demonstrations(folder / "sft.parquet")[:200]:
+        ids, mask = encode_demonstration(tokenizer, row, max_length=128)
         learned = [token for token, m in zip(ids, mask, strict=True) if m]
         assert tokenizer.decode(learned) == row["response"] + "<|im_end|>"
         assert mask == [0] * 30 + [1] * (len(row["response"]) + 1)

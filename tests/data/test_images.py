@@ -16,10 +16,12 @@ import eval
 import sft
 import train_grpo
 from data import dots, files, geometry3k
+from extras.demonstrations.encode import encode_demonstration
+from extras.demonstrations.rows import read_demonstrations
 from rl.data import images
 from rl.data.batching import collate, shared_prefix
-from rl.data.encode import encode_prompts, encode_sft, load_tokenizer
-from rl.data.rows import read_rows, read_sft_rows
+from rl.data.encode import encode_prompts, load_tokenizer
+from rl.data.rows import read_rows
 from rl.data.types import Sample
 from rl.flags import build
 
@@ -99,7 +101,7 @@ def test_demonstrations_learn_no_image(tmp_path, model):
     files.write(tmp_path, {"a": [plain]})
     turns = [*plain["prompt"], {"role": "assistant", "content": "#### 2"}]
     files.write(tmp_path, {"b": [dict(messages=turns, images=[{"bytes": PNG}])]})
-    ids = [encode_sft(tokenizer, read_sft_rows(tmp_path / f"{name}.parquet")[0]) for name in "ab"]
+    ids = [encode_demonstration(tokenizer, read_demonstrations(tmp_path / f"{name}.parquet")[0]) for name in "ab"]
     for found, mask in ids:
         learned = [token for token, is_learned in zip(found, mask, strict=True) if is_learned]
         assert learned == tokenizer("#### 2<|im_end|>", add_special_tokens=False)["input_ids"]

@@ -8,16 +8,17 @@ import launch
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data import make_tokenizer, rl_row
+from helpers_rows import make_tokenizer, rl_row
 
-import sft
-import train_reward
+from extras.demonstrations import load_comparisons, load_demonstrations
+from extras.demonstrations.encode import SIDES, add_given, encode_conversation, encode_demonstration
+from extras.demonstrations.rows import read_comparisons
 from rl.data import packed, rows
-from rl.data.encode import encode_conversation, encode_prompts, encode_sft
+from rl.data.encode import encode_prompts
 from rl.data.order import ByIndex, prompts_for_step
 from rl.data.packed import Packed, derive
-from rl.data.prompts import add_given, read_prompts
-from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
+from rl.data.prompts import read_prompts
+from rl.data.rows import read_rows
 
 TEXTS = ["a", "the answer is b", "x" * 40, "", "café \n\n", "{}", "the answer is " * 9]
 TRUTHS = ["1", "", "3", "4", "5", "6", "7"]  # the second row is left out, and the fourth without a text
@@ -97,17 +98,17 @@ def test_demonstrations_and_comparisons_are_the_same_bit_by_bit(tmp_path, bit_by
     tokenizer, texts = make_tokenizer(), [text for text in TEXTS if text]
     pairs = [{"prompt": "q", "chosen": x, "rejected": x + "!", "response": x} for x in texts]
     file = write(tmp_path / "x.jsonl", pairs)
-    wanted = [encode_sft(tokenizer, row) for row in pairs]
+    wanted = [encode_demonstration(tokenizer, row) for row in pairs]
     longest = sorted(len(ids) for ids, _ in wanted)[-2]
-    samples = sft.encode(tokenizer, read_sft_rows(file), longest, filter_overlong=True)
+    samples = load_demonstrations(file, tokenizer, max_length=longest, filter_overlong=True)
     assert capsys.readouterr().out == f"dropped 1 of 6 rows longer than --max-length {longest}\n"
     kept = [(i, *x) for i, x in enumerate(wanted) if len(x[0]) <= longest]
     assert [(x.row_index, x.response_ids.tolist(), x.response_mask.tolist()) for x in samples] == kept
     sides = [[encode_conversation(tokenizer, row, row[x]) for x in ("chosen", "rejected")] for row in pairs]
-    compared = train_reward.encode(tokenizer, read_preference_rows(file), longest, filter_overlong=True)
+    compared = load_comparisons(file, tokenizer, max_length=longest, filter_overlong=True)
     kept = [x for x in sides if max(map(len, x)) <= longest]
     assert [[x.prompt_ids.tolist() for x in pair] for pair in compared] == kept and 0 < len(kept) < 6
-    given = add_given(read_preference_rows(file), tokenizer, 30, pairs=True, filter_overlong=True)
+    given = add_given(read_comparisons(file), tokenizer, 30, columns=SIDES, filter_overlong=True)
     kept = [i for i, pair in enumerate(sides) if max(map(len, pair)) <= 32]  # behind two tokens of the prompt
     assert [row["chosen"] for row in given] == [texts[i] for i in kept] and len(kept) == 5
     assert [row["given"] for row in given] == [[ids[2:] for ids in sides[i]] for i in kept]
@@ -211,13 +212,13 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
     [
         (lambda x: encode_prompts(x, [rl_row("a"), rl_row(HUGE)], max_prompt_length=50), "--max-prompt-length 50"),
         (lambda x: encode_prompts(x, [rl_row(), rl_row(prompt=HUGE)], max_prompt_length=50), "--max-prompt-length 50"),
-        (lambda x: encode_sft(x, {"prompt": HUGE, "response": "a"}, max_length=50), "--max-length 50"),
-        (lambda x: encode_sft(x, {"prompt": "a", "response": HUGE}, max_length=50), "--max-length 50"),
-        (lambda x: encode_sft(x, {"messages": MESSAGES}, max_length=50), "--max-length 50"),
+        (lambda x: encode_demonstration(x, {"prompt": HUGE, "response": "a"}, max_length=50), "--max-length 50"),
+        (lambda x: encode_demonstration(x, {"prompt": "a", "response": HUGE}, max_length=50), "--max-length 50"),
+        (lambda x: encode_demonstration(x, {"messages": MESSAGES}, max_length=50), "--max-length 50"),
         (lambda x: encode_conversation(x, {"prompt": "a"}, HUGE, max_length=50), "--max-length 50"),
         (lambda x: encode_conversation(x, {"prompt": MESSAGES[:1]}, HUGE, max_length=50), "--max-length 50"),
         (
-            lambda x: add_given([{"prompt": "a", "chosen": HUGE, "rejected": "b"}], x, 50, pairs=True),
+            lambda x: add_given([{"prompt": "a", "chosen": HUGE, "rejected": "b"}], x, 50, columns=SIDES),
             "--max-response-length 50",
         ),
     ],
@@ -239,13 +240,14 @@ def test_a_long_text_of_few_tokens_is_no_long_prompt():
             encode_prompts(tokenizer, [rl_row(prompt=text)], max_prompt_length=len(row["prompt_ids"]) - 1)
 
 
-def test_rows_far_over_the_limit_are_dropped_from_their_beginning():
+def test_rows_far_over_the_limit_are_dropped_from_their_beginning(tmp_path):
     tokenizer = Counting()
     given = [rl_row("a"), rl_row(HUGE), rl_row("b")]
     way = dict(max_prompt_length=50, filter_overlong_prompts=True)
     assert [row["prompt"] for row in encode_prompts(tokenizer, given, **way)] == [given[i]["prompt"] for i in (0, 2)]
-    rows = [{"prompt": "a", "response": x, "row_index": i} for i, x in enumerate(["b", HUGE, "c"])]
-    assert [x.row_index for x in sft.encode(tokenizer, rows, 50, filter_overlong=True)] == [0, 2]
+    file = write(tmp_path / "x.jsonl", [{"prompt": "a", "response": x} for x in ("b", HUGE, "c")])
+    samples = load_demonstrations(file, tokenizer, max_length=50, filter_overlong=True)
+    assert [x.row_index for x in samples] == [0, 2]
     assert tokenizer.count < 20_000
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, sample, scored
 
-from rl.data import token_selection
+from extras.variants import token_selection
 from rl.data.batching import collate, make_batch, shared_prefix
 from rl.sampling import waiting_groups
 from rl.sampling.rollout import gather_responses

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 import sft
 from extras.agents.chat import Chat
+from extras.demonstrations.encode import add_given, encode_conversation, encode_demonstration
+from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from extras.judges.reward_model import prepare_like
-from rl.data.encode import encode_conversation, encode_prompts, encode_sft
-from rl.data.prompts import add_given
-from rl.data.rows import read_preference_rows, read_rows, read_sft_rows
+from rl.data.encode import encode_prompts
+from rl.data.rows import read_rows
 from rl.data.text import Texts, prepare, rendering_of, variables
 from rl.flags import build
 from rl.run.arguments import check
@@ -366,12 +367,14 @@ def test_demonstrations_and_pairs_name_their_own_columns():
     tokenizer = make_tokenizer(R1)
     messages = [user("a"), says("b"), user("a"), says(THOUGHT)]
     with pytest.raises(ValueError, match=r"row 3: messages\[3\].content: the tokens do not contain '<think>"):
-        encode_sft(tokenizer, {"messages": messages, "row_place": "x: row 3"})
+        encode_demonstration(tokenizer, {"messages": messages, "row_place": "x: row 3"})
     with pytest.raises(ValueError, match=r"row 3: chosen: the tokens do not contain '<think>"):
         encode_conversation(tokenizer, row_of([user("a")], None), THOUGHT, field="chosen")
     with pytest.raises(ValueError, match=r"row 3: prompt\[1\].content: the tokens do not contain '<think>"):
-        encode_sft(tokenizer, row_of([user("a"), says(THOUGHT), user("b")], None, response="c"))
-    ids, mask = encode_sft(tokenizer, row_of([user("a")], None, response=THOUGHT))  # a response is written as it is
+        encode_demonstration(tokenizer, row_of([user("a"), says(THOUGHT), user("b")], None, response="c"))
+    ids, mask = encode_demonstration(
+        tokenizer, row_of([user("a")], None, response=THOUGHT)
+    )  # a response is written as it is
     assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]) == THOUGHT + "</s>"
 
 
@@ -403,13 +406,13 @@ def test_a_character_without_a_token_is_named(unk_token):
         ({"prompt": "ab", "response": "é"}, "response"),
         ({"messages": [user("é"), says("a")]}, r"messages\[0\].content"),
     ):
-        encode = encode_sft if len(row) == 2 or "messages" in row else lambda x, row: encode_prompts(x, [row])
+        encode = encode_demonstration if len(row) == 2 or "messages" in row else lambda x, row: encode_prompts(x, [row])
         tokenizer.eos_token = "<|im_end|>"
         with pytest.raises(ValueError, match=f"row 3: {field}: the tokens do not contain 'é' .*has no token"):
             encode(tokenizer, row | {"row_index": 3})
     rows = [{"prompt": "ab", "chosen": "a", "rejected": "é", "row_index": 3}]
     with pytest.raises(ValueError, match="row 3: rejected: the tokens do not contain 'é'"):
-        list(add_given(rows, tokenizer, 9, pairs=True))
+        list(add_given(rows, tokenizer, 9, columns=("chosen", "rejected")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,7 +441,7 @@ def test_a_character_without_a_token_is_named(unk_token):
 def test_a_text_gets_one_bos_and_nothing_behind_it(before, after, text, expected):
     tokenizer = make_tokenizer(before=before, after=after)
     assert tokenizer.decode(encode_prompts(tokenizer, [{"prompt": text}])[0]["prompt_ids"]) == expected
-    ids, mask = encode_sft(tokenizer, {"prompt": text, "response": "so"})
+    ids, mask = encode_demonstration(tokenizer, {"prompt": text, "response": "so"})
     assert tokenizer.decode(ids) == expected + "so</s>" and sum(mask) == 3
     assert tokenizer.decode(encode_conversation(tokenizer, {"prompt": text}, "so")) == expected + "so</s>"
 
@@ -482,7 +485,7 @@ def test_a_partial_answer_is_continued(template, last, end):
     tokenizer, prompt = make_tokenizer(template), [user("q"), last]
     [row] = encode_prompts(tokenizer, [{"prompt": prompt}])
     assert tokenizer.decode(row["prompt_ids"]).endswith(end)
-    ids, mask = encode_sft(tokenizer, {"prompt": prompt, "response": " 7"})
+    ids, mask = encode_demonstration(tokenizer, {"prompt": prompt, "response": " 7"})
     assert tokenizer.decode(ids).endswith(end + " 7</s>") and sum(mask) == 3
 
 
@@ -560,9 +563,9 @@ def test_tools_of_a_row_are_in_its_prompt(tmp_path, name):
 def test_columns_that_could_change_a_prompt_are_refused_by_name(tmp_path, column, value):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", column: value}
     demonstration = {"messages": [user("a"), says("b")], column: value}
-    readers = {read_rows: rl_row(**{column: value}), read_preference_rows: pair, read_sft_rows: demonstration}
+    readers = {read_rows: rl_row(**{column: value}), read_comparisons: pair, read_demonstrations: demonstration}
     for read, row in readers.items():
-        if (read, column) != (read_sft_rows, "messages"):
+        if (read, column) != (read_demonstrations, "messages"):
             with pytest.raises(ValueError, match=rf"x\.jsonl: row 0: has .*{column}"):
                 read(write(tmp_path / "x.jsonl", row))
     empty = {column: None if isinstance(value, bool) else type(value)()}
@@ -598,7 +601,7 @@ def test_nulls_of_arguments_stay_unless_arrow_may_have_added_them(tmp_path):
         return {"messages": [user("a", name=None), says("", tool_calls=[call]), user("b")], **more}
 
     def read(path, *rows):
-        found = [x["messages"] for x in read_sft_rows(write(path, *rows))]
+        found = [x["messages"] for x in read_demonstrations(write(path, *rows))]
         assert all("name" not in x[0] and "id" not in x[1]["tool_calls"][0] for x in found)
         return [x[1]["tool_calls"][0]["function"]["arguments"] for x in found]
 
@@ -610,7 +613,7 @@ def test_nulls_of_arguments_stay_unless_arrow_may_have_added_them(tmp_path):
     schema = [tool(unit={"type": ["string", "null"], "default": None})]
     for path in (tmp_path / "x.jsonl", tmp_path / "x.parquet"):
         rows = [row("{}", tools=json.dumps(schema))] + ([row("{}", tools=schema)] if path.suffix == ".jsonl" else [])
-        assert all(x["tools"] == schema for x in read_sft_rows(write(path, *rows)))
+        assert all(x["tools"] == schema for x in read_demonstrations(write(path, *rows)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -622,7 +625,7 @@ def test_arguments_reach_every_rendering():
     tokenizer = prepare(make_tokenizer(QWEN3), flags, None)
     end = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert tokenizer.decode(encode_prompts(tokenizer, [{"prompt": [user("a")]}])[0]["prompt_ids"]).endswith(end)
-    ids, _ = encode_sft(tokenizer, {"prompt": [user("a")], "response": "b"})
+    ids, _ = encode_demonstration(tokenizer, {"prompt": [user("a")], "response": "b"})
     assert tokenizer.decode(ids).endswith(end + "b</s>")
     chat = CHATML.replace(
         "assistant\n' -}}", "assistant\n' -}}{%- if not enable_thinking -%}{{- 'off' -}}{%- endif -%}"

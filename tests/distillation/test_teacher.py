@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from extras.distillation import Teacher, add_teacher, check_teacher, token_distances
 from extras.distillation.server import REQUESTS
-from rl import client
+from extras.servers import client
 from rl.data.types import Batch
 from rl.formulas import distillation
 from rl.model import logprobs

@@ -13,9 +13,11 @@ from environments.guess import Guess
 from environments.python import python
 from extras.agents import EnvironmentFlags, make_environments
 from extras.agents.worker import Call, Reply, Tools
+from extras.demonstrations.encode import encode_demonstration
+from extras.demonstrations.rows import read_demonstrations
 from rewards.environment import compute_score
-from rl.data.encode import encode_prompts, encode_sft, load_tokenizer, stop_token_ids
-from rl.data.rows import read_rows, read_sft_rows
+from rl.data.encode import encode_prompts, load_tokenizer, stop_token_ids
+from rl.data.rows import read_rows
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def check_demonstration(folder, tool, before, behind, num_words):
     """
     model = str(folder / "model")
     tokenizer = load_tokenizer(model)
-    rows = read_sft_rows(folder / "sft.parquet")
+    rows = read_demonstrations(folder / "sft.parquet")
     row = next(x for x in rows if len(x["messages"]) == 4 and "####" in x["messages"][-1]["content"])
     user, called, told, answer = row["messages"]
     environments = make_environments(EnvironmentFlags(tools=(tool,)), tokenizer, stop_token_ids(model, tokenizer))
@@ -115,7 +117,7 @@ def check_demonstration(folder, tool, before, behind, num_words):
         assert len(turn) == len(expression) + num_words
         last = tokenizer(answer["content"] + "<|im_end|>")["input_ids"]
         parts = [prompt, chat.ids_of([], []), turn, chat.ids_of([told], turn), last]
-        ids, mask = encode_sft(tokenizer, row)
+        ids, mask = encode_demonstration(tokenizer, row)
         assert ids[:-1] == sum(parts, [])  # and the line break behind the last turn
         learned = [x for x, part in zip((0, 0, 1, 0, 1), parts, strict=True) for _ in part]
         assert mask == [*learned, 0]
@@ -132,7 +134,7 @@ def check_demonstration(folder, tool, before, behind, num_words):
 
 def test_the_prompt_of_the_calculator_is_short(calculator_task):
     tokenizer = load_tokenizer(str(calculator_task / "model"))
-    row = next(x for x in read_sft_rows(calculator_task / "sft.parquet") if x.get("tools"))
+    row = next(x for x in read_demonstrations(calculator_task / "sft.parquet") if x.get("tools"))
     text = tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}], tools=row["tools"], tokenize=False)
     assert text == "<|im_start|>system\ncalculate(expression)<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n"
 
@@ -185,5 +187,5 @@ def test_games_are_played_as_the_environment_plays_them(tmp_path):
     assert len(wins["17"]) / 3000 == pytest.approx(1 / 3, abs=0.03)
     assert min(wins["17"]) == 1 and sum(wins["10"]) / len(wins["10"]) == pytest.approx(4 / 15, abs=0.03)
     row = {"messages": [{"role": r, "content": c} for r, c in (("user", "10-24"), ("assistant", "17"))]}
-    ids, mask = encode_sft(tokenizer, row)
+    ids, mask = encode_demonstration(tokenizer, row)
     assert tokenizer.decode([x for x, m in zip(ids, mask, strict=True) if m]) == "17<|im_end|>" and sum(mask) == 3

@@ -21,11 +21,11 @@ from workers import scores as worker
 
 import train_reward
 from data import arithmetic
+from extras.demonstrations.encode import encode_conversation
+from extras.demonstrations.rows import read_comparisons
 from extras.judges import RewardModelFlags, check_score_head, open_judges, reward_model, scalar_models
 from rl.data.batching import collate
-from rl.data.encode import encode_conversation
 from rl.data.order import prompts_for_step
-from rl.data.rows import read_preference_rows
 from rl.data.types import Sample, Score, take_rows
 from rl.flags import build
 from rl.model import logprobs, sharding
@@ -397,7 +397,7 @@ def write_rows(file, rows):
 )
 def test_pairs_that_teach_nothing_are_refused(tmp_path, change, words):
     with pytest.raises(ValueError, match=f"pairs.parquet: {words}"):
-        read_preference_rows(write_rows(tmp_path / "pairs.parquet", [PAIR, PAIR | change]))
+        read_comparisons(write_rows(tmp_path / "pairs.parquet", [PAIR, PAIR | change]))
 
 
 def test_missing_columns_are_named(tmp_path):
@@ -405,13 +405,13 @@ def test_missing_columns_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"row 0: no column rejected; add or rename it \(there are prompt, chosen, los"
     ):
-        read_preference_rows(file)
+        read_comparisons(file)
 
 
 def test_rows_keep_their_columns_and_get_an_index(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     (tmp_path / "a.jsonl").write_text(json.dumps(PAIR | {"prompt": chat, "source": "x"}) + "\n")
-    rows = read_preference_rows([tmp_path / "a.jsonl", write_rows(tmp_path / "b.parquet", [PAIR])])
+    rows = read_comparisons([tmp_path / "a.jsonl", write_rows(tmp_path / "b.parquet", [PAIR])])
     names = ("a.jsonl", "b.parquet")
     places = [{"row_index": i, "row_place": f"{tmp_path / name}: row 0"} for i, name in enumerate(names)]
     assert rows == [PAIR | {"prompt": chat, "source": "x"} | places[0], PAIR | places[1]]

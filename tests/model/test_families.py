@@ -26,6 +26,7 @@ from transformers import (
 from workers.objectives import largest_error, make_batch, packed_backward, plain_gradients, plain_logprobs
 
 import sft
+from extras.demonstrations import load_demonstrations
 from extras.engines import hf
 from extras.judges import critic, scalar_models
 from rl.data.encode import load_tokenizer
@@ -186,9 +187,7 @@ def test_files_that_contradict_a_tie_of_the_config_are_refused(tiny_model, world
         if is_right:
             models.load_causal_lm(str(folder), world)
             continue
-        with pytest.raises(
-            ValueError, match=r"config ties lm_head\.weight to another .* set tie_word_embed"
-        ):
+        with pytest.raises(ValueError, match=r"config ties lm_head\.weight to another .* set tie_word_embed"):
             models.load_causal_lm(str(folder), world)
 
 
@@ -314,7 +313,7 @@ def test_an_export_is_whole_and_has_the_loss_that_training_saw(name, folder_of, 
     model, info = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = load_tokenizer(str(export))
-    rows = sft.encode(tokenizer, sft.read_sft_rows([few]), settings["max_length"], filter_overlong=False)
+    rows = load_demonstrations([few], tokenizer, max_length=settings["max_length"], filter_overlong=False)
     total = count = 0
     with torch.no_grad():
         for row in rows:

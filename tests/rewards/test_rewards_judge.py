@@ -13,8 +13,8 @@ import helpers_scripts as h
 import helpers_servers as servers
 import pytest
 
+from extras.servers import client
 from rewards import judge
-from rl import client
 
 KEY = "sk-secret-0123456789"
 
@@ -268,7 +268,7 @@ def test_a_hanging_try_leaves_time_for_another(serve):
     assert len(server.seen) == 2
 
 
-# tests/model/test_teacher.py has all ways, through the same client.
+# tests/distillation/test_teacher.py has all ways, through the same client.
 WAYS = servers.WAYS | servers.REFUSALS
 SOME = ("a body in drops", "silence", "an endless body", "half of the body", "500", *servers.REFUSALS)
 SOME += tuple(name for name, (said, _) in WAYS.items() if said == servers.FORM)

@@ -19,7 +19,7 @@ import train_distill
 from data import arithmetic
 from extras.distillation import teacher
 from extras.engines import hf
-from rl import client
+from extras.servers import client
 from rl.flags import build
 from rl.model import load as models
 from rl.model import sharding

@@ -33,14 +33,15 @@ import train_ppo
 import train_prime
 import train_reinforce
 import train_reward
+from extras.demonstrations.encode import encode_demonstration
+from extras.demonstrations.rows import read_demonstrations
 from extras.engines import hf
 from extras.judges import check_critic
+from extras.variants import token_selection
 from rl import flags
-from rl.data import token_selection
-from rl.data.encode import encode_sft, load_tokenizer
+from rl.data.encode import load_tokenizer
 from rl.data.order import derive_seed
 from rl.data.prompts import Data, count_steps
-from rl.data.rows import read_sft_rows
 from rl.flags import build
 from rl.model import load as models
 from rl.model.checks import open_model
@@ -983,7 +984,7 @@ def test_sft_does_not_depend_on_packing_or_checkpointing(task, tmp_path, in_doub
 @pytest.mark.thorough
 def test_sft_takes_other_rows_in_every_step_and_those_of_the_full_length(task, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    longest = max(len(encode_sft(tokenizer, row)[0]) for row in read_sft_rows((task.sft,)))
+    longest = max(len(encode_demonstration(tokenizer, row)[0]) for row in read_demonstrations((task.sft,)))
     settings = dict(max_length=longest, filter_overlong=True, lr=0.0, total_training_steps=3, train_batch_size=64)
     sft.main(build(sft.Args, **h.sft_settings(task, tmp_path / "run", **settings)))
     assert len({x["train/loss"] for x in h.read_jsonl(tmp_path / "run" / "metrics.jsonl")}) == 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl.data import token_selection
+from extras.variants import TokenSelection, token_selection
 from rl.data.batching import Update
 from rl.data.types import Batch
 
@@ -25,11 +25,11 @@ def test_rules_by_hand(world):
     ids, rows = torch.zeros(1, 11, dtype=torch.long), torch.tensor([0])
     batch = Batch(ids, torch.tensor([11]), mask, logp, old_logp=logp, advantages=advantages, rows=rows)
     updates = [Update(range(1), [[0]], 10.0, 1.0, [[0]])]
-    flags = token_selection.TokenSelection(clip_cov_ratio=1.0, kl_cov_ratio=0.4)
+    flags = TokenSelection(clip_cov_ratio=1.0, kl_cov_ratio=0.4)
     for mode, chosen in {"clip_cov": [4, 5, 6, 7], "kl_cov": [6, 7, 8, 9]}.items():  # the bounds are 1 and 5
         found = token_selection.choose(flags, mode, batch, updates, None, seed=0, ranks=world)
         assert found.chosen[0].nonzero().flatten().tolist() == chosen
-    fewer = token_selection.TokenSelection(clip_cov_ratio=0.1)
+    fewer = TokenSelection(clip_cov_ratio=0.1)
     drawn = [token_selection.choose(fewer, "clip_cov", batch, updates, None, seed=s, ranks=world) for s in range(40)]
     places = [x.chosen[0].nonzero().flatten().tolist() for x in drawn]
     assert {len(x) for x in places} == {1} and {x for [x] in places} == {4, 5, 6, 7}

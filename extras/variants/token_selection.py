@@ -12,31 +12,17 @@ A choice is a pure function of the step's responses and of (seed, step), whateve
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from extras.variants import RULES, TokenSelection
 from rl.data.batching import Update
 from rl.data.order import derive_seed
 from rl.data.types import Batch
-from rl.flags import NotNegative, PositiveShare
 from rl.ranks import Ranks
-
-RULES = ("clip_cov", "kl_cov")  # the losses that treat chosen tokens differently
-
-
-@dataclass(frozen=True)
-class TokenSelection:
-    """token selection: which tokens to learn from, and which the loss treats differently"""
-
-    top_entropy_quantile: PositiveShare = 1.0  # learn from the share of tokens with the largest entropy, such as 0.2
-    clip_cov_ratio: PositiveShare = 0.0002  # of clip_cov: share of a mini-batch's tokens that is left out
-    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn among those with a covariance above this
-    clip_cov_ub: float = 5.0  # of clip_cov: and with one below this
-    kl_cov_ratio: PositiveShare = 0.0002  # of kl_cov: share of a mini-batch's tokens, those of the largest covariance
-    ppo_kl_coef: NotNegative = 1.0  # of kl_cov: weight of the KL term that the chosen tokens get
 
 
 def covariance(logp: Tensor, advantages: Tensor, *, mean_logp: float, mean_advantage: float) -> Tensor:
