@@ -137,13 +137,8 @@ def main(args: Args) -> dict[str, float]:
     tokenizer, train_rows, val_rows, scorer, sampling, envs, _ = load_task(args, read_train=read_train)
     # Each row gets "given", the responses that the data has: chosen and rejected, or the solution, or none.
     solution = [f"extra_info.{args.solution_key}"] if args.pairs == "solution" else []
-    train_rows = add_given(
-        train_rows,
-        tokenizer,
-        args.max_response_length,
-        columns=["chosen", "rejected"] if args.offline else solution,
-        filter_overlong=args.data.filter_overlong_prompts,
-    )
+    columns = ["chosen", "rejected"] if args.offline else solution
+    train_rows = add_given(train_rows, tokenizer, columns, args.max_response_length, args.data.filter_overlong_prompts)
     total_steps = count_steps(args.data, len(train_rows), args.train_batch_size)  # of the rows that are left
     mini_batch_size = args.ppo_mini_batch_size or args.train_batch_size  # prompts
     num_mini_batches = math.ceil(args.train_batch_size / mini_batch_size)  # of a step

@@ -40,15 +40,14 @@ def read_comparisons(files: Any) -> Sequence[dict]:
 def add_given(
     rows: Sequence[dict],
     tokenizer: Any,
-    max_response_length: int,
-    *,
     columns: Sequence[str],
+    max_response_length: int,
     filter_overlong: bool = False,
 ) -> Sequence[dict]:
     """Rows with `given` added, the token ids of the responses that the data has: see `encode.add_given`."""
     from extras.demonstrations import encode
 
-    return encode.add_given(rows, tokenizer, max_response_length, columns=columns, filter_overlong=filter_overlong)
+    return encode.add_given(rows, tokenizer, columns, max_response_length, filter_overlong)
 
 
 def encode_conversation(tokenizer: Any, row: dict, response: str) -> list[int]:

@@ -72,9 +72,8 @@ def encode_all(rows: Sequence[Row], encode: Callable[[Row], T], max_length: int,
 def add_given(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
-    max_response_length: int,
-    *,
     columns: Sequence[str],
+    max_response_length: int,
     filter_overlong: bool = False,
 ) -> Lazy[Row]:
     """Rows of `load_prompts` with `given` added: token ids of the responses that the data has, with EOS at the end.

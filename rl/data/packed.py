@@ -90,6 +90,9 @@ class Lazy(Sequence[T]):
         return same and all(x == other[i] for i, x in enumerate(self))
 
 
+Reader = Callable[[Any], Lazy[Row]]  # files -> their checked rows
+
+
 def derive(rows: Sequence[Row], make: Callable[[list[Row]], Iterable[T | None]], name: str) -> Lazy[T]:
     """What `make` makes of rows, in their order, without the rows for which it gives None. `places` of the result are
     numbers of `rows`.

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.console import say
 from rl.data.encode import encode_prompts
-from rl.data.packed import Lazy
-from rl.data.rows import Paths, Reader, Row, as_paths, named, no_ground_truth, read_rows
+from rl.data.packed import Lazy, Reader
+from rl.data.rows import Paths, Row, as_paths, named, no_ground_truth, read_rows
 from rl.data.text import Texts
 from rl.flags import AtLeast1, Free
 

@@ -23,7 +23,6 @@ UNREAD = (
     *("chat_template", "chat_template_kwargs"),
 )
 Paths = str | os.PathLike | Sequence[str | os.PathLike]  # .parquet or .jsonl files, concatenated in this order
-Reader = Callable[[Paths], Lazy[Row]]  # of files of a schema
 
 BATCH_BYTES = 2**22  # of a parquet file, that are read at a time
 

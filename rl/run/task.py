@@ -8,9 +8,8 @@ from extras.agents import check_rows, make_environments
 from extras.judges import open_judges
 from rl.data import images
 from rl.data.encode import named
-from rl.data.packed import Lazy, Row
+from rl.data.packed import Lazy, Reader, Row
 from rl.data.prompts import count_steps, load_prompts
-from rl.data.rows import Reader
 from rl.data.types import Sampling
 from rl.run.arguments import check
 from rl.sampling.rollout import sampling_settings

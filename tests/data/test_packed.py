@@ -108,7 +108,7 @@ def test_demonstrations_and_comparisons_are_the_same_bit_by_bit(tmp_path, bit_by
     compared = load_comparisons(file, tokenizer, max_length=longest, filter_overlong=True)
     kept = [x for x in sides if max(map(len, x)) <= longest]
     assert [[x.prompt_ids.tolist() for x in pair] for pair in compared] == kept and 0 < len(kept) < 6
-    given = add_given(read_comparisons(file), tokenizer, 30, columns=SIDES, filter_overlong=True)
+    given = add_given(read_comparisons(file), tokenizer, SIDES, 30, filter_overlong=True)
     kept = [i for i, pair in enumerate(sides) if max(map(len, pair)) <= 32]  # behind two tokens of the prompt
     assert [row["chosen"] for row in given] == [texts[i] for i in kept] and len(kept) == 5
     assert [row["given"] for row in given] == [[ids[2:] for ids in sides[i]] for i in kept]
@@ -218,7 +218,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
         (lambda x: encode_conversation(x, {"prompt": "a"}, HUGE, max_length=50), "--max-length 50"),
         (lambda x: encode_conversation(x, {"prompt": MESSAGES[:1]}, HUGE, max_length=50), "--max-length 50"),
         (
-            lambda x: add_given([{"prompt": "a", "chosen": HUGE, "rejected": "b"}], x, 50, columns=SIDES),
+            lambda x: add_given([{"prompt": "a", "chosen": HUGE, "rejected": "b"}], x, SIDES, 50),
             "--max-response-length 50",
         ),
     ],

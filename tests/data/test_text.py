@@ -412,7 +412,7 @@ def test_a_character_without_a_token_is_named(unk_token):
             encode(tokenizer, row | {"row_index": 3})
     rows = [{"prompt": "ab", "chosen": "a", "rejected": "é", "row_index": 3}]
     with pytest.raises(ValueError, match="row 3: rejected: the tokens do not contain 'é'"):
-        list(add_given(rows, tokenizer, 9, columns=("chosen", "rejected")))
+        list(add_given(rows, tokenizer, ("chosen", "rejected"), 9))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -345,7 +345,8 @@ def test_importing_a_module_changes_nothing_in_the_process(tmp_path):
 @pytest.mark.parametrize("path", [*LIBRARY, *EXTRAS], ids=label)
 def test_importing_a_module_runs_definitions_only(path):
     for node in tree(path).body:
-        kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, *functions, ast.Assign, ast.AnnAssign)
         documentation = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         optional = isinstance(node, ast.If) and all(isinstance(x, (*kinds, ast.Expr)) for x in node.body)
         assert isinstance(node, kinds) or documentation or optional, f"{path}:{node.lineno}: {ast.unparse(node)[:60]}"
