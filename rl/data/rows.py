@@ -53,7 +53,9 @@ def as_paths(files: Paths) -> list[Path]:
 
 
 def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool = False) -> Lazy[Row]:
-    """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises."""
+    """The rows of all files. `check` gets a row and its place, "file: row 3"; it returns the row to keep, or raises.
+    For what else is returned and raised see `read_rows`.
+    """
     checked: Packed[Row] = Packed()
     places: dict[int, str] = {}  # of images
     for file in as_paths(files):
@@ -164,6 +166,7 @@ def _check_supported(row: Row, where: str, in_turns: bool) -> None:
 
 
 def check_only(row: Row, name: str, others: Sequence[str], where: str) -> None:
+    """Raise ValueError if a row has one of the `others` beside the column `name`, so that one would go unused."""
     if twice := [x for x in others if not is_absent(row.get(x))]:
         raise ValueError(f"{where}: has {name} and {twice[0]}, and only one can be used; remove the other column")
 
@@ -188,18 +191,20 @@ def _check_rl_row(row: Row, where: str) -> Row:
 
 
 def check_columns(row: Row, names: Sequence[str], where: str) -> None:
+    """Raise ValueError if a row lacks one of the columns."""
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where}: no column {', '.join(missing)}; add or rename it (there are {', '.join(row)})")
 
 
 def with_prompt(row: Row, where: str) -> Row:
-    """The row with its `prompt` checked."""
+    """The row with its `prompt` checked. Raises ValueError if that is neither a text nor a list of messages."""
     check_only(row, "prompt", ("messages",), where)
     check = check_text if isinstance(row["prompt"], str) else check_messages
     return row | {"prompt": check(row["prompt"], f"{where}: prompt")}
 
 
 def check_text(text: Any, where: str) -> str:
+    """The text. Raises ValueError if it is not a string, is empty, or has no form in UTF-8."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where} is {shown(text)}; it must be a string that is not empty")
     _check_encodable(text, where)
@@ -208,7 +213,7 @@ def check_text(text: Any, where: str) -> str:
 
 def check_messages(messages: Any, where: str) -> list[dict]:
     """Non-empty list of {"role", "content"}; fields that are null are left out. Content in parts of text becomes one
-    text, and that of a message with `tool_calls` may be null, which becomes "".
+    text, and that of a message with `tool_calls` may be null, which becomes "". Raises ValueError for anything else.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"{where} is {shown(messages)}; it must be a string or a list of {{role, content}}")
