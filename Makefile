@@ -1,10 +1,10 @@
 # make demo    install, then train a tiny model from scratch with SFT and improve it with GRPO: a few minutes on two cores
-# make check   install, then ruff and the tests of formulas, batching and data: under a minute on two cores
+# make check   install, then lint and the tests of formulas, batching and data: under a minute on two cores
 # make test    install, then the whole test suite: tests/README.md says what to run after which change
 #              make test VLLM=0.28 runs the tests that start vLLM with another version of it, in an environment of its own
 # make thorough  install, then the suite with the further cases of each property that `make test` leaves out
 # make faults  install, then kill runs at 50 random times, samplers at 60, and break checkpoints: up to 20 minutes
-# make lint    install, then ruff
+# make lint    install, then ruff, and the types of rl/
 
 PYTHON ?= python3
 VENV := .venv$(VLLM:%=-vllm%)
@@ -57,6 +57,7 @@ faults: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 clean:
 	rm -rf .venv .venv-vllm* runs

@@ -5,29 +5,28 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-def start(function: str, *arguments: str, env: Mapping[str, str], descriptor: int | None = None) -> subprocess.Popen:
+def start(function: str, *arguments: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> subprocess.Popen:
     """Start a process that calls a function, named with its module, with these command-line arguments.
 
-    It leads a session of its own, may use the open file of `descriptor`, and prints to stderr.
+    It leads a session of its own, may use the open files whose descriptors are `fds`, and prints to stderr.
     """
     module, _, name = function.rpartition(".")
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from {module} import {name}; {name}()"
-    own = dict(pass_fds=() if descriptor is None else (descriptor,), start_new_session=True)
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=2, **own)
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, start_new_session=True)
 
 
 def start_worker(function: str, theirs: socket.socket) -> subprocess.Popen:
     """Start a process whose argument is the descriptor of its socket, `theirs`, which is closed here."""
     with theirs:
         number = theirs.fileno()
-        return start(function, str(number), env=os.environ | {"OMP_NUM_THREADS": "1"}, descriptor=number)
+        return start(function, str(number), env=os.environ | {"OMP_NUM_THREADS": "1"}, fds=[number])
 
 
 def end_worker(process: subprocess.Popen) -> None:

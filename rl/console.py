@@ -12,8 +12,8 @@ import psutil
 from tqdm import tqdm
 
 T = TypeVar("T")
-_process = psutil.Process()
-_began = (_process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else _process).create_time()  # torchrun, or this
+_torchrun = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+_began = (_torchrun or psutil.Process()).create_time()
 _last = [_began]  # when the last phase of the start ended
 
 # What the line of a step says, in this order, of the metrics that there are. `m` has all of them by name. Extras add

@@ -92,7 +92,7 @@ def _changed(group: Any, values: dict[str, Any]) -> Any:
 
 def settled(group: T, **values: Any) -> T:
     """A group of flags with `values` in the place of those that are "auto"; what is not in `values` stays "auto"."""
-    return dataclasses.replace(group, **{name: x for name, x in values.items() if vars(group)[name] == "auto"})
+    return _changed(group, {name: x for name, x in values.items() if vars(group)[name] == "auto"})
 
 
 def flat(args: Any) -> dict[str, Any]:

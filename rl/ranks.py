@@ -105,8 +105,8 @@ class Ranks:
         """
         if self.data_size == 1:
             return list(parcels)
-        outgoing = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)
-        outgoing = outgoing[: sum(map(len, parcels))]
+        # One byte too many, since frombuffer takes no empty buffer.
+        outgoing = torch.frombuffer(bytearray(b"".join([*parcels, b"\0"])), dtype=torch.uint8)[:-1]
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(incoming, outgoing, list(sizes), [len(x) for x in parcels], group=self.data_group)
         return [part.numpy().tobytes() for part in incoming.split(list(sizes))]
@@ -124,9 +124,8 @@ def init_ranks() -> Ranks:
     """
     die_with_launcher()
     if "RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
         alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), ALONE: str(port)}
         if "lo" in dict(socket.if_nameindex()).values():
@@ -136,12 +135,13 @@ def init_ranks() -> Ranks:
     where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
+    dtype = torch.bfloat16 if use_cuda else torch.float32
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
-        # torch's usual store listens on all of the machine's networks; one process needs none.
-        own = dict(store=dist.HashStore(), rank=0, world_size=1) if is_alone else {}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **own)
-    rank, size, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16 if use_cuda else torch.float32
+        store = dist.HashStore() if is_alone else None  # torch's own would listen on all of the machine's networks
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=size)
     everyone = dist.group.WORLD
+    assert everyone is not None, "there is no process group"
     wait_without_end(everyone)
     return Ranks(rank, size, where, dtype, data_rank=rank, data_size=size, group=everyone, data_group=everyone)
 

@@ -33,9 +33,9 @@ class _State:
     """What this process knows of requests to stop."""
 
     deadline: float = math.inf  # on the monotonic clock
-    old_handlers: dict[int, object] = field(default_factory=dict)
+    old_handlers: dict[int, Callable[..., object] | int | None] = field(default_factory=dict)
     pipe: int | None = None  # the interpreter writes the numbers of signals there, after the first `arm`
-    asked_at: float | None = None  # when the first signal came
+    asked_at: float = math.inf  # when the first signal came
     known: bool = False  # that some rank was asked: once true, it stays so
     looked_at: float = -math.inf  # when this rank last looked into the store
     leave: tuple[Callable[[], object], ...] = ()
@@ -86,7 +86,7 @@ def arm(*leave: Callable[[], object]) -> None:
 def _listen(reading: int, state: _State) -> None:
     with open(reading, "rb", buffering=0) as pipe:
         while number := pipe.read(1):
-            if number[0] in SIGNALS and state.asked_at is None:
+            if number[0] in SIGNALS and state.asked_at == math.inf:
                 state.asked_at = time.monotonic()
                 with contextlib.suppress(OSError):  # Ctrl-C ends `tee` too, and then nobody reads stderr
                     os.write(2, b"asked to stop: saving, then leaving; a second signal ends the process at once\n")
@@ -101,7 +101,7 @@ def is_armed() -> bool:
 
 def ask(exit_code: int) -> None:
     """Ask this process, and so all ranks, to stop, as a signal does: for a run that cannot go on, but can be saved."""
-    _state.asked_at, _state.exit_code = _state.asked_at or time.monotonic(), exit_code
+    _state.asked_at, _state.exit_code = min(_state.asked_at, time.monotonic()), exit_code
 
 
 def requested(group: dist.ProcessGroup | None = None) -> bool:
@@ -121,7 +121,7 @@ def _look() -> None:
     """Learn whether some rank was asked. The first rank that was tells the others, through the store of their group."""
     if not _state.known:
         now = time.monotonic()
-        _state.known = _state.asked_at is not None or now > _state.deadline
+        _state.known = now >= _state.asked_at or now > _state.deadline
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         if store is not None and _state.known:
             store.set(KEY, "")

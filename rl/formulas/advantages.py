@@ -146,7 +146,8 @@ def gdpo(rewards: Tensor, lengths: Tensor, *, parts: Tensor, weights: tuple[floa
     check_shapes(rewards[None], lengths[None], parts[:1], dims=3)
     assert len(weights) in (0, len(parts)), f"unexpected shapes: {tuple(parts.shape)}, {len(weights)} weights"
     weights = weights or (1.0,) * len(parts)
-    total = sum(w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
+    weighted = (w * grpo(part, lengths) for w, part in zip(weights, parts, strict=True))
+    total = sum(weighted, torch.zeros_like(parts[0]))
     return _whitened(total, lengths.to(parts.dtype) * ~parts.isnan().all(0), eps=1e-8)
 
 

@@ -67,7 +67,7 @@ def problem(path: pathlib.Path, rank: int, world_size: int) -> str:
         is_whole = manifest.pop("sha256") == hash_of(manifest) and "trainer_state.json" in manifest["files"]
         listed = [(name, x["size"], x["sha256"]) for name, x in sorted(manifest["files"].items())]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        is_whole = False
+        is_whole, listed = False, []
     if not is_whole:
         return "MANIFEST.json is damaged"
     for name, expected_size, sha256 in listed[rank::world_size]:

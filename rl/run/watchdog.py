@@ -5,7 +5,6 @@ job is suspended counts.
 """
 
 import faulthandler
-import sys
 
 _limit_s: float | None = None  # None: nobody watches
 
@@ -23,7 +22,7 @@ def start(limit_s: float) -> None:
 def beat() -> None:
     """A sign of life: a phase has ended, or a checkpoint was written. Does nothing unless `start` was called."""
     if _limit_s is not None:
-        faulthandler.dump_traceback_later(_limit_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(_limit_s, exit=True, file=2)  # stderr
 
 
 def stop() -> None:
