@@ -174,8 +174,8 @@ def main(args: Args) -> dict[str, float]:
                 if proximal == "sampler":
                     old_logp = micro.rollout_logp
                 elif proximal == "loglinear":
-                    share = 0.0 if micro.ages is None else micro.ages / (micro.ages + 1)  # 0 for a fresh token
-                    old_logp = torch.lerp(micro.rollout_logp, logp.detach(), share)
+                    ages = micro.columns["ages"].clamp(min=0)  # of tokens that were not sampled they are -1
+                    old_logp = torch.lerp(micro.rollout_logp, logp.detach(), ages / (ages + 1))  # a fresh one: rollout
                 else:
                     old_logp = logp.detach() if num_updates == 1 else micro.old_logp
 
@@ -201,7 +201,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": (pg_loss * mask).sum() / num_tokens})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages, proximal)
+                means.between_policies(micro, logp, old_logp, weights, proximal)
             if not norms:  # the last moment in which the policy has the weights that were pushed
                 samplers.verify(policy, args.rollout)
                 run.exit_if_asked()
@@ -232,7 +232,7 @@ def main(args: Args) -> dict[str, float]:
             **samplers.metrics(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses)
+        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next round saves.
 

@@ -258,7 +258,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(actor, loss, is_last=is_last)
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
+                means.between_policies(micro, logp, old_logp, weights)
             norm = {"actor": clip_grad_norm(actor, args.grad_clip)} if "actor" in lrs else {}
             norm["critic"] = clip_grad_norm(critic, args.grad_clip)
             if math.isfinite(sum(norm.values())) and update.num_tokens > 0:
@@ -282,7 +282,7 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             **{f"{name}/lr": lr for name, lr in lrs.items()},
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses)
+        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next round saves.
 

@@ -263,7 +263,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": pg_loss})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
+                means.between_policies(micro, logp, old_logp, weights)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
@@ -287,7 +287,7 @@ def main(args: Args) -> dict[str, float]:
             "reward_model/lr": args.prm_lr * lr_factor,
         }
         generated = sum(r.num_sampled for r in sampled)
-        step_metrics = run.log_step(step + 1, found, responses=responses, generated=generated)
+        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch, generated=generated)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next round saves.
 

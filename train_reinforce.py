@@ -240,7 +240,7 @@ def main(args: Args) -> dict[str, float]:
                 backward(policy, loss, is_last=micro_rows is update.micro_batches[-1])
                 means.over_updates({"actor/loss": loss, "actor/pg_loss": aggregate(pg_loss, mask)})
                 means.over_tokens(mask, {"actor/entropy": entropy, "actor/pg_clipfrac": is_clipped})
-                means.between_policies(mask, logp, old_logp, micro.rollout_logp, weights, micro.ages)
+                means.between_policies(micro, logp, old_logp, weights)
             norm = clip_grad_norm(policy, args.grad_clip)
             if math.isfinite(norm) and update.num_tokens > 0:
                 optimizer.step()
@@ -264,7 +264,7 @@ def main(args: Args) -> dict[str, float]:
             **means.reduce(),
             "actor/lr": lr,
         }
-        step_metrics = run.log_step(step + 1, found, responses=responses)
+        step_metrics = run.log_step(step + 1, found, responses=responses, batch=batch)
         run.log_samples(own_samples, own_scores, batch)
         # 9. Checkpoint: save_and_begin of the next round saves.
 

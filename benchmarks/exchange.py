@@ -22,7 +22,7 @@ import torch.distributed as dist
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rl.data.batching import BYTES_PER_TOKEN, make_batch
+from rl.data.batching import make_batch, num_bytes
 from rl.data.types import Sample, Score
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
 from rl.sampling.rollout import gather_responses, scores_of
@@ -72,13 +72,13 @@ def main(args: Args) -> dict[str, float]:
     for _ in range(args.rounds):
         sharing, responses = timed(ranks, lambda: gather_responses(samples, scores, rows, ranks))
         learn = scores_of(responses).isfinite()
-        plan = partial(make_batch, responses, learn, pad_id=0, ranks=ranks, **limits)
+        plan = partial(make_batch, responses, learn, ranks=ranks, **limits)
         batching, (batch, _) = timed(ranks, plan)
         found = {"share_s": sharing, "make_batch_s": batching, "total_s": sharing + batching}
         best = min(best or found, found, key=lambda x: x["total_s"])
     moved = [responses[i] for i in batch.rows.tolist() if responses[i].rank != ranks.data_rank]
-    best["tokens_received_mb"] = sum(BYTES_PER_TOKEN * r.response_length for r in moved) / 1e6
-    best["batch_mb"] = sum(x.nbytes for x in vars(batch).values() if x is not None) / 1e6
+    best["tokens_received_mb"] = sum(num_bytes(r) for r in moved) / 1e6
+    best["batch_mb"] = sum(x.nbytes for x in batch.tensors().values()) / 1e6
     if ranks.is_main:
         print(json.dumps({"ranks": ranks.size, "responses": args.responses, "tokens": args.tokens, **best}))
     shutdown_ranks()

@@ -92,7 +92,7 @@ def main(args: Args) -> dict[str, dict[str, float]]:
         logp, entropy = token_logprobs(trainer, batch, sampling=sampling)
         means = Means(ranks)
         means.over_tokens(batch.response_mask, {"actor/entropy": entropy})
-        means.between_policies(batch.response_mask, logp, logp, batch.rollout_logp)
+        means.between_policies(batch, logp, logp)
         found[name] = means.reduce()
         numbers = " ".join(f"{key} {found[name][key]:.4g}" for key in ("actor/entropy", *PRINTED))
         print(f"{name} tokens {int(batch.response_mask.sum())} {numbers}", flush=True)

@@ -132,7 +132,7 @@ def main(args: Args) -> list[dict]:
         batch = collate(samples)
         line = {"shape": args.shape, "layers": depth, "tokens": int(batch.response_mask.sum())}
         line["sampled_nats"] = float(-(batch.rollout_logp * batch.response_mask).sum() / line["tokens"])
-        for replays in (False, True) if batch.routed_experts is not None else (False,):
+        for replays in (False, True) if "routed_experts" in batch.columns else (False,):
             gap, changed = differences(model, batch, sampling, replays, depth)
             key = "with_replay" if replays else "without"
             line |= {f"gap_{key}": gap.mean().item(), f"gap_{key}_p99": gap.quantile(0.99).item()}

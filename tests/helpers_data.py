@@ -1,5 +1,6 @@
 """What the tests of batches, metrics and ranks share: ranks that talk to nobody, samples, and responses."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from rl.data.batching import Update
-from rl.data.types import Response, Sample, Score
+from rl.data.types import Completion, Response, Sample, Score
 from rl.ranks import Ranks
 
 
@@ -36,6 +37,21 @@ def sample(
     return Sample(prompt_ids, response_ids, mask, logprobs, finish_reason, row_index)
 
 
+def versions_of(prompt_ids: Sequence[int], *spans: tuple[int, int]) -> dict[str, np.ndarray]:
+    """The columns of a sample whose response consists of tokens in a row that such a version of the weights sampled
+    (version, count); those of version -1 were not sampled.
+    """
+    versions = [v for v, count in ((-1, len(prompt_ids)), *spans) for _ in range(count)]
+    return {"versions": np.array([np.iinfo(np.int32).max if v < 0 else v for v in versions], np.int32)}
+
+
+def spans_of(x: Sample | Completion) -> tuple[tuple[int, int], ...]:
+    """Which weights have sampled the tokens of a response: (version, count) of sampled tokens in a row."""
+    versions = x.columns["versions"]
+    known = versions[versions < np.iinfo(np.int32).max].tolist()
+    return tuple((version, len(list(same))) for version, same in itertools.groupby(known))
+
+
 def scored(
     value: float | None, components: dict | None = None, status: str = "ok", seconds: float = 0.0, text: str = "text"
 ) -> Score:
@@ -52,7 +68,6 @@ def response(prompt: int = 1, length: int = 1, **changes: Any) -> Response:
         num_sampled=length,
         shared=0,
         finish_reason="stop",
-        policy_versions=((1, length),),
         turns=1,
         rank=0,
         number=0,

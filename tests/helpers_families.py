@@ -1,7 +1,7 @@
 """Tiny models of many families, and what transformers itself loads for them."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def make_them_count(model: nn.Module) -> nn.Module:
 
 def in_float32(batch: Batch) -> Batch:
     """A batch with its numbers, if they are in float64, in float32."""
-    return replace(batch, **{k: x.float() for k, x in vars(batch).items() if x is not None and x.is_floating_point()})
+    return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
 def way_of(model: nn.Module) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import helpers_scripts as h
 import launch
+from helpers_data import spans_of
 
 from extras.samplers import connection
 from extras.samplers.pool import SamplerPool
@@ -47,7 +48,7 @@ def note_batches(file):
 
     def noting(samplers):
         rows, samples, tickets = take(samplers)
-        ages = [sorted({samplers.policy_version - v for v, _ in s.policy_versions}) for s in samples]
+        ages = [sorted({samplers.policy_version - v for v, _ in spans_of(s)}) for s in samples]
         line = dict(version=samplers.policy_version, rows=[row["row_index"] for row in rows], ages=ages)
         with open(file, "a") as f:
             f.write(json.dumps(line) + "\n")

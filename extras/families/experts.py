@@ -62,7 +62,7 @@ class Experts(Family):
 
     def begin(self, batch: Batch | None, passes: list[Pass]) -> None:
         """See `replay` and `balance`."""
-        first, given = passes[0], batch.routed_experts if self.replays else None
+        first, given = passes[0], batch.columns.get("routed_experts") if self.replays else None
         replay(self.routers, None if given is None else first.take(given))
         balance(self.routers, self.balance, batch.share if self.balance else None, first.inputs)
 

@@ -9,7 +9,6 @@ without any runs a small blank one as a row of its own, whose hidden states nobo
 
 import functools
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,8 +118,7 @@ def with_image(batch: Batch) -> Batch:
             rows[-1] = blank
         return rows
 
-    tensors = {name: x for name, x in vars(batch).items() if x is not None}
-    return replace(batch, **{name: longer(name, x) for name, x in tensors.items()})
+    return batch.map(longer)
 
 
 def positions_of(model: nn.Module, ids: Tensor, real: Tensor) -> Tensor:
@@ -185,5 +183,3 @@ def own_inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:
             del found["mm_token_type_ids"]
     known = inspect.signature(type(model).forward).parameters
     return {name: x for name, x in found.items() if name in known}
-
-

@@ -22,12 +22,12 @@ from zmq.utils import z85
 
 from extras.agents import EnvironmentFlags
 from rl.data.rows import Row
-from rl.data.types import Sample, Sampling
+from rl.data.types import Sample, Sampling, unknown
 from rl.sampling.engines.base import Rollout
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it
-PROTOCOL = 5  # of these messages; both sides must have the same
+PROTOCOL = 6  # of these messages; both sides must have the same
 LARGEST = 2**30  # bytes of a message; the run closes a connection that sends more
 MAX_LOGPROB = 1e-3  # rounding may take the log-prob of a certain token above 0
 
@@ -75,8 +75,8 @@ class PackedSample(msgspec.Struct, array_like=True):
     ids: bytes  # int32
     mask: bytes  # int8
     logprobs: bytes  # float32
+    versions: bytes  # int32
     finish_reason: Literal["stop", "length", "error", "abort"]
-    policy_versions: list[tuple[int, int]]
     turns: Size
     conversation: str  # messages and report, as JSON too
     turn_rewards: list[float]
@@ -144,7 +144,7 @@ def pack(sample: Sample) -> PackedSample:
         mask=sample.response_mask.tobytes(),
         logprobs=sample.rollout_logprobs.tobytes(),
         finish_reason=sample.finish_reason,
-        policy_versions=list(sample.policy_versions),
+        versions=sample.columns["versions"][len(sample.prompt_ids) :].tobytes(),
         turns=sample.turns,
         conversation=json.dumps([list(sample.messages), sample.report]),
         turn_rewards=list(sample.turn_rewards),
@@ -158,10 +158,13 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
     sampled it.
     """
     ids, mask = np.frombuffer(packed.ids, np.int32), np.frombuffer(packed.mask, np.int8)
-    logprobs = np.frombuffer(packed.logprobs, np.float32)
-    if not len(ids) == len(mask) == len(logprobs):
-        raise ValueError(f"a response has {len(ids)} tokens, {len(mask)} mask entries and {len(logprobs)} log-probs")
-    spans, rewards = tuple(packed.policy_versions), tuple(packed.turn_rewards)
+    logprobs, of_response = np.frombuffer(packed.logprobs, np.float32), np.frombuffer(packed.versions, np.int32)
+    if not len(ids) == len(mask) == len(logprobs) == len(of_response):
+        raise ValueError(
+            f"a response has {len(ids)} tokens, {len(mask)} mask entries, {len(logprobs)} log-probs and "
+            f"{len(of_response)} versions"
+        )
+    rewards, is_sampled = tuple(packed.turn_rewards), of_response < unknown(of_response)
     try:
         messages, report = json.loads(packed.conversation)
         is_conversation = all(isinstance(x, dict) for x in messages) and isinstance(report, (dict, type(None)))
@@ -173,13 +176,14 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         "a mask of other numbers than 0 and 1": ((mask == 0) | (mask == 1)).all(),
         "log-probs that are not finite, or above 0": (np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)).all(),
         "log-probs of tokens that were not sampled": not logprobs[mask == 0].any(),
-        f"tokens of other weights than those of {versions}": all(x in versions and count > 0 for x, count in spans),
-        "a mask that does not fit its versions": sum(count for _, count in spans) == mask.sum(),
+        f"tokens of other weights than those of {versions}": np.isin(of_response[is_sampled], versions).all(),
+        "a mask that does not fit its versions": (is_sampled == (mask == 1)).all(),
         "rewards of turns that it does not have": len(rewards) <= packed.turns and all(map(math.isfinite, rewards)),
         "a conversation that is none": is_conversation,
     }
     if wrong := [rule for rule, holds in rules.items() if not holds]:
         raise ValueError(f"a response has {' and '.join(wrong)}")
+    of_prompt = np.full(len(row["prompt_ids"]), unknown(of_response), np.int32)
     return Sample(
         prompt_ids=row["prompt_ids"],
         response_ids=ids,
@@ -187,7 +191,7 @@ def unpack(packed: PackedSample, row: Row, sampling: Sampling, vocabulary: int, 
         rollout_logprobs=logprobs,
         finish_reason=packed.finish_reason,
         row_index=row["row_index"],
-        policy_versions=spans,
+        columns={"versions": np.concatenate([of_prompt, of_response])},
         turns=packed.turns,
         messages=tuple(messages),
         report=report,

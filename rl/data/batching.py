@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rl.data.types import Batch, Response, Sample
+from rl.data.types import Batch, Response, Sample, unknown
 from rl.ranks import Ranks
 
 BYTES_PER_TOKEN = 4 + 1 + 4  # of a response on its way to another rank: id, mask, log-prob
@@ -48,22 +48,25 @@ def collate(
     assert samples or width, "collate needs at least one sample, or a width"
     B, T = len(samples), width or max(s.num_tokens for s in samples)
     ids, mask, logp = np.full((B, T), pad_id, np.int64), np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
-    routed = next((s.routed_experts for s in samples if s.routed_experts is not None), None)
-    if routed is not None:  # the largest number of the type is that of no expert
-        routed = np.full((B, T, *routed.shape[1:]), np.iinfo(routed.dtype).max, routed.dtype)
+    columns: dict[str, np.ndarray] = {}
     for i, s in enumerate(samples):
         sizes = [len(x) for x in (s.response_ids, s.response_mask, s.rollout_logprobs)]
         assert len(set(sizes)) == 1, f"row {s.row_index}: {sizes[0]} ids, {sizes[1]} mask entries, {sizes[2]} log-probs"
         start, end = len(s.prompt_ids), s.num_tokens
         ids[i, :start], ids[i, start:end] = s.prompt_ids, s.response_ids
         mask[i, start:end], logp[i, start:end] = s.response_mask, s.rollout_logprobs
-        if s.routed_experts is not None:
-            routed[i, :end] = s.routed_experts
+        for name, x in s.columns.items():
+            columns.setdefault(name, np.full((B, T, *x.shape[1:]), unknown(x), x.dtype))[i, :end] = x
     lengths = torch.tensor([s.num_tokens for s in samples], dtype=torch.long)
-    own_rows = None if rows is None else torch.as_tensor(rows, dtype=torch.long)
-    routed = None if routed is None else torch.from_numpy(routed)
-    numbers = torch.from_numpy(ids), lengths, torch.from_numpy(mask), torch.from_numpy(logp * mask)
-    return Batch(*numbers, routed_experts=routed, rows=own_rows, share=lengths / lengths.sum())
+    return Batch(
+        torch.from_numpy(ids),
+        lengths,
+        torch.from_numpy(mask),
+        torch.from_numpy(logp * mask),
+        rows=None if rows is None else torch.as_tensor(rows, dtype=torch.long),
+        share=lengths / lengths.sum(),
+        columns={name: torch.from_numpy(x) for name, x in columns.items()},
+    )
 
 
 def shared_prefix(batch: Batch) -> torch.Tensor:
@@ -176,10 +179,10 @@ def make_batch(
         mini_batch_size, max_tokens, rows_per_unit: as for `plan_updates`.
         shuffle_seed: with this seed responses are drawn for each mini-batch at random from those that are left; only
             for one row a unit.
-        version: of the newest weights, by default the newest that has sampled any of the tokens.
+        version: how often weights were pushed until now, from which the ages of tokens follow; None if nobody asks.
 
-    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. Its tokens have
-    `ages` if one of them is older than `version`. All data ranks must enter.
+    Returns: the batch of this rank's rows, padded to the longest response of any rank, and the updates. All data ranks
+    must enter.
     """
     order = list(range(len(responses)))
     if shuffle_seed is not None:
@@ -200,26 +203,12 @@ def make_batch(
     totals = torch.zeros(len(responses))  # for each row the tokens of its update
     for update in updates:
         totals[update.rows] = float(sum(responses[i].num_tokens for i in update.rows))
-    batch = replace(batch, share=batch.lengths / totals[batch.rows])
-    versions = {v for r in responses for v, _ in r.policy_versions}
-    version = max(versions, default=0) if version is None else version
-    if versions - {version}:
-        batch = replace(batch, ages=ages_of(responses, batch, version=version))
-    return batch, updates
-
-
-def ages_of(responses: Sequence[Response], batch: Batch, *, version: int) -> torch.Tensor:
-    """How many versions of weights older than `version` each token is that is learned from: (b, T) float32, else 0.
-
-    Args: responses, of the step, with the versions of their tokens; batch, this rank's rows of them.
-    """
-    ages = torch.zeros_like(batch.response_mask)
-    for i, row in enumerate(batch.rows.tolist()):
-        own = [version - v for v, count in responses[row].policy_versions for _ in range(count)]
-        places = batch.response_mask[i].nonzero()[:, 0]
-        if len(places) == len(own):  # else it has no score, or its mask is wrong, which `check_engine` finds out
-            ages[i, places] = torch.tensor(own, dtype=ages.dtype)
-    return ages
+    columns = dict(batch.columns)
+    versions = columns.pop("versions", None)
+    if version is not None:
+        versions = torch.full_like(batch.input_ids, version + 1) if versions is None else versions  # nobody knows them
+        columns["ages"] = torch.where(versions <= version, version - versions, -1)
+    return replace(batch, share=batch.lengths / totals[batch.rows], columns=columns), updates
 
 
 def _shared(responses: Sequence[Response], ranks: Ranks) -> list[int]:
@@ -249,26 +238,25 @@ def _deliver(responses: Sequence[Response], rows_of_rank: list[list[int]], ranks
     for rank, rows in enumerate(rows_of_rank):
         if rank != me:
             sent = [responses[i].sample for i in rows if responses[i].rank == me]
-            arrays = [(s.response_ids, s.response_mask, s.rollout_logprobs, s.routed_experts) for s in sent]
-            parcels[rank] = b"".join(x.tobytes() for xs in arrays for x in xs if x is not None)
-            coming = [r for r in mine if r.rank == rank]
-            sizes[rank] = sum(BYTES_PER_TOKEN * r.response_length + _bytes_of_experts(r) for r in coming)
+            arrays = [(s.response_ids, s.response_mask, s.rollout_logprobs, *s.columns.values()) for s in sent]
+            parcels[rank] = b"".join(x.tobytes() for xs in arrays for x in xs)
+            sizes[rank] = sum(num_bytes(r) for r in mine if r.rank == rank)
     received = [io.BytesIO(parcel) for parcel in ranks.send(parcels, sizes)]
     return [r.sample if r.rank == me else _unpack(r, received[r.rank]) for r in mine]
 
 
-def _bytes_of_experts(r: Response) -> int:
-    """Of a response on its way to another rank: the numbers of experts, also those of its prompt."""
-    return r.num_tokens * math.prod(r.routed[:2]) * np.dtype(r.routed[2]).itemsize if r.routed else 0
+def num_bytes(r: Response) -> int:
+    """Of a response on its way to another rank."""
+    of_columns = sum(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in r.columns)
+    return BYTES_PER_TOKEN * r.response_length + of_columns * r.num_tokens
 
 
 def _unpack(r: Response, parcel: io.BytesIO) -> Sample:
     """The next sample of a parcel, that of `r`."""
-    types, n = [np.dtype(t) for t in ("int32", "int8", "float32")], r.response_length
-    ids, mask, logprobs = (np.frombuffer(parcel.read(n * t.itemsize), t) for t in types)
-    experts = None
-    if r.routed:
-        *shape, dtype = r.routed
-        experts = np.frombuffer(parcel.read(_bytes_of_experts(r)), dtype).reshape(r.num_tokens, *shape)
-    known = r.finish_reason, r.row_index, r.policy_versions, r.turns
-    return Sample(r.prompt_ids, ids, mask, logprobs, *known, routed_experts=experts)
+
+    def array(dtype: str, *shape: int) -> np.ndarray:
+        return np.frombuffer(parcel.read(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+
+    ids, mask, logprobs = (array(dtype, r.response_length) for dtype in ("int32", "int8", "float32"))
+    columns = {name: array(dtype, r.num_tokens, *shape) for name, dtype, shape in r.columns}
+    return Sample(r.prompt_ids, ids, mask, logprobs, r.finish_reason, r.row_index, r.turns, columns=columns)

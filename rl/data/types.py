@@ -5,8 +5,8 @@ vocabulary. Every per-token tensor is (B, T) and aligned: position t describes t
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,8 +40,16 @@ class Request(NamedTuple):
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 
 
-# Which weights sampled a response: (pushes of weights, tokens in a row that were sampled after so many), ascending
-Versions = tuple[tuple[int, int], ...]
+# Columns of a sequence of tokens, by name: arrays (n, ...) of integers with an entry for each token of prompt and
+# response. The largest number of its type says that nothing is known of a token. Engines and families name columns of
+# their own, and everything that carries samples carries these too. The one that every engine has is "versions", int32:
+# how often weights were pushed before the token was sampled, unknown for tokens that the policy did not sample.
+Columns = Mapping[str, np.ndarray]
+
+
+def unknown(column: np.ndarray) -> int:
+    """What a column says of a token of which nothing is known."""
+    return np.iinfo(column.dtype).max
 
 
 class Completion(NamedTuple):
@@ -51,8 +59,7 @@ class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop", "length", or "abort" for what an aborted request had so far
-    policy_versions: Versions = ()
-    routed_experts: np.ndarray | None = None  # (n, layers, k): of prompt and response but for the last token
+    columns: Columns = {}  # a column may end before the last token
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +75,11 @@ class Sample:
     rollout_logprobs: np.ndarray  # float32
     finish_reason: str
     row_index: int
-    policy_versions: Versions = ()  # of the tokens that the policy sampled; () where it sampled none, or nobody knows
     turns: int = 1  # how often the policy was asked to go on
     messages: Sequence[dict] = ()  # of a conversation with an environment: all behind the prompt, for the reward
     report: dict | None = None  # what its environment says at the end
     turn_rewards: tuple[float, ...] = ()  # of its turns, by the environment, if it gives any; part of the score
-    # (tokens of prompt and response, layers, k) uint8 or int16: the experts that the engine used for a token as input;
-    # see `extras.families.unknown_expert`. None without --router-replay
-    routed_experts: np.ndarray | None = None
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self):
         dtypes = dict(prompt_ids="int32", response_ids="int32", response_mask="int8", rollout_logprobs="float32")
@@ -91,20 +95,6 @@ class Sample:
     def num_sampled(self) -> int:
         """Response tokens that the policy sampled."""
         return int(self.response_mask.sum())
-
-    @property
-    def token_versions(self) -> np.ndarray:
-        """Pushes of weights before each token of the response was sampled, (n,) int32; -1 if it was not sampled. Raises
-        RuntimeError if the mask does not mark as many tokens as were sampled.
-        """
-        if self.num_sampled != (count := sum(count for _, count in self.policy_versions)):
-            raise RuntimeError(
-                f"a response to row {self.row_index} has {self.num_sampled} tokens of mask 1, and the engine sampled "
-                f"{count}: the response mask has tokens that it did not sample, as of a tool, or lacks some"
-            )
-        versions = np.full(len(self.response_ids), -1, np.int32)
-        versions[self.response_mask > 0] = [v for v, count in self.policy_versions for _ in range(count)]
-        return versions
 
     @property
     def conversation(self) -> dict[str, Any]:
@@ -128,9 +118,15 @@ class Sample:
 
 
 def sample_of(saved: dict[str, Any]) -> Sample:
-    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples."""
-    versions, rewards = tuple(map(tuple, saved["policy_versions"])), tuple(saved["turn_rewards"])
-    return Sample(**saved | {"policy_versions": versions, "turn_rewards": rewards})
+    """The sample whose `vars` a checkpoint has held: JSON makes lists of tuples. Raises ValueError for one of a version
+    that knew no columns.
+    """
+    if "columns" not in saved:
+        raise ValueError(
+            "the checkpoint holds responses as an older version has written them, which have no columns of tokens; "
+            "continue it with that version, or choose another --experiment-name to start anew"
+        )
+    return Sample(**saved | {"turn_rewards": tuple(saved["turn_rewards"])})
 
 
 class Score(NamedTuple):
@@ -163,7 +159,6 @@ class Response:
     num_sampled: int  # those of them that the policy sampled
     shared: int  # tokens at the start of prompt and response that the one before it on its rank has too
     finish_reason: str
-    policy_versions: Versions
     turns: int
     rank: int  # which has the tokens
     number: int  # among those that its rank sampled at a time
@@ -172,14 +167,14 @@ class Response:
     numbers: dict[str, float] | None = None  # of the environment's report
     turn_rewards: tuple[float, ...] = ()  # see Sample
     turn_lengths: tuple[int, ...] = ()
-    routed: tuple[int, int, str] | None = None  # layers, k and dtype of the sample's routed_experts
+    columns: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the sample: names, dtypes, shapes of an entry
 
     @classmethod
     def of(cls, s: Sample, score: Score, *, shared: int, rank: int, number: int) -> "Response":
         """What other ranks have to know of a sample."""
-        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.policy_versions, s.turns
-        routed = None if s.routed_experts is None else (*s.routed_experts.shape[1:], s.routed_experts.dtype.str)
-        own = dict(numbers=s.numbers, turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths, routed=routed)
+        known = len(s.response_ids), s.num_sampled, shared, s.finish_reason, s.turns
+        columns = tuple((name, x.dtype.str, x.shape[1:]) for name, x in s.columns.items())
+        own = dict(numbers=s.numbers, turn_rewards=s.turn_rewards, turn_lengths=s.turn_lengths, columns=columns)
         return cls(s.row_index, score._replace(text=""), *known, rank, number, **own)
 
     @property
@@ -205,21 +200,25 @@ class Batch:
     ref_logp: torch.Tensor | None = None  # (B, T) by the frozen reference, or the teacher
     top_ids: torch.Tensor | None = None  # (B, T, K) int32, the teacher's most likely tokens
     top_logp: torch.Tensor | None = None  # (B, T, K) and their log-probs
-    routed_experts: torch.Tensor | None = None  # (B, T, layers, k) uint8 or int16, see Sample
     advantages: torch.Tensor | None = None  # (B, T)
-    ages: torch.Tensor | None = None  # (B, T) float32, pushes of weights since a token was sampled
     values: torch.Tensor | None = None  # (B, T)
     returns: torch.Tensor | None = None  # (B, T)
     chosen: torch.Tensor | None = None  # (B, T) bool, of `extras.variants`: the loss treats these differently
     rows: torch.Tensor | None = None  # (B,) int64, ascending: places among the step's responses; None: all of them
     share: torch.Tensor | None = None  # (B,) float32, the tokens of a row over those of its update on all ranks
+    # (B, T, ...) by name, see `Columns`. In the place of "versions" a batch has "ages", int32: pushes of weights since
+    # a token was sampled, and -1 for one that was not.
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that the batch has by name, those of the columns too."""
+        return {name: x for name, x in (vars(self) | self.columns).items() if isinstance(x, torch.Tensor)}
 
-def join_versions(first: Versions, second: Versions) -> Versions:
-    """The versions of a response that goes on: ((3, 5),) and ((3, 1), (4, 2)) -> ((3, 6), (4, 2))."""
-    if first and second and first[-1][0] == second[0][0]:
-        return (*first[:-1], (second[0][0], first[-1][1] + second[0][1]), *second[1:])
-    return first + second
+    def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> "Batch":
+        """The batch with change(name, x) in the place of every tensor x that it has, those of the columns too."""
+        changed = {name: change(name, x) for name, x in self.tensors().items()}
+        columns = {name: changed.pop(name) for name in self.columns}
+        return replace(self, **changed, columns=columns)
 
 
 def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | None = None) -> Batch:
@@ -228,15 +227,12 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device | str | No
     Args: rows, as `batch.rows` names them, in any order. No rows give one empty row of two tokens with a zero mask: a
     rank that has run out of work uses it to take part in the collectives of the forward and backward pass.
     """
-    tensors = {name: x for name, x in vars(batch).items() if x is not None}
-    if len(rows):
-        index = places(batch, rows)
-        width = int(batch.lengths[index].max())
-        found = {name: x[index] if x.ndim == 1 else x[index, :width] for name, x in tensors.items()}
-    else:
-        found = {name: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]) for name, x in tensors.items()}
-        found["lengths"] = torch.tensor([2])
-    return Batch(**{name: x.to(device) for name, x in found.items()})
+    if not len(rows):
+        empty = batch.map(lambda _, x: x.new_zeros((1, 2, *x.shape[2:])[: x.ndim]).to(device))
+        return replace(empty, lengths=empty.lengths + 2)
+    index = places(batch, rows)
+    width = int(batch.lengths[index].max())
+    return batch.map(lambda _, x: (x[index] if x.ndim == 1 else x[index, :width]).to(device))
 
 
 def places(batch: Batch, rows: Sequence[int]) -> torch.Tensor:

@@ -58,19 +58,20 @@ class Means:
 
     def between_policies(
         self,
-        mask: torch.Tensor,
+        batch: Batch,
         logp: torch.Tensor,
         old_logp: torch.Tensor,
-        rollout_logp: torch.Tensor,
         weights: torch.Tensor | None = None,
-        ages: torch.Tensor | None = None,
         proximal: str = "recomputed",
     ) -> None:
-        """How far apart the policies are that sampled, that began the step and that learn; log-probs and, if there are
-        any, the weights of `Correction.weights` and the ages of tokens, (b, T).
+        """How far apart the policies are that sampled, that began the step and that learn.
 
-        Args: proximal, whose log-probs old_logp has: --proximal-policy of train_async.py. Only "recomputed" ones are
-        the trainer's, so with others nothing is known of the ratio and the gap between trainer and engine.
+        Args:
+            batch: the rows of a pass (b, T), with the log-probs of the policy that sampled.
+            logp, old_logp: (b, T), by the policy that learns and by the one that began the step.
+            weights: (b, T), of `Correction.weights`, if the loss is multiplied with them.
+            proximal: whose log-probs old_logp has, see --proximal-policy of train_async.py. Only "recomputed" ones are
+                the trainer's. With others nothing is known of the ratio and the gap between trainer and engine.
 
         With the ratio r = exp(old - rollout) of a token between the trainer and the engine, tokens t of sequences i,
         and means over all tokens where nothing else is said:
@@ -91,6 +92,7 @@ class Means:
         --rollout-is says; the effective sample size is of r itself, verl's of r cut to the threshold; logarithms are
         cut at +-20 before they are raised, verl's not in k3_kl and ppl_ratio.
         """
+        mask, rollout_logp = batch.response_mask, batch.rollout_logp
         self.over_tokens(mask, {"actor/ppo_kl": old_logp - logp})
         if weights is not None:
             masked = (weights == 0).to(weights.dtype)
@@ -102,10 +104,9 @@ class Means:
         log_ratio, count = (-gap).clamp(-20, 20), mask.sum(1)
         ratio = log_ratio.exp()
         whole = (-gap.sum(1)).clamp(-20, 20).exp().square() - 1
-        fresh = mask if ages is None else mask * (ages == 0)
+        fresh = mask * (batch.columns["ages"] <= 0) if "ages" in batch.columns else mask
         self.over_tokens(fresh, {"rollout/logprob_gap_mean": gap.abs()})
-        if ages is not None:
-            self.over_tokens(mask - fresh, {"rollout/stale_gap_mean": gap.abs()})
+        self.over_tokens(mask - fresh, {"rollout/stale_gap_mean": gap.abs()})
         self.over_tokens(
             mask,
             {
@@ -166,16 +167,16 @@ def describe_tokens(prefix: str, values: torch.Tensor, mask: torch.Tensor, ranks
     return {f"{prefix}/{kind}": value for kind, value in zip(DESCRIBED, found, strict=True)}
 
 
-def of_staleness(responses: Sequence[Response], version: int) -> dict[str, float]:
-    """How old the tokens are that responses consist of: pushes of weights since they were sampled, when there have
-    been `version`; mean and maximum over tokens, and the share of responses that several versions have sampled.
+def of_staleness(batch: Batch, ranks: Ranks) -> dict[str, float]:
+    """How old the tokens of a batch are that were sampled: pushes of weights since then, their mean and maximum over
+    tokens, and the share of rows that several versions have sampled. All data ranks must enter.
     """
-    spans = [(version - v, count) for r in responses for v, count in r.policy_versions]
-    total = sum(age * count for age, count in spans)
+    ages = batch.columns.get("ages", torch.full_like(batch.input_ids, -1))
+    oldest, youngest = ages.amax(1), ages.where(ages >= 0, ages.amax(1, keepdim=True)).amin(1)  # of each row
     return {
-        "rollout/staleness_mean": total / max(sum(count for _, count in spans), 1),
-        "rollout/staleness_max": float(max((age for age, _ in spans), default=0)),
-        "rollout/mixed_frac": sum(len(r.policy_versions) > 1 for r in responses) / max(len(responses), 1),
+        "rollout/staleness_mean": ranks.mean(ages, ages >= 0),
+        "rollout/staleness_max": ranks.all_reduce_max(torch.tensor(float(max([0, *oldest.tolist()])))).item(),
+        "rollout/mixed_frac": ranks.mean(oldest > youngest, torch.ones_like(oldest)),
     }
 
 

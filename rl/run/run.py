@@ -214,20 +214,21 @@ class Run:
         metrics: dict[str, float],
         *,
         responses: Sequence[Response] = (),
+        batch: Batch | None = None,
         tokens: int | None = None,
         generated: int | None = None,
         shown: bool = True,
     ) -> dict[str, float]:
         """Record a step's metrics with its times; returns all of them.
 
-        Args: responses, that the step learns from: tokens per second count theirs; or else tokens, of the step, and
-        generated, those of them that were sampled; shown, whether a line is printed.
+        Args: responses, that the step learns from: tokens per second count theirs; batch, made of these; or else
+        tokens, of the step, and generated, those of them that were sampled; shown, whether a line is printed.
         """
         self.folder.check()
         tokens = sum(r.num_tokens for r in responses) if tokens is None else tokens
         generated = sum(r.num_sampled for r in responses) if generated is None and responses else generated
         times = self.clock.metrics(num_tokens=tokens, num_generated=generated)
-        ages = of_staleness(responses, self.engine.policy_version) if responses else {}
+        ages = of_staleness(batch, self.ranks) if batch is not None else {}
         metrics = times | metrics | ages  # a script may give times of its own
         metrics["checkpoint/failed"] = float(self.saver.failures)
         for module, _ in self.trained.values():

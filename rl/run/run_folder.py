@@ -123,7 +123,7 @@ class RunFolder:
         wrong; returns what the files of all ranks are called. A failure is only printed.
         """
         path = self.root / f"bad_batch_step_{step}_rank_{self.ranks.rank}.safetensors"
-        on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in vars(batch).items() if x is not None}
+        on_host = {name: x.to("cpu", copy=True).contiguous() for name, x in batch.tensors().items()}
         try:
             save_file(on_host, path)
         except (OSError, SafetensorError) as error:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
-from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows
+from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows, unknown
 from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
@@ -218,6 +218,20 @@ def _beginnings(batch: Batch, max_tokens: int) -> Batch:
     return replace(batch, lengths=lengths, response_mask=mask)
 
 
+def sampled_by(version: int, sample: Sample) -> np.ndarray:
+    """Which tokens of the response weights of this version have sampled: (n,) bool. Raises RuntimeError if the response
+    mask does not mark the tokens that were sampled.
+    """
+    versions = sample.columns["versions"][len(sample.prompt_ids) :]
+    is_sampled = versions < unknown(versions)
+    if (is_sampled != (sample.response_mask > 0)).any():
+        raise RuntimeError(
+            f"a response to row {sample.row_index} has {sample.num_sampled} tokens of mask 1, and the engine sampled "
+            f"{is_sampled.sum()}: the response mask has tokens that it did not sample, as of a tool, or lacks some"
+        )
+    return versions == version
+
+
 @torch.no_grad()
 def check_engine(
     policy: nn.Module,
@@ -247,7 +261,7 @@ def check_engine(
     usual = 0.3 if rollout.is_quantized else 1e-4 if ranks.dtype == torch.float32 else 0.06
     limit = rollout.max_logprob_gap or usual
     if version is not None:
-        fresh = [replace(s, response_mask=s.token_versions == version) for s in samples]
+        fresh = [replace(s, response_mask=sampled_by(version, s)) for s in samples]
         samples = [s for s in fresh if s.num_sampled]
     probe = list(samples[:: max(1, len(samples) // num_probe)])[:num_probe]  # spread over the prompts
     batch = _beginnings(collate(probe or [Sample([0], [0], [0], [0.0], "stop", 0)]), policy.packed.max_tokens)

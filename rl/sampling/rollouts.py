@@ -22,7 +22,7 @@ import numpy as np
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.rows import Row
-from rl.data.types import Completion, Request, Sample, Sampling, Versions, join_versions, sample_of
+from rl.data.types import Completion, Request, Sample, Sampling, sample_of, unknown
 from rl.sampling.engines.base import Engine
 
 STOP_EVERY = 16  # ranks that share an engine ask each other after so many decoding steps whether to stop
@@ -41,8 +41,7 @@ class Trajectory:
         self.turn_at = 0  # where in `ids` the turn of the policy begins
         self.turns, self.finish_reason = 0, "abort"
         self.turn_rewards: list[float] = []  # by the environment, if it gives any
-        self.routed: np.ndarray | None = None  # experts of prompt and response, as far as the engine has told
-        self.versions: Versions = ()
+        self.columns: dict[str, np.ndarray] = {}  # as far as the engine has told
 
     def request(self, key: Hashable) -> Request:
         """What the engine is to sample next. The seed depends on the turn, not on when it begins."""
@@ -59,11 +58,11 @@ class Trajectory:
                 f"{self.row['row_index']}, or log-probs that are not finite: {logprobs[:5].tolist()} ..."
             )
         self._append(ids, 1, completion.logprobs)
-        self.versions = join_versions(self.versions, completion.policy_versions)
         self.finish_reason = completion.finish_reason
-        if (routed := completion.routed_experts) is not None:
+        for name, column in completion.columns.items():
             # What an earlier turn was sampled with stays, also if the engine has read it again.
-            self.routed = routed if self.routed is None else np.concatenate([self.routed, routed[len(self.routed) :]])
+            earlier = self.columns.get(name, column[:0])
+            self.columns[name] = np.concatenate([earlier, column[len(earlier) :]])
 
     def tell(self, ids: list[int]) -> None:
         """Append what the policy did not sample."""
@@ -78,11 +77,12 @@ class Trajectory:
     def sample(self, report: dict | None = None) -> Sample:
         """The response as it is now, with what its environment reports."""
         numbers = (self.ids, self.mask, self.logprobs, self.finish_reason, self.row["row_index"])
-        about = (self.versions, max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
-        if (routed := self.routed) is not None:
-            rest = len(self.row["prompt_ids"]) + len(self.ids) - len(routed)  # the last token, what was told after
-            routed = np.pad(routed, ((0, rest), (0, 0), (0, 0)), constant_values=np.iinfo(routed.dtype).max)
-        return Sample(self.row["prompt_ids"], *numbers, *about, routed_experts=routed)
+        about = (max(self.turns, 1), tuple(self.messages), report, tuple(self.turn_rewards))
+        num_tokens, columns = len(self.row["prompt_ids"]) + len(self.ids), {}
+        for name, x in self.columns.items():  # the last token, and what was told after it, may be missing
+            columns[name] = np.full((num_tokens, *x.shape[1:]), unknown(x), x.dtype)
+            columns[name][: len(x)] = x
+        return Sample(self.row["prompt_ids"], *numbers, *about, columns=columns)
 
 
 def saved_group(row: Row, done: dict[int, Sample]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Rollouts:
                 found[name] = saved_group(x.row, {} if self.environments else self.groups[name][1])
             if not self.environments:  # a conversation begins again
                 arrays = np.array(x.ids, np.int32), np.array(x.mask, np.int8), np.array(x.logprobs, np.float32)
-                found[name]["open"].append([j, *arrays, x.versions, x.seed, x.turns])
+                found[name]["open"].append([j, *arrays, x.columns, x.seed, x.turns])
         return found
 
     def restore(self, name: Hashable, row: Row, sampling: Sampling, saved: dict[str, Any]) -> list[Sample]:
@@ -220,10 +220,10 @@ class Rollouts:
             return [done[j] for j in range(sampling.n)]
         self.groups[name] = sampling.n, done
         self.count += sampling.n
-        for j, ids, mask, logprobs, versions, seed, turns in saved["open"]:
+        for j, ids, mask, logprobs, columns, seed, turns in saved["open"]:
             x = self.trajectories[name, j] = Trajectory(row, sampling, seed)
             x.ids, x.mask, x.logprobs = ids.tolist(), mask.tolist(), logprobs.tolist()
-            x.versions, x.turns = tuple(map(tuple, versions)), turns
+            x.columns, x.turns = columns, turns
             self.pending.append((name, j))
         return []
 

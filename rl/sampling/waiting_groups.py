@@ -39,7 +39,7 @@ def from_states(states: Sequence[Saved], rows: Mapping[int, Row], n: int, ranks:
 
 
 def _response(saved: dict[str, Any], rank: int, number: int, *, has_tokens: bool) -> Response:
-    versions = tuple(map(tuple, saved["policy_versions"]))
-    changed = dict(score=Score(*saved["score"]), policy_versions=versions)
+    columns = tuple((name, dtype, tuple(shape)) for name, dtype, shape in saved.get("columns", ()))
+    changed = dict(score=Score(*saved["score"]), columns=columns)
     sample = sample_of(saved["sample"]) if has_tokens else None
     return Response(**saved | changed | dict(rank=rank, number=number, sample=sample))

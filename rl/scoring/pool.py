@@ -211,7 +211,7 @@ class Scorer:
         for text in texts:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
             turn = ([{"role": "assistant", "content": text}], {}) if self.in_turns else ()
-            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, (), 1, *turn))
+            samples.append(Sample([], ids, [1] * len(ids), [0.0] * len(ids), "stop", 0, 1, *turn))
         return self.collect([self.submit(row, samples)])
 
     def close(self) -> None:

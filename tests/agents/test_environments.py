@@ -10,6 +10,7 @@ import launch
 import numpy as np
 import pytest
 import torch
+from helpers_data import spans_of
 from helpers_engines import TEMPERATURE, logits_of, plain, push, the_only_shared_engine, trainer_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -240,12 +241,13 @@ def test_an_interruption_keeps_tokens_turns_and_versions(engine, policy, made, t
     for s in done:
         said = [tokenizer.decode(x, skip_special_tokens=True) for _, x in parts(s)]
         assert [x["content"] for x in s.messages if x["role"] == "assistant"] == said  # whole turns
-        versions, counts = zip(*s.policy_versions, strict=True)
+        versions, counts = zip(*spans_of(s), strict=True)
         assert version <= min(versions) and max(versions) <= engine.policy_version
         assert list(versions) == sorted(set(versions)) and sum(counts) == s.num_sampled
-        assert (s.token_versions[s.response_mask == 0] == -1).all()
-        assert s.token_versions[s.response_mask == 1].tolist() == np.repeat(versions, counts).tolist()
-    assert max(len(s.policy_versions) for s in done) >= 3
+        of_tokens = s.columns["versions"][len(s.prompt_ids) :]
+        assert (of_tokens[s.response_mask == 0] == np.iinfo(np.int32).max).all()
+        assert of_tokens[s.response_mask == 1].tolist() == np.repeat(versions, counts).tolist()
+    assert max(len(spans_of(s)) for s in done) >= 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_groups_that_outlive_steps_are_taken_once_on_every_rank(name, sampled):
         assert all(x["rows"] == found[0]["rows"] and len(x["rows"]) == 4 and x["gap"] < 1e-5 for x in found)
         own = [s.row_index for x in found for s in x["samples"][::2]]
         assert own == found[0]["rows"] and all(len(x["samples"]) == 8 // len(ranks) for x in found)
-        versions += [len(s.policy_versions) for x in found for s in x["samples"]]
+        versions += [len(spans_of(s)) for x in found for s in x["samples"]]
     taken = [i for step in range(4) for i in ranks[0]["partial"][step]["rows"]]
     left = [i for rank in ranks for i in rank["partial"][3]["left"]]
     assert sorted(taken + left) == list(range(20))

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from helpers_data import scored
+from helpers_data import scored, versions_of
 
 from extras.variants import RULES, TokenSelection, token_selection
 from rl.data.batching import make_batch
@@ -58,8 +58,9 @@ def step_samples() -> list[Sample]:
             mask[slice(*GAPS[k])] = 0
         reason, row = ("length" if k % 4 == 0 else "stop"), ROWS[k // N]
         logprobs = -random.integers(0, 1024, length) / 256  # sums of these are exact
-        versions, turns = ((k // 5, 1), (k // 4, length - 1)), 1 + k % 2
-        samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], versions, turns))
+        columns, turns = versions_of(row["prompt_ids"], (k // 5, min(length, 1)), (k // 4, length - 1)), 1 + k % 2
+        columns["pairs"] = random.integers(0, 9, (len(row["prompt_ids"]) + length, 2)).astype(np.uint8)
+        samples.append(Sample(row["prompt_ids"], ids, mask, logprobs, reason, row["row_index"], turns, columns=columns))
     return samples
 
 
@@ -74,7 +75,7 @@ def step_scores() -> list[Score]:
 
 def facts(r: Response) -> dict:
     """A response as plain values."""
-    sample = r.sample and {name: np.asarray(x).tolist() for name, x in vars(r.sample).items()}
+    sample = r.sample and {"response_ids": r.sample.response_ids.tolist()}
     return vars(r) | {"score": tuple(r.score), "prompt_ids": r.prompt_ids.tolist(), "sample": sample}
 
 
@@ -100,7 +101,7 @@ def cut(responses: list[Response], ranks: Ranks, prompts: range, mini_batch_size
     """`make_batch` of these prompts' responses, and numbers that need all ranks."""
     chosen = [responses[k] for i in prompts for k in range(N * i, N * i + N)]
     scores = scores_of(chosen)
-    options = dict(zip(("max_tokens", "rows_per_unit", "shuffle_seed"), limits, strict=False))
+    options = dict(zip(("max_tokens", "rows_per_unit", "shuffle_seed"), limits, strict=False), version=6)
     batch, updates = make_batch(chosen, scores.isfinite(), mini_batch_size=mini_batch_size, ranks=ranks, **options)
     mask, logp = batch.response_mask, batch.rollout_logp
     found = {"batch": vars(batch), "updates": updates, "scores": scores, "lengths": lengths_of(chosen)}

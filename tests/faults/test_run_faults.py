@@ -282,7 +282,7 @@ def train(task, tmp_path, monkeypatch, capsys):
             changes["custom_reward_function"] = (str(tmp_path / "odd.py"),)
         if case == "empty":
             complete = hf.Engine._complete
-            empty = dict(token_ids=[], logprobs=[], finish_reason="stop", policy_versions=())
+            empty = dict(token_ids=[], logprobs=[], finish_reason="stop", columns={})
             monkeypatch.setattr(hf.Engine, "_complete", lambda *args: complete(*args)._replace(**empty))
         if case == "cut":
             changes["max_response_length"] = 1

@@ -145,7 +145,7 @@ def test_samplers_end_with_their_run(pools, task):
 
 # Messages of somebody who knows the token. The right ones, of which others are changes, are in `Rogue`.
 
-NUMBER = {"ids": np.int32([5]), "mask": np.int8([1]), "logprobs": np.float32([-1.0])}
+NUMBER = {"ids": np.int32([5]), "mask": np.int8([1]), "logprobs": np.float32([-1.0]), "versions": np.int32([0])}
 GARBAGE = {
     "nothing": b"",
     "no msgpack": b"\xc1\xc1",
@@ -193,9 +193,9 @@ GROUPS = {
     "a probability above 1": dict(logprobs=np.float32([3.0])),
     "half precision": dict(logprobs=np.float16([-1.0])),
     "no reason": dict(finish_reason="because"),
-    "a version to come": dict(policy_versions=[(7, 1)]),
-    "no version": dict(policy_versions=[]),
-    "versions of three": dict(policy_versions=[(0, 1, 1)]),
+    "a version to come": dict(versions=np.int32([7])),
+    "no version": dict(versions=np.int32([np.iinfo(np.int32).max])),
+    "versions of three": dict(versions=np.int32([0, 0, 0])),
     "no turn": dict(turns=0),
     "a reward of NaN": dict(turn_rewards=[math.nan]),
     "a conversation of garbage": dict(conversation="{"),
@@ -238,7 +238,7 @@ class Rogue:
     def answer(self, number, samples=None, count=4, **changes):
         """Send a group of one token to a response, with changes."""
         fields = {name: x.tobytes() if isinstance(x, np.ndarray) else x for name, x in (NUMBER | changes).items()}
-        rest = dict(finish_reason="stop", policy_versions=[(0, 1)], turns=1, conversation="[[], null]", turn_rewards=[])
+        rest = dict(finish_reason="stop", turns=1, conversation="[[], null]", turn_rewards=[])
         sample = list((rest | fields)[x] for x in (*NUMBER, *rest))
         group = {"number": number, "samples": [sample] * count if samples is None else samples}
         self.say(self.right | {"holding": [number], "groups": [group]})

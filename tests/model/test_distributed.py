@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import launch
 import pytest
 import torch
+from helpers_data import spans_of
 from helpers_engines import the_only_shared_engine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from workers.objectives import CASES, largest_error, make_batch, plain_gradients, plain_logprobs, plain_model
@@ -392,7 +393,7 @@ def test_requests_that_one_rank_adds_while_others_are_sampled(rolled_out):
         for key, (prompt, c) in found.items():
             assert c.finish_reason == ("abort" if key == "gone" else "length") and len(c.token_ids) == limits[key]
             n, rest = sampled_before[key], limits[key] - sampled_before[key]
-            assert c.policy_versions == ((version, n), (version + 1, rest))[: 1 + (key != "b")]
+            assert spans_of(c) == ((version, n), (version + 1, rest))[: 1 + (key != "b")]
             ids = [*prompt, *c.token_ids]
             old, new = (plain_logprobs(model, ids)[0][len(prompt) :] for model in (trained, plain))
             assert (old - new).abs().max() > 0.01

@@ -42,9 +42,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(tiny_model):
-    found = make_batch(families.plain(tiny_model).double())
-    single = {key: x.float() for key, x in vars(found).items() if x is not None and x.is_floating_point()}
-    return replace(found, **single)
+    return families.in_float32(make_batch(families.plain(tiny_model).double()))
 
 
 def replaying(path, ranks, **memory):
@@ -104,7 +102,7 @@ def random_experts(batch):
 def test_replay_gives_the_log_probs_and_gradients_of_the_forced_experts(name, checkpointing, folder_of, batch, world):
     model = replaying(folder_of[name], world, activation_checkpointing=checkpointing)
     routed = random_experts(batch)
-    replayed = replace(batch, routed_experts=routed)
+    replayed = replace(batch, columns={"routed_experts": routed})
     results, expected = token_logprobs(model, replayed, sampling=SAMPLING), torch.zeros_like(batch.rollout_logp)
     without = token_logprobs(model, batch, sampling=SAMPLING)[0]
     plain = families.plain(folder_of[name])
@@ -130,12 +128,12 @@ def test_replay_of_what_the_router_would_choose_changes_nothing(name, folder_of,
     for i, n in enumerate(batch.lengths.tolist()):
         routed[i, :n] = torch.from_numpy(own_choices(plain, batch.input_ids[i, :n]))
     expected, _ = token_logprobs(model, batch, sampling=SAMPLING)
-    found, _ = token_logprobs(model, replace(batch, routed_experts=routed), sampling=SAMPLING)
+    found, _ = token_logprobs(model, replace(batch, columns={"routed_experts": routed}), sampling=SAMPLING)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_only_the_policy_replays(folder_of, batch, world):
-    replayed = replace(batch, routed_experts=random_experts(batch))
+    replayed = replace(batch, columns={"routed_experts": random_experts(batch)})
     reference = families.load(folder_of["experts"], world)
     expected = token_logprobs(reference, batch, sampling=SAMPLING)[0]
     assert torch.equal(token_logprobs(reference, replayed, sampling=SAMPLING)[0], expected)
@@ -158,10 +156,11 @@ def test_the_engine_says_which_experts_it_has_chosen(folder_of, world):
     plain = families.plain(path)
     for s in samples:
         ids = [*s.prompt_ids, *s.response_ids]
-        assert s.routed_experts.dtype == np.uint8 and s.routed_experts.shape == (len(ids), LAYERS, K)
-        assert (s.routed_experts[-1] == NONE).all()  # the engine has not read the last token
+        routed = s.columns["routed_experts"]
+        assert routed.dtype == np.uint8 and routed.shape == (len(ids), LAYERS, K)
+        assert (routed[-1] == NONE).all()  # the engine has not read the last token
         expected = own_choices(plain, ids)[:-1]
-        assert (np.sort(s.routed_experts[:-1, 1]) == np.sort(expected[:, 1])).all()  # the first layer is dense
+        assert (np.sort(routed[:-1, 1]) == np.sort(expected[:, 1])).all()  # the first layer is dense
     assert check_engine(policy, samples, sampling, rollout, world) < 1e-6
     found = policy.family_metrics
     assert found["router/changed_frac"] == 0 and 1 <= found["router/load_max"] < E / K
@@ -183,7 +182,7 @@ def test_the_auxiliary_loss_by_a_loop(name, way, folder_of, world):
     ids = [torch.randint(3, 80, (n,), generator=random).tolist() for n in (9, 5, 12)]
     rows = collate([Sample(x[:2], x[2:], [1] * (len(x) - 2), [0.0] * (len(x) - 2), "stop", 0) for x in ids])
     routed = random_experts(rows)
-    rows = replace(rows, routed_experts=routed) if way == "replayed" else rows
+    rows = replace(rows, columns={"routed_experts": routed}) if way == "replayed" else rows
     [update] = plan_updates([9, 5, 12], mini_batch_size=3, max_tokens=14, ranks=world)
     assert sorted(update.micro_batches) == [[0, 1], [2]]
     assert [round(26 * take_rows(rows, x).share.sum().item(), 4) for x in ([0, 1], [2])] == [14, 12]

@@ -28,8 +28,7 @@ SCALING = 32 / 4
 @pytest.fixture(scope="module")
 def batch(tiny_model):
     batch = make_batch(plain_model(tiny_model))
-    single = {key: x.float() for key, x in vars(batch).items() if x is not None and x.is_floating_point()}
-    return replace(batch, **single)
+    return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
 @pytest.fixture(scope="module")

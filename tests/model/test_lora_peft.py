@@ -1,7 +1,6 @@
 """PEFT computes, learns and merges what rl/model/lora.py does, and loads the adapters that a run saves."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import helpers_families as families
@@ -29,9 +28,7 @@ SAMPLING = Sampling(n=2, temperature=0.7, max_tokens=12)
 @pytest.fixture(scope="module")
 def batch(tiny_model):
     batch = make_batch(plain_model(tiny_model))
-    return replace(
-        batch, **{key: x.float() for key, x in vars(batch).items() if x is not None and x.is_floating_point()}
-    )
+    return batch.map(lambda _, x: x.float() if x.is_floating_point() else x)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers_data import ranks_without_group, response, scored
 
 from rl.console import progress_line
+from rl.data.types import Batch, take_rows
 from rl.ranks import Ranks
 from rl.run.metrics import (
     Means,
@@ -23,6 +25,12 @@ from rl.run.metrics import (
 from rl.sampling.evaluation import final_answer, majority_vote, mean_by_name, of_prompt, pass_at_k
 
 NAN, INF = math.nan, math.inf
+
+
+def micro(mask: torch.Tensor, rollout_logp: torch.Tensor, ages: torch.Tensor | None = None) -> Batch:
+    """Rows of a micro-batch with this mask and these log-probs (b, T) of the engine."""
+    columns = {} if ages is None else {"ages": ages}
+    return Batch(torch.zeros_like(mask).long(), mask.sum(1).long(), mask, rollout_logp, columns=columns)
 
 
 def same(left: dict, right: dict) -> bool:
@@ -168,13 +176,16 @@ def test_lengths():
     assert same(of_lengths(RESPONSES), expected)
 
 
-def test_the_age_of_tokens_by_hand():
-    """Seven pushes; ages 0, 0, 0, 2, 2 and 1, 1, 1, 0."""
-    mixed, given = ((5, 2), (6, 3), (7, 1)), ()
-    of = [response(length=3, policy_versions=x) for x in (((7, 3),), mixed, given)]
+def test_the_age_of_tokens_by_hand(world):
+    """Three responses: of the newest weights, of three versions, and one that was not sampled."""
+    ages = torch.tensor([[-1, 0, 0, 0, -1, -1, -1], [2, 2, -1, 1, 1, 1, 0], [-1] * 7])
     expected = {"staleness_mean": 7 / 9, "staleness_max": 2.0, "mixed_frac": 1 / 3}
-    assert of_staleness(of, 7) == pytest.approx({f"rollout/{name}": x for name, x in expected.items()})
-    assert set(of_staleness([], 7).values()) == {0.0}
+    of = micro(torch.ones(3, 7), torch.zeros(3, 7), ages)
+    assert of_staleness(of, world) == pytest.approx({f"rollout/{name}": x for name, x in expected.items()})
+    nothing = take_rows(of, [])
+    assert set(of_staleness(replace(nothing, columns={}), world).values()) == {0.0}
+    without_rows = of.map(lambda _, x: x[:0])
+    assert set(of_staleness(without_rows, world).values()) == {0.0}
 
 
 def test_norms_are_means_and_count_the_updates_that_were_skipped():
@@ -243,9 +254,9 @@ def test_the_distance_of_policies_by_hand(world):
     means = Means(world)
     weights = torch.tensor([[0.5, 0.0, 1.0, NAN], [1.0, 2.0, 1.0, 0.0]])
     for part in (slice(0, 1), slice(1, 2)):
-        means.between_policies(mask[part], logp[part], old[part], rollout[part], weights[part])
+        means.between_policies(micro(mask[part], rollout[part]), logp[part], old[part], weights[part])
     empty = torch.zeros(1, 2)
-    means.between_policies(empty, empty, empty, empty, empty)  # a rank without work left
+    means.between_policies(micro(empty, empty), empty, empty, empty)  # a rank without work left
     ratios = [math.exp(x) for x in (-0.5, 1.0, 0.0, -3.0)]  # old - rollout
     squares = sum(r**2 for r in ratios) / 4
     mean = sum(ratios) / 4
@@ -275,8 +286,8 @@ def test_the_distance_of_policies_by_hand(world):
 
 def test_ratios_of_policies_that_are_far_apart_are_cut(world):
     means, mask = Means(world), torch.ones(1, 2)
-    means.between_policies(mask, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[-50.0, -30.0]]))
-    means.between_policies(mask, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[50.0, 30.0]]))
+    for rollout in ([[-50.0, -30.0]], [[50.0, 30.0]]):
+        means.between_policies(micro(mask, torch.tensor(rollout)), torch.zeros(1, 2), torch.zeros(1, 2))
     most, least, found = math.exp(20), math.exp(-20), means.reduce()
     for name, value in {
         "rollout/logprob_gap_max": 50.0,
@@ -294,14 +305,14 @@ def test_chi2_of_sequences_beyond_ten_nats(world):
     old = torch.tensor([[-1.0] * 3] * 4)
     rollout = old - torch.tensor([[5.0], [0.0], [0.0], [0.0]])
     means = Means(world)
-    means.between_policies(torch.ones(4, 3), old, old, rollout)
+    means.between_policies(micro(torch.ones(4, 3), rollout), old, old)
     assert means.reduce()["rollout_corr/chi2_seq"] == pytest.approx((math.exp(30) + 3) / 4 - 1, rel=1e-5)
 
 
 def test_the_distance_of_equal_policies_is_none(world):
     logp = torch.tensor([[-1.0, -2.0, -3.0]])
     means = Means(world)
-    means.between_policies(torch.ones(1, 3), logp, logp, logp, torch.ones(1, 3))
+    means.between_policies(micro(torch.ones(1, 3), logp), logp, logp, torch.ones(1, 3))
     ones = {"rollout_corr/rollout_is_eff_sample_size", "rollout_corr/ppl_ratio", "rollout_corr/weight_mean"}
     ones |= {f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max")}
     assert means.reduce() == {name: float(name in ones) for name in means.reduce()}
@@ -360,14 +371,15 @@ GAPS = {"rollout/logprob_gap_mean", "rollout/logprob_gap_max"}
 
 
 def test_a_step_of_old_tokens_says_nothing_about_the_gap_between_engine_and_trainer(world):
-    ages, means = torch.tensor([[1.0, 2.0, 0.0]]), Means(world)
+    ages, means = torch.tensor([[1, 2, 0]]), Means(world)
     mask, old = torch.tensor([[1.0, 1.0, 0.0]]), torch.full((1, 3), -1.0)
-    means.between_policies(mask, old, old, old - 0.5, ages=ages)
+    means.between_policies(micro(mask, old - 0.5, ages), old, old)
     found = means.reduce()
     assert found["rollout/stale_gap_mean"] == 0.5 and not GAPS & found.keys()
     step = {"perf/throughput": 1.0, "timing_s/step": 1.0}
     assert "gap" not in progress_line(1, 2, step | found)
-    means.between_policies(torch.tensor([[0.0, 0.0, 1.0]]), old, old, old, ages=ages)  # one fresh token, without a gap
+    fresh = torch.tensor([[0.0, 0.0, 1.0]])  # one token, without a gap
+    means.between_policies(micro(fresh, old, ages), old, old)
     found = means.reduce()
     assert {name: found[name] for name in GAPS} == dict.fromkeys(GAPS, 0.0)
     assert "gap 0e+00" in progress_line(1, 2, step | found)
@@ -377,7 +389,7 @@ def test_a_step_of_old_tokens_says_nothing_about_the_gap_between_engine_and_trai
 def test_without_the_trainers_log_probs_nothing_is_said_of_the_engine(world, proximal):
     means, logp = Means(world), torch.full((1, 3), -1.0)
     weights = torch.tensor([[0.5, 1.0, 0.0]])
-    means.between_policies(logp * 0 + 1, logp, logp - 0.25, logp - 0.25, weights, proximal=proximal)
+    means.between_policies(micro(logp * 0 + 1, logp - 0.25), logp, logp - 0.25, weights, proximal=proximal)
     of_weights = {"rollout_corr/weight_mean": 0.5, "rollout_corr/rollout_rs_masked_fraction": pytest.approx(1 / 3)}
     assert means.reduce() == {"actor/ppo_kl": -0.25, **of_weights}
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers_data import versions_of
 
 from extras.agents import EnvironmentFlags
 from extras.samplers import SamplerFlags, Work, protocol
@@ -18,13 +19,14 @@ from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
 from rl.sampling.engines import Rollout
 
+NONE = np.iinfo(np.int32).max
 WAY = Sampling(n=1, max_tokens=3)
 ROW = {"prompt_ids": np.int32([1, 2]), "row_index": 3}
 
 
 def sample_of_numbers():
     arrays = ROW["prompt_ids"], np.int32([7, 8, 9]), np.int8([1, 0, 1]), np.float32([-0.5, 0.0, -2.0])
-    about = dict(finish_reason="stop", row_index=3, policy_versions=((4, 1), (5, 1)), turns=2)
+    about = dict(finish_reason="stop", row_index=3, turns=2, columns=versions_of([1, 2], (4, 1), (-1, 1), (5, 1)))
     told = dict(messages=({"role": "tool", "content": "8"},), report={"calls": 10**400}, turn_rewards=(0.5, 1.0))
     return Sample(*arrays, **about, **told)
 
@@ -53,14 +55,14 @@ def test_a_sample_travels_whole():
     sample = sample_of_numbers()
     found = protocol.unpack(travelled(protocol.pack(sample)), ROW, WAY, 10, range(4, 6))
     for field in dataclasses.fields(Sample):
-        np.testing.assert_array_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
+        np.testing.assert_equal(getattr(found, field.name), getattr(sample, field.name), err_msg=field.name)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(ids=np.int32([7, 8]).tobytes()), "2 tokens, 3 mask entries and 3 log-probs"),
-        (dict(ids=np.int64([7, 8, 9]).tobytes()), "6 tokens, 3 mask entries and 3 log-probs"),
+        (dict(ids=np.int32([7, 8]).tobytes()), "2 tokens, 3 mask entries, 3 log-probs and 3 versions"),
+        (dict(ids=np.int64([7, 8, 9]).tobytes()), "6 tokens, 3 mask entries, 3 log-probs and 3 versions"),
         (dict(ids=b"12345678901"), "buffer size must be a multiple of element size"),
         (dict(ids=np.int32([7, 8, 10]).tobytes()), "tokens beyond the vocabulary of 10"),
         (dict(ids=np.int32([-1, 8, 9]).tobytes()), "tokens beyond the vocabulary of 10"),
@@ -71,12 +73,14 @@ def test_a_sample_travels_whole():
         (dict(logprobs=np.float32([-1, 0, math.nan]).tobytes()), "log-probs that are not finite, or above 0"),
         (dict(logprobs=np.float32([-1, 0, -math.inf]).tobytes()), "log-probs that are not finite, or above 0"),
         (dict(logprobs=np.float32([0.5, 0, -1]).tobytes()), "log-probs that are not finite, or above 0"),
-        (dict(logprobs=np.float64([-1, 0, -1]).tobytes()), "3 mask entries and 6 log-probs"),
-        (dict(policy_versions=[(4, 1), (6, 1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[(3, 1), (4, 1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[(4, 1)]), "a mask that does not fit its versions"),
-        (dict(policy_versions=[(4, 3), (5, -1)]), "tokens of other weights than those of range"),
-        (dict(policy_versions=[]), "a mask that does not fit its versions"),
+        (dict(logprobs=np.float64([-1, 0, -1]).tobytes()), "3 mask entries, 6 log-probs and 3 versions"),
+        (dict(versions=np.int32([4, NONE, 6]).tobytes()), "tokens of other weights than those of range"),
+        (dict(versions=np.int32([3, NONE, 4]).tobytes()), "tokens of other weights than those of range"),
+        (dict(versions=np.int32([4, NONE, -1]).tobytes()), "tokens of other weights than those of range"),
+        (dict(versions=np.int32([4, NONE, NONE]).tobytes()), "a mask that does not fit its versions"),
+        (dict(versions=np.int32([4, 4, 4]).tobytes()), "a mask that does not fit its versions"),
+        (dict(versions=np.int32([4, 4]).tobytes()), "3 log-probs and 2 versions"),
+        (dict(versions=b""), "3 log-probs and 0 versions"),
         (dict(turn_rewards=[0.5, 1.0, 1.0]), "rewards of turns that it does not have"),
         (dict(turn_rewards=[math.nan]), "rewards of turns that it does not have"),
         (dict(conversation=""), "Expecting value"),

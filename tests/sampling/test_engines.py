@@ -11,6 +11,7 @@ import helpers_scripts as h
 import numpy as np
 import pytest
 import torch
+from helpers_data import spans_of, versions_of
 from helpers_engines import (
     PROMPTS,
     TEMPERATURE,
@@ -43,7 +44,7 @@ from rl.ranks import init_ranks
 from rl.run.arguments import check
 from rl.sampling.engines import Rollout, vllm
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import Decoding, check_engine, sample_groups
+from rl.sampling.rollout import Decoding, check_engine, sample_groups, sampled_by
 from rl.sampling.rollouts import Rollouts, Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
@@ -64,7 +65,8 @@ def generate(engine, prompts=PROMPTS, *, seed=0, **sampling):
 
 def facts(samples):
     """Samples as plain values, which can be compared."""
-    return [[np.asarray(x).tolist() for x in vars(s).values()] for s in samples]
+    plain = [vars(s) | {name: x.tolist() for name, x in s.columns.items()} | {"columns": [*s.columns]} for s in samples]
+    return [[np.asarray(x).tolist() for x in values.values()] for values in plain]
 
 
 def tokens(groups):
@@ -470,10 +472,10 @@ def test_check_engine_looks_only_at_tokens_of_the_last_push(engine, policy, worl
         check_engine(policy, samples, **options)
     assert check_engine(policy, samples, **options, version=version + 1) < 1e-5
     assert check_engine(policy, samples, **options, version=version + 2) == 0  # none
-    wrong = [replace(s, rollout_logprobs=s.rollout_logprobs - (s.token_versions == version + 1)) for s in samples]
+    wrong = [replace(s, rollout_logprobs=s.rollout_logprobs - sampled_by(version + 1, s)) for s in samples]
     with pytest.raises(RuntimeError, match="disagree"):
         check_engine(policy, wrong, **options, version=version + 1)
-    assert {len(s.policy_versions) for s in samples} == {1, 2}
+    assert {len(spans_of(s)) for s in samples} == {1, 2}
 
 
 def test_responses_that_outlive_steps_have_the_log_probs_of_the_weights_that_sampled_each_token(every_engine, policy):
@@ -486,9 +488,9 @@ def test_responses_that_outlive_steps_have_the_log_probs_of_the_weights_that_sam
         models_by_version[every_engine.policy_version] = plain(policy)
         rows = [ROWS[i % len(ROWS)] for i in range(2 * step + 2 * (step > 0), 2 * step + 4)]
         samples += flight.sample(every_engine, rows, way, lambda row, group: None, step=step)[1]
-    assert len(samples) == 6 * 2 * 2 and sum(len(s.policy_versions) > 1 for s in samples) >= 3
+    assert len(samples) == 6 * 2 * 2 and sum(len(spans_of(s)) > 1 for s in samples) >= 3
     for s in samples:
-        versions = s.token_versions
+        versions = s.columns["versions"][len(s.prompt_ids) :]
         for version in set(versions.tolist()):
             logits = logits_of(models_by_version[version], s.prompt_ids, s.response_ids)
             logp = (logits / TEMPERATURE).log_softmax(-1)[range(len(versions)), s.response_ids]
@@ -560,22 +562,22 @@ def test_sample_groups_keeps_groups_together_in_the_order_of_rows(engine, policy
     assert all(s.response_mask.tolist() == [1] * len(s.response_ids) for s in samples)
     assert all(len(s.rollout_logprobs) and max(s.rollout_logprobs) <= 0 for s in samples)
     version = engine.policy_version
-    assert version > 0 and all(s.policy_versions == ((version, s.num_sampled),) and s.turns == 1 for s in samples)
+    assert version > 0 and all(spans_of(s) == ((version, s.num_sampled),) and s.turns == 1 for s in samples)
 
 
 def test_a_sample_is_what_the_engine_completed():
-    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", ((3, 1), (4, 2)))
+    completion = Completion((0, 1), [7, 8, 9], [-0.5, -1.0, -0.25], "length", versions_of([5, 6], (3, 1), (4, 2)))
     trajectory = Trajectory({"prompt_ids": [5, 6], "row_index": 11}, Sampling(), None)
     trajectory.take(completion)
     s = trajectory.sample()
     assert [s.prompt_ids.tolist(), s.response_ids.tolist()] == [[5, 6], [7, 8, 9]]
     assert s.rollout_logprobs.tolist() == [-0.5, -1.0, -0.25] and s.response_mask.tolist() == [1, 1, 1]
-    assert (s.finish_reason, s.row_index, s.policy_versions, s.turns) == ("length", 11, ((3, 1), (4, 2)), 1)
-    trajectory.take(Completion((0, 1), [], [], "abort"))
+    assert (s.finish_reason, s.row_index, spans_of(s), s.turns) == ("length", 11, ((3, 1), (4, 2)), 1)
+    trajectory.take(Completion((0, 1), [], [], "abort", versions_of(range(5))))
     trajectory.tell([1, 2])
-    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", ((4, 1), (6, 1))))
-    s = trajectory.sample()
-    assert s.policy_versions == ((3, 1), (4, 3), (6, 1)) and s.token_versions.tolist() == [3, 4, 4, -1, -1, 4, 6]
+    trajectory.take(Completion((0, 1), [6, 5], [-1.0, -2.0], "abort", versions_of(range(7), (4, 1), (6, 1))))
+    s, NONE = trajectory.sample(), np.iinfo(np.int32).max
+    assert s.columns["versions"].tolist() == [NONE, NONE, 3, 4, 4, NONE, NONE, 4, 6]
 
 
 @pytest.mark.parametrize("logprobs", [[-0.5], [-0.5, math.nan], [-math.inf, -1.0], [-0.5, -1.0, -2.0], []], ids=str)

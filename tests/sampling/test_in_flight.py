@@ -9,6 +9,7 @@ import helpers_scripts as h
 import launch
 import numpy as np
 import pytest
+from helpers_data import spans_of
 from transformers import AutoTokenizer
 
 from extras.agents import EnvironmentFlags, make_environments
@@ -62,9 +63,9 @@ def test_every_group_is_trained_once_and_long_responses_as_often_as_short_ones(e
     left = [x["row_index"] for x in flight.state()["in_flight"]]
     assert len(left) == 2 and sorted([i for tickets, _ in found for i in tickets] + left) == sorted(begun)
     samples = [s for _, own in found for s in own]
-    versions = [[v for v, _ in s.policy_versions] for s in samples]
+    versions = [[v for v, _ in spans_of(s)] for s in samples]
     assert any(len(x) > 1 for x in versions) and all(x == sorted(set(x)) for x in versions)
-    assert all(sum(n for _, n in s.policy_versions) == len(s.response_ids) for s in samples)
+    assert all(sum(n for _, n in spans_of(s)) == len(s.response_ids) for s in samples)
     # The first steps begin with short ones; from then on lengths are those of synchronous sampling.
     lengths = [len(s.response_ids) for _, own in found[4:] for s in own]
     other = [len(s.response_ids) for step in range(40) for s in sample_groups(engine, ROWS[:4], WAY, seed=step)[0]]
@@ -92,7 +93,7 @@ def test_a_resumed_stream_samples_the_same_tokens(engine, tmp_path):
         assert tickets == others
         for s, other in zip(samples, same, strict=True):
             for name, x in vars(s).items():
-                np.testing.assert_array_equal(x, getattr(other, name), err_msg=name)
+                np.testing.assert_equal(x, getattr(other, name), err_msg=name)
 
 
 def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engine, tmp_path):
@@ -111,7 +112,7 @@ def test_groups_are_dealt_out_anew_and_begin_again_where_they_no_longer_fit(engi
     rows, samples, _ = other.sample(engine, [], WAY, named, step=9)
     again = [s for s in samples if s.row_index == numbers[0]]
     assert [s.prompt_ids.tolist() for s in again] == [[5, 6]] * 2
-    assert all([v for v, _ in s.policy_versions] == [3] for s in again)
+    assert all([v for v, _ in spans_of(s)] == [3] for s in again)
 
 
 def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_path):
@@ -130,7 +131,7 @@ def test_groups_begin_again_if_they_are_longer_than_a_lowered_limit(engine, tmp_
     engine.policy_version = 3
     _, samples, _ = resumed.sample(engine, [], replace(WAY, max_tokens=limit), named, step=9)
     assert all(len(s.response_ids) <= limit for s in samples) and {s.row_index for s in samples} == longest.keys()
-    began_again = {i for i in longest if all(v == 3 for s in samples if s.row_index == i for v, _ in s.policy_versions)}
+    began_again = {i for i in longest if all(v == 3 for s in samples if s.row_index == i for v, _ in spans_of(s))}
     assert began_again == {i for i, n in longest.items() if n > limit}
 
 
@@ -155,7 +156,7 @@ def test_given_responses_stand_before_those_of_their_own_row_also_if_a_step_has_
 
     def response(row_index, number):
         score = Score("", 0.0, {}, "ok", 0.0)
-        return Response(row_index, score, 1, 1, 0, "stop", (), 1, 0, number)
+        return Response(row_index, score, 1, 1, 0, "stop", 1, 0, number)
 
     rows = [ROWS[i] for i in (7, 3, 7)]
     given, sampled = (
@@ -205,9 +206,9 @@ def test_conversations_outlive_a_step_too(engine, tiny_model, tmp_path, monkeypa
                 assert [s.row_index for s in held_out[::2]] == list(range(12))
                 assert all(s.num_sampled and s.finish_reason != "error" for s in held_out)
         samples = [s for _, own in found for s in own]
-        assert any(len(s.policy_versions) > 1 and s.turns > 1 for s in samples)
+        assert any(len(spans_of(s)) > 1 and s.turns > 1 for s in samples)
         for s in samples:
-            assert s.num_sampled == sum(n for _, n in s.policy_versions) and len(s.turn_lengths) == s.turns
+            assert s.num_sampled == sum(n for _, n in spans_of(s)) and len(s.turn_lengths) == s.turns
         (state,) = saved_and_read(flight, tmp_path)
         assert len(state["in_flight"]) == 4 and not any(group["open"] for group in state["in_flight"])
         # A run that is asked to stop does not wait for environments.

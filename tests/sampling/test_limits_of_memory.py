@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_data import versions_of
 
 from rl.data.batching import collate
 from rl.data.types import Batch, Sample, Sampling
@@ -49,7 +50,7 @@ def test_the_check_of_the_engine_measures_the_beginnings_alone(tiny_model, world
     samples, passes = [], []
     for i in range(4):
         ids = torch.randint(3, 80, (40,), generator=generator).tolist()
-        samples.append(Sample(ids[:8], ids[8:], [1] * 32, [0.0] * 32, "stop", i, policy_versions=((2, 32),)))
+        samples.append(Sample(ids[:8], ids[8:], [1] * 32, [0.0] * 32, "stop", i, columns=versions_of(ids[:8], (2, 32))))
     batch = collate(samples)
     true = token_logprobs(policy, batch)[0].detach()
     off = torch.tensor([0.01] * 10 + [5.0] * 22)

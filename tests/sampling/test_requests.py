@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers_data import ranks_without_group
+from helpers_data import ranks_without_group, spans_of
 from helpers_engines import (
     PROMPTS,
     TEMPERATURE,
@@ -275,20 +275,20 @@ def test_a_push_while_requests_are_in_flight(every_engine, policy, tiny_model, w
         c = found[key]
         old, new = (logp_of(x, prompt, c.token_ids) for x in (policy, newer))
         if len(c.token_ids) <= 5:
-            assert c.policy_versions == ((version, len(c.token_ids)),) and c.finish_reason == "stop"
+            assert spans_of(c) == ((version, len(c.token_ids)),) and c.finish_reason == "stop"
             new = old
         else:
-            assert c.policy_versions == ((version, 5), (version + 1, len(c.token_ids) - 5))
+            assert spans_of(c) == ((version, 5), (version + 1, len(c.token_ids) - 5))
             assert ((old - new).abs() > 1e-3).sum() > 0.8 * len(old)  # which weights they are of can be told
             mixed += 1
         expected = torch.cat([old[:5], new[5:]])
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-4)
     assert mixed >= 4
-    assert found["short"].policy_versions == ((version, 2),)
+    assert spans_of(found["short"]) == ((version, 2),)
     torch.testing.assert_close(
         torch.tensor(found["short"].logprobs), logp_of(policy, PROMPTS[0], found["short"].token_ids), rtol=0, atol=1e-4
     )
-    assert found["after"].policy_versions == ((version + 1, len(found["after"].token_ids)),)
+    assert spans_of(found["after"]) == ((version + 1, len(found["after"].token_ids)),)
     assert_scored(newer, after, found["after"])
 
 
@@ -301,9 +301,9 @@ def test_a_request_that_waits_for_room_while_weights_are_pushed_begins_with_the_
     push(every_engine, policy)
     found = by_key(done + run(every_engine))
     for request in requests[8:]:
-        assert found[request.key].policy_versions == ((version + 1, len(found[request.key].token_ids)),)
+        assert spans_of(found[request.key]) == ((version + 1, len(found[request.key].token_ids)),)
         assert_scored(policy, request, found[request.key])
-    assert [version, version + 1] in [[v for v, _ in found[key].policy_versions] for key in range(8)]
+    assert [version, version + 1] in [[v for v, _ in spans_of(found[key])] for key in range(8)]
 
 
 def test_an_aborted_request_says_which_weights_it_has_seen(every_engine, policy):
@@ -312,7 +312,7 @@ def test_an_aborted_request_says_which_weights_it_has_seen(every_engine, policy)
     run(every_engine, [Request("a", PROMPTS[2], WARM)], steps=2)
     push(every_engine, policy)
     [c] = every_engine.abort(["a"])
-    assert len(c.token_ids) == 2 and c.policy_versions == ((version, 2),)
+    assert len(c.token_ids) == 2 and spans_of(c) == ((version, 2),)
 
 
 # --- vLLM with and without shortcuts

@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3855,
-    "wall": 1748,
-    "import train_grpo": 5353,
-    "import sft": 5119,
-    "import eval": 2454,
+    "core": 3850,
+    "wall": 1746,
+    "import train_grpo": 5346,
+    "import sft": 5111,
+    "import eval": 2448,
     "eval.py": 110,
     "sft.py": 97,
     "train_async.py": 176,

@@ -10,7 +10,6 @@
 rl/sampling/rollout.py has this loop once, for groups of responses.
 """
 
-import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -88,7 +87,7 @@ class Engine:
         self.group: dist.ProcessGroup | None = None  # of those ranks, for objects on the host; None for one rank alone
         self.memory = 0  # bytes on the device that `sleep` gives back, as `make_engine` has seen it
         self.policy_version = 0  # how often weights were pushed
-        self.routing: np.dtype | None = None  # of completions' routed_experts, if they have any
+        self.routing: np.dtype | None = None  # of completions' column "routed_experts", if they have one
         self.keys: set[Hashable] = set()  # of this rank's requests that have not come back
         self.new: list[Request] = []  # those of them that have not begun
 
@@ -152,10 +151,14 @@ class Engine:
     def _complete(self, x: OpenRequest, reason: str) -> Completion:
         """Forget a request of this rank; returns what it has."""
         self.keys.discard(x.request.key)
-        pairs = itertools.pairwise([*x.began, (0, len(x.token_ids))])
-        versions = tuple((version, end - start) for (version, start), (_, end) in pairs if end > start)
-        routed = np.concatenate(x.routed).astype(self.routing) if x.routed else None
-        return Completion(x.request.key, x.token_ids, x.logprobs, reason, versions, routed)
+        num_prompt = len(x.request.prompt_ids)
+        versions = np.full(num_prompt + len(x.token_ids), np.iinfo(np.int32).max, np.int32)
+        for version, start in x.began:
+            versions[num_prompt + start :] = version
+        columns = {"versions": versions}
+        if x.routed:
+            columns["routed_experts"] = np.concatenate(x.routed).astype(self.routing)
+        return Completion(x.request.key, x.token_ids, x.logprobs, reason, columns)
 
     def _count_push(self, in_flight: Iterable[OpenRequest]) -> None:
         """Note that weights were pushed, also in the responses that are being sampled."""
