@@ -11,23 +11,26 @@ its last number.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from extras.agents import EnvironmentFlags, check_rows, make_environments
-from rl.data.encode import encode_prompts, stop_token_ids
+from rl.data.encode import encode_prompts
 from rl.data.order import derive_seed
 from rl.data.prompts import read_prompts
 from rl.data.text import Texts
-from rl.data.types import Sampling
 from rl.flags import AtLeast1, Count, Few, PositiveShare, Share, TemperatureOr0, TopK, check_limits
 from rl.model.checks import check_context, open_model
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.command_line import parse
-from rl.sampling.engines import EngineFlags, Rollout, check_engine_flags, make_engine
-from rl.sampling.evaluation import final_answer, majority_vote, of_scoring, pass_at_k
-from rl.sampling.rollout import sample_groups
-from rl.scoring.pool import Scoring, make_scorer, need_truth
+from rl.sampling.engines import check_engine_flags, make_engine
+from rl.sampling.engines.flags import EngineFlags, Rollout
+from rl.sampling.evaluation import elected, of_scoring
+from rl.sampling.flags import Decoding
+from rl.sampling.rollout import sample_groups, sampling_settings
+from rl.scoring.flags import Scoring
+from rl.scoring.pool import make_scorer, need_truth
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ def main(args: Args) -> dict[str, float]:
     tokenizer = open_model(args.model, is_trained=False, texts=args.texts)
     check_engine_flags(args.rollout, args.model)
     check_context(args.model, longest := args.max_prompt_length + args.max_response_length)
-    functions = args.custom_reward_function
-    stops = stop_token_ids(args.model, tokenizer)
-    envs = make_environments(args.envs, tokenizer, stops)
-    in_turns, limit = envs is not None, args.max_response_length
+    functions, limit = args.custom_reward_function, args.max_response_length
+    decoding = Decoding(args.temperature, args.top_p, args.top_k, args.min_p)
+    sampling = sampling_settings(decoding, args.model, tokenizer, n=args.rollout_n, max_tokens=limit)
+    envs = make_environments(args.envs, tokenizer, sampling.stop_token_ids)
+    in_turns = envs is not None
     rows = read_prompts(args.val_files, needs_truth=need_truth(functions), in_turns=in_turns)[: args.max_samples]
     check_rows(args.envs, rows)
     rows = encode_prompts(tokenizer, rows, max_prompt_length=args.max_prompt_length, tools=envs and envs.chat.tools)
@@ -81,15 +85,6 @@ def main(args: Args) -> dict[str, float]:
     ranks = init_ranks()
     rollout = Rollout(**vars(args.rollout))
     engine = make_engine(args.model, ranks, rollout, longest=longest, seed=args.seed, load_weights=True)
-    sampling = Sampling(
-        n=args.rollout_n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_tokens=args.max_response_length,
-        stop_token_ids=stops,
-    )
     seed = derive_seed(args.seed, engine.first_rank)
     own_samples, tickets = sample_groups(engine, ranks.own_slice(rows), sampling, scorer.submit, envs, seed=seed)
     own_scores = scorer.collect(tickets)
@@ -97,24 +92,22 @@ def main(args: Args) -> dict[str, float]:
 
     # A group is the G responses to a prompt; a response that could not be scored counts as wrong, and is counted.
     rows_by_index = {row["row_index"]: row for row in rows}
-    groups = [range(i, i + args.rollout_n) for i in range(0, len(samples), args.rollout_n)]
-    score = [s.accuracy for s in scores]
-    correct = [sum(score[i] >= args.correct_at for i in group) for group in groups]
+    groups = [scores[i : i + args.rollout_n] for i in range(0, len(scores), args.rollout_n)]
     metrics = {
         "num_prompts": float(len(rows)),
-        "accuracy": sum(score) / len(score),
+        "accuracy": sum(s.accuracy for s in scores) / len(scores),
         "reward/mean": sum(s.value or 0.0 for s in scores) / len(scores),
         **of_scoring(scores, [rows_by_index[s.row_index]["data_source"] for s in samples]),
         "response_length/mean": sum(s.num_sampled for s in samples) / len(samples),
         "response_length/clip_ratio": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
     if args.rollout_n > 1 or args.k:
+        correct = [sum(s.accuracy >= args.correct_at for s in group) for group in groups]
         powers = [2**i for i in range(args.rollout_n.bit_length()) if 2**i <= args.rollout_n]
         for k in args.k or powers:
             metrics[f"pass@{k}"] = sum(pass_at_k(args.rollout_n, c, k) for c in correct) / len(groups)
-        votes = [majority_vote([final_answer(scores[i].text) for i in group]) for group in groups]
-        elected = [0.0 if v is None else score[group[v]] for group, v in zip(groups, votes, strict=True)]
-        metrics[f"maj@{args.rollout_n}"] = sum(elected) / len(groups)
+        winners = [elected(group) for group in groups]
+        metrics[f"maj@{args.rollout_n}"] = sum(winner.accuracy for winner in winners if winner) / len(groups)
 
     if ranks.is_main:
         if args.output:  # before anything is printed: a stdout that takes nothing is an error
@@ -133,6 +126,16 @@ def main(args: Args) -> dict[str, float]:
     engine.close()
     shutdown_ranks()
     return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that at least one of k draws is right: 1 - C(n - c, k) / C(n, k).
+
+    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError if k > n. Example: n = 4, c = 1, k = 2 -> 0.5.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs 1 <= k <= n = {num_samples} samples per prompt")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 if __name__ == "__main__":

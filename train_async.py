@@ -38,7 +38,7 @@ from rl.run import metrics
 from rl.run.arguments import RL, LoggingRL, parse
 from rl.run.run import Run
 from rl.run.task import load_task
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 

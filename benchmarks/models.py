@@ -328,7 +328,8 @@ def engine_gap(export: str, policy: torch.nn.Module, ranks: Any) -> dict[str, An
     """Between vLLM's log-probs of what it samples and the policy's, after a push of changed weights."""
     from rl.data.types import Sampling
     from rl.model import load as models
-    from rl.sampling.engines import Rollout, vllm
+    from rl.sampling.engines import vllm
+    from rl.sampling.engines.flags import Rollout
     from rl.sampling.rollout import check_engine, sample_groups
 
     rows = [dict(row_index=i, prompt_ids=[5 + i, 6, 7, 40 - i]) for i in range(4)]

@@ -31,7 +31,8 @@ from rl.model.load import load_pretrained, shard_as, weights_for_engine  # noqa:
 from rl.model.logprobs import add_packed_forward, token_logprobs  # noqa: E402
 from rl.model.sharding import Memory  # noqa: E402
 from rl.ranks import init_ranks  # noqa: E402
-from rl.sampling.engines import Rollout, make_engine  # noqa: E402
+from rl.sampling.engines import make_engine  # noqa: E402
+from rl.sampling.engines.flags import Rollout  # noqa: E402
 from rl.sampling.rollout import sample_groups  # noqa: E402
 
 

@@ -44,7 +44,8 @@ from rl.data.encode import load_tokenizer, stop_token_ids
 from rl.data.types import Completion, Request, Sample, Sampling
 from rl.model.load import load_causal_lm
 from rl.ranks import init_ranks
-from rl.sampling.engines import Engine, Rollout, make_engine
+from rl.sampling.engines import Engine, make_engine
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import seeded
 from rl.sampling.rollouts import Rollouts
 

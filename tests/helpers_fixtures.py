@@ -12,8 +12,9 @@ from torch import nn
 from extras.engines import hf
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
 from rl.sampling.engines.base import Engine
+from rl.sampling.engines.flags import Rollout
 
 MAX_NUM_SEQS = 8  # fewer than most tests sample, so that engines have to queue
 LONGEST = 320

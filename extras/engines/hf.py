@@ -20,8 +20,11 @@ from rl.model.family import Pass
 from rl.model.load import buffers_in_files, exported, name_weights
 from rl.model.logprobs import truncated
 from rl.ranks import Ranks
-from rl.sampling.engines.base import DEFAULT, OpenRequest, Rollout
 from rl.sampling.engines.base import Engine as Base
+from rl.sampling.engines.base import OpenRequest
+from rl.sampling.engines.flags import Rollout
+
+DEFAULT = Rollout()
 
 
 class Engine(Base):

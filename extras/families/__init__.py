@@ -80,6 +80,11 @@ def check_routed(path: str, flag: str) -> None:
     importlib.import_module("extras.families.experts").check_routed(path, flag)
 
 
+def why_no_experts(on_cpu: bool) -> str:
+    """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
+    return importlib.import_module("extras.families.experts").why_no_experts(on_cpu)
+
+
 def unknown_expert(num_experts: int) -> Any:
     """What stands for "not known" among the numbers of experts, as numpy's smallest type that holds both."""
     return importlib.import_module("extras.families.experts").unknown(num_experts)

@@ -253,3 +253,14 @@ def describe(seen: dict[int, list[Choice]], ranks: Ranks) -> dict[str, float]:
     found = {"router/load_max": busiest, "router/entropy": sums[1] / (tokens * layers)}
     found["router/aux_loss"] = E * (shares * means).sum().item() / (tokens**2 * layers)
     return found | ({"router/changed_frac": sums[3] / sums[2]} if sums[2] else {})
+
+
+def why_no_experts(on_cpu: bool) -> str:
+    """See `extras.families.why_no_experts`."""
+    if on_cpu:
+        return "vLLM's kernels on a CPU choose experts and do not tell which"
+    from vllm import __version__, config
+
+    if hasattr(config.VllmConfig, "_verify_aux_output_compatibility") and not __version__.startswith("0.33."):
+        return f"vLLM {__version__} returns experts in a way that was not tried; install vLLM 0.26 or 0.33"
+    return ""

@@ -32,8 +32,9 @@ from rl.data.rows import Row
 from rl.data.text import rendering_of
 from rl.data.types import Sample, sample_of
 from rl.ranks import Ranks
-from rl.sampling.engines.base import Rollout
-from rl.sampling.evaluation import Evaluation, Validation, summarize
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.evaluation import Evaluation, summarize
+from rl.sampling.flags import Validation
 from rl.sampling.rollout import check_engine
 from rl.scoring.pool import Scorer, Ticket
 

@@ -23,7 +23,7 @@ from zmq.utils import z85
 from extras.agents import EnvironmentFlags
 from rl.data.rows import Row
 from rl.data.types import Sample, Sampling, unknown
-from rl.sampling.engines.base import Rollout
+from rl.sampling.engines.flags import Rollout
 
 TOKEN = "GLASSRL_SAMPLER_TOKEN"  # a variable of the environment: everybody can read a command line
 PARENT = "GLASSRL_SAMPLER_PARENT"  # the same: id of the process that has started this one and takes it with it

@@ -27,10 +27,10 @@ from rl.run.alarms import parse_alarm
 from rl.run.command_line import parse as parse  # scripts have it from here
 from rl.run.run_folder import Checkpoints, first_day, folder_of
 from rl.run.tracking import LoggingRL, LoggingSupervised
-from rl.sampling.engines import Rollout, check_engine_flags
-from rl.sampling.evaluation import Validation
-from rl.sampling.rollout import Decoding
-from rl.scoring.pool import BY_DATA_SOURCE, Scoring
+from rl.sampling.engines import check_engine_flags
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.flags import Decoding, Validation
+from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 
 USUAL_TOKENS = 16384  # of a micro-batch
 

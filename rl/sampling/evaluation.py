@@ -1,46 +1,20 @@
 """Held-out prompts, answered with the current weights."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rl import stop
 from rl.data.order import derive_seed
 from rl.data.types import Sample, Sampling, Score
-from rl.flags import Count, Every, Few, Free, Needs, PositiveShare, Share, TemperatureOr0, TopK
 from rl.ranks import Ranks
 from rl.sampling.engines.base import Engine
+from rl.sampling.flags import Validation
 from rl.sampling.rollout import sample_groups
 from rl.scoring.pool import Scorer
-
-
-@dataclass(frozen=True)
-class Validation:
-    """evaluation on held-out prompts"""
-
-    test_freq: Free[Every] = 10  # evaluate every this many steps and at the end; -1 never
-    val_before_train: Free[bool] = True  # evaluate the untrained policy first (step 0)
-    val_n: Free[Few] = 1  # responses to each held-out prompt; more than one need --val-temperature
-    val_temperature: Free[TemperatureOr0] = 0.0  # of these responses; 0 is greedy
-    val_top_p: Free[Annotated[PositiveShare, Needs("val_temperature")]] = 1.0  # of these responses, like --top-p
-    val_top_k: Free[Annotated[TopK, Needs("val_temperature")]] = -1  # of these responses, like --top-k
-    val_min_p: Free[Annotated[Share, Needs("val_temperature")]] = 0.0  # of these responses, like --min-p
-    log_val_generations: Free[Count] = 8  # held-out prompts whose responses are recorded at each evaluation
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a run evaluates at all."""
-        return self.val_before_train or self.test_freq > 0
-
-    def settings(self, sampling: Sampling) -> Sampling:
-        """How held-out prompts are answered; `sampling`, as in training, has lengths and what ends a response."""
-        own = dict(temperature=self.val_temperature, top_p=self.val_top_p, top_k=self.val_top_k, min_p=self.val_min_p)
-        return replace(sampling, n=self.val_n, **own)
 
 
 class Evaluation(NamedTuple):
@@ -108,7 +82,7 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
 
         val-core/<source>/reward/mean@n             mean score; a response without one counts as 0
         val-core/<source>/reward/best@n/mean        their best score, if n > 1
-        val-core/<source>/reward/maj@n/mean         the score of the first that gives the most frequent `final_answer`
+        val-core/<source>/reward/maj@n/mean         the score of the response that is `elected`, if n > 1
         val-aux/<source>/<component>/mean@n, best@n/mean
         val/accuracy, val/response_length           means
 
@@ -125,8 +99,8 @@ def of_prompt(source: str, scores: Sequence[Score], lengths: Sequence[int]) -> d
         if n > 1:
             found[f"{name}/best@{n}/mean"] = max(x)
     if n > 1:
-        elected = majority_vote([final_answer(score.text) for score in scores])
-        found[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if elected is None else reward[elected]
+        winner = elected(scores)
+        found[f"val-core/{source}/reward/maj@{n}/mean"] = 0.0 if winner is None else winner.value or 0.0
     return found
 
 
@@ -158,16 +132,6 @@ def mean_by_name(found: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(x) / len(x) for name, x in values.items()}
 
 
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k draws is right: 1 - C(n - c, k) / C(n, k).
-
-    Source: Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError if k > n. Example: n = 4, c = 1, k = 2 -> 0.5.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs 1 <= k <= n = {num_samples} samples per prompt")
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
 def final_answer(text: str) -> str | None:
     """The answer that a response votes for: what its last \\boxed{} holds, or else its last number, without commas."""
     before, found, after = text.rpartition("\\boxed{")
@@ -180,7 +144,10 @@ def final_answer(text: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
-def majority_vote(answers: Sequence[str | None]) -> int | None:
-    """Index of the first sample that gives the most frequent answer, of ties the one seen first. None does not vote."""
-    votes = Counter(a for a in answers if a is not None)
-    return answers.index(votes.most_common(1)[0][0]) if votes else None
+def elected(scores: Sequence[Score]) -> Score | None:
+    """The score of the first response that gives the most frequent `final_answer`, of ties the one seen first; None if
+    no response gives an answer.
+    """
+    answers = [final_answer(score.text) for score in scores]
+    votes = Counter(answer for answer in answers if answer is not None)
+    return scores[answers.index(votes.most_common(1)[0][0])] if votes else None

@@ -24,7 +24,8 @@ from rl.data.rows import Row
 from rl.data.types import Sample, Sampling
 from rl.ranks import Ranks
 from rl.sampling.engines import Engine
-from rl.sampling.rollout import Decoding, sample_groups, seeded
+from rl.sampling.flags import Decoding
+from rl.sampling.rollout import sample_groups, seeded
 from rl.sampling.rollouts import Rollouts, saved_group
 
 

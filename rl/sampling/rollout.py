@@ -4,8 +4,8 @@ import bisect
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from rl.console import progress
 from rl.data.batching import collate, common_prefix
 from rl.data.encode import stop_token_ids
 from rl.data.types import Batch, Response, Sample, Sampling, Score, take_rows, unknown
-from rl.flags import Limit, PositiveShare, Share, Temperature, TopK
 from rl.model.logprobs import token_logprobs
 from rl.ranks import Ranks
-from rl.sampling.engines import Engine, Rollout
+from rl.sampling.engines import Engine
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.flags import Decoding
 from rl.sampling.rollouts import Rollouts
 
 NO_NUMBER = -2  # of a response that its rank has not sampled: so it is the neighbour of no other
@@ -40,21 +41,6 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
             yield
         finally:
             np.random.set_state(state)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """decoding: how responses are sampled while training"""
-
-    temperature: Temperature = 1.0  # the trainer divides its logits by it too
-    # nucleus sampling: sample among the fewest most likely tokens that together have this probability, and train on
-    # the same truncated distribution
-    top_p: PositiveShare = 1.0
-    top_k: TopK = -1  # sample among the k most likely tokens; -1 all
-    min_p: Share = 0.0  # leave out tokens whose probability is less than this share of the most likely token's
-    # sample so many more groups than a step needs, as a share of these, and do not wait for the longest responses: they
-    # go on in the next step, with its weights; 0 waits
-    partial_rollouts: Annotated[float, Limit("at least 0 and at most 100", lambda x: 0 <= x <= 100)] = 0.0
 
 
 def sampling_settings(

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,11 +29,10 @@ from rl import children, stop
 from rl.console import say
 from rl.data.rows import Row, named, no_ground_truth
 from rl.data.types import Response, Sample, Score
-from rl.flags import Count, Free, Processes, Seconds
 from rl.ranks import Ranks
+from rl.scoring.flags import BY_DATA_SOURCE, Scoring
 from rl.scoring.process import Worker
 
-BY_DATA_SOURCE = "rewards/by_data_source.py"  # the default reward
 TASKS_PER_WORKER = 1000  # then a fresh process takes over, whatever the functions have leaked
 FAILED = ("error", "timeout")  # status of a response that could not be scored
 RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that are not functions of their input
@@ -42,19 +40,6 @@ RECHECK_EVERY = 100  # one task in so many is scored twice, to find rewards that
 ANSWER_FORMS = (r"\boxed{...}", "Answer: ...", "#### ...", "<answer>...</answer>")
 
 Scored = tuple[list[Score], str | None]  # of a task: its scores, and what went wrong
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """processes that score"""
-
-    # processes of a rank that score; default: the machine's cores over its ranks, at most 16
-    reward_workers: Free[Processes | None] = None
-    # CPU seconds to score a response, and four times as many by the clock; then the response has no score
-    reward_timeout: Free[Seconds] = 10.0
-    reward_memory_mb: Free[Count] = 4096  # MiB of private memory of such a process; 0 for no limit
-    allow_unsafe_code_execution: Free[bool] = False  # let code rewards run model-written code without a full sandbox
-
 
 DEFAULT = Scoring()
 

@@ -18,9 +18,11 @@ from rl.data.types import Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import init_ranks, shutdown_ranks
-from rl.sampling.engines import Rollout, make_engine
+from rl.sampling.engines import make_engine
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.flags import Decoding
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import Decoding, check_engine
+from rl.sampling.rollout import check_engine
 from rl.sampling.rollouts import Rollouts
 
 TEMPERATURE, STOPS, LIMIT = 0.7, (0, 2, *range(20, 32)), 300

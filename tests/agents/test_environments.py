@@ -18,7 +18,7 @@ from extras.agents import EnvironmentFlags, make_environments
 from rl.data.batching import collate
 from rl.data.types import Sampling
 from rl.model.logprobs import token_logprobs
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.engines.vllm import TAKE_EVERY
 from rl.sampling.rollout import check_engine, sample_groups
 from rl.sampling.rollouts import Rollouts

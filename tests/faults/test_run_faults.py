@@ -32,9 +32,10 @@ from rl.model import load as models
 from rl.model import sharding
 from rl.ranks import init_ranks, shutdown_ranks
 from rl.run.checkpoint_files import list_steps
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
-from rl.scoring.pool import Scorer, Scoring
+from rl.scoring.flags import Scoring
+from rl.scoring.pool import Scorer
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

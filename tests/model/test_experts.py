@@ -24,7 +24,7 @@ from rl.model.family import family
 from rl.model.load import WAYS, weights_for_engine
 from rl.model.logprobs import token_logprobs
 from rl.model.own_forward import use_forward
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 CASE = ("all terms", "token-mean")

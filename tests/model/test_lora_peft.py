@@ -18,7 +18,7 @@ from rl.data.types import Sampling
 from rl.model import load as models
 from rl.model import lora
 from rl.model.sharding import Memory
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 CASE = ("ppo_clip", "token-mean")

@@ -37,7 +37,8 @@ from rl.model.logprobs import fixed_logprobs
 from rl.model.lora import LoRA
 from rl.model.sharding import Memory
 from rl.run.task import load_task
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 FEW = ["qwen3_vl", "qwen3_5", "gemma3"]

@@ -35,7 +35,7 @@ from rl.model.lora import LoRA
 from rl.run import arguments, command_line
 from rl.run.checkpoint_files import list_steps
 from rl.run.tracking import LoggingRL
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 
 pytestmark = pytest.mark.usefixtures("runs_here")
 

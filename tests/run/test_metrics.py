@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers_data import ranks_without_group, response, scored
 
+from eval import pass_at_k
 from rl.console import progress_line
-from rl.data.types import Batch, take_rows
+from rl.data.types import Batch, Score, take_rows
 from rl.ranks import Ranks
 from rl.run.metrics import (
     Means,
@@ -22,7 +23,7 @@ from rl.run.metrics import (
     of_scoring,
     of_staleness,
 )
-from rl.sampling.evaluation import final_answer, majority_vote, mean_by_name, of_prompt, pass_at_k
+from rl.sampling.evaluation import elected, final_answer, mean_by_name, of_prompt
 
 NAN, INF = math.nan, math.inf
 
@@ -225,7 +226,8 @@ def test_pass_at_k_example_and_limits():
     ],
 )
 def test_majority_vote(answers, winner):
-    assert majority_vote(answers) == winner
+    scores = [Score(answer or "", float(i), {}, "ok", 0.0) for i, answer in enumerate(answers)]
+    assert elected(scores) is (None if winner is None else scores[winner])
 
 
 @pytest.mark.parametrize(

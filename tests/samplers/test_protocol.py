@@ -17,7 +17,7 @@ from extras.samplers import SamplerFlags, Work, protocol
 from extras.samplers.dispatcher import Dispatcher
 from extras.samplers.prompts import Prompts
 from rl.data.types import Sample, Sampling
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 
 NONE = np.iinfo(np.int32).max
 WAY = Sampling(n=1, max_tokens=3)

@@ -28,6 +28,7 @@ from helpers_families import load_with_adapters, make_them_count
 from transformers import AutoConfig, AutoTokenizer
 
 import train_grpo
+from extras import families
 from extras.engines import hf
 from extras.engines.hf import processed_logprobs
 from rl.data.batching import collate
@@ -42,9 +43,11 @@ from rl.model.lora import is_adapter
 from rl.model.sharding import full_tensors
 from rl.ranks import init_ranks
 from rl.run.arguments import check
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.flags import Decoding
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import Decoding, check_engine, sample_groups, sampled_by
+from rl.sampling.rollout import check_engine, sample_groups, sampled_by
 from rl.sampling.rollouts import Rollouts, Trajectory
 
 ROWS = [{"prompt_ids": prompt, "row_index": 10 + i} for i, prompt in enumerate(PROMPTS)]
@@ -668,5 +671,5 @@ def test_check_context_refuses_more_tokens_than_positions(tiny_model):
 def test_replay_is_off_where_vllm_does_not_tell_experts(on_cpu, is_new, said, monkeypatch):
     config = type("VllmConfig", (), {"_verify_aux_output_compatibility": None} if is_new else {})
     monkeypatch.setattr("vllm.config.VllmConfig", config)
-    found = vllm.why_no_experts(on_cpu)
+    found = families.why_no_experts(on_cpu)
     assert bool(found) == bool(said) and said in found

@@ -19,9 +19,11 @@ from rl.data.types import Response, Sampling, Score
 from rl.flags import build
 from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
-from rl.sampling.engines import Rollout, make_engine
+from rl.sampling.engines import make_engine
+from rl.sampling.engines.flags import Rollout
+from rl.sampling.flags import Decoding
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import Decoding, sample_groups, side_by_side
+from rl.sampling.rollout import sample_groups, side_by_side
 from rl.sampling.rollouts import Rollouts
 
 STOPS = (2, *range(20, 32))

@@ -12,7 +12,7 @@ from rl.data.types import Batch, Sample, Sampling
 from rl.model.load import load_policy
 from rl.model.logprobs import token_logprobs
 from rl.sampling import rollout
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import _beginnings
 
 

@@ -10,7 +10,8 @@ import torch
 
 from rl.data.types import Sampling
 from rl.model import load as models
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")

@@ -24,7 +24,8 @@ from extras.engines import hf
 from rl.data.types import Request, Sampling
 from rl.model.load import load_causal_lm
 from rl.model.sharding import shard
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import sample_groups, seeded
 
 WARM = Sampling(temperature=TEMPERATURE, max_tokens=12)

@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rl.data.types import Response, Sample, Score
 from rl.scoring import pool as scoring
-from rl.scoring.pool import Scorer, Scoring, decode_responses, make_scorer, parse_functions, raise_if_failing
+from rl.scoring.flags import Scoring
+from rl.scoring.pool import Scorer, decode_responses, make_scorer, parse_functions, raise_if_failing
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 BATCHED = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):\n"
@@ -707,7 +708,8 @@ def test_ranks_share_the_cores(pool, write, monkeypatch, ranks, expected):
 TRAINER = """
 import sys, time
 from transformers import AutoTokenizer
-from rl.scoring.pool import Scorer, Scoring
+from rl.scoring.flags import Scoring
+from rl.scoring.pool import Scorer
 from rl.data.types import Sample
 
 scorer = Scorer(sys.argv[2:], AutoTokenizer.from_pretrained(sys.argv[1]), Scoring(reward_workers=2))

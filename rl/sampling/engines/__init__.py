@@ -5,10 +5,10 @@ from extras.families import check_routed
 from rl.console import started
 from rl.model.checks import check_heads
 from rl.ranks import Ranks, memory_in_use
-from rl.sampling.engines import vllm
-from rl.sampling.engines.base import DEFAULT, Engine, EngineFlags, Rollout
+from rl.sampling.engines.base import Engine
+from rl.sampling.engines.flags import EngineFlags, Rollout
 
-__all__ = ["Engine", "EngineFlags", "Rollout", "check_engine_flags", "make_engine"]
+__all__ = ["Engine", "check_engine_flags", "make_engine"]
 
 
 def check_engine_flags(flags: EngineFlags, model: str) -> None:
@@ -21,7 +21,7 @@ def check_engine_flags(flags: EngineFlags, model: str) -> None:
 
 
 def make_engine(
-    model: str, ranks: Ranks, flags: Rollout = DEFAULT, *, longest: int, seed: int = 0, load_weights: bool = False
+    model: str, ranks: Ranks, flags: Rollout, *, longest: int, seed: int = 0, load_weights: bool = False
 ) -> Engine:
     """The engine that --engine names, asleep, for a model and sequences of at most `longest` tokens.
 
@@ -31,6 +31,8 @@ def make_engine(
     if flags.engine == "hf":
         engine = make_hf(model, ranks, flags, longest=longest)
     else:
+        from rl.sampling.engines import vllm
+
         engine = vllm.Engine(model, ranks, flags, longest=longest, seed=seed, load_weights=load_weights)
     if not load_weights:
         awake = memory_in_use(ranks)

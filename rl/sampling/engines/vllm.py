@@ -19,7 +19,8 @@ from rl.data import images
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
-from rl.sampling.engines.base import OpenRequest, Rollout
+from rl.sampling.engines.base import OpenRequest
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.engines.vllm_scheduler import TESTED, take_shortcuts
 
 PREFILL = 8192  # tokens of prompts that vLLM reads in one pass
@@ -30,17 +31,6 @@ TAKE_EVERY = 8
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
-
-
-def why_no_experts(on_cpu: bool) -> str:
-    """Why vLLM does not tell here which experts it has chosen, or "" if it does."""
-    if on_cpu:
-        return "vLLM's kernels on a CPU choose experts and do not tell which"
-    from vllm import __version__, config
-
-    if hasattr(config.VllmConfig, "_verify_aux_output_compatibility") and not __version__.startswith("0.33."):
-        return f"vLLM {__version__} returns experts in a way that was not tried; install vLLM 0.26 or 0.33"
-    return ""
 
 
 class Engine(Base):
@@ -74,7 +64,7 @@ class Engine(Base):
         registry._run_in_subprocess = lambda look: look()
         started("imports of vLLM")
 
-        problem = why_no_experts(on_cpu) if flags.router_replay else ""
+        problem = families.why_no_experts(on_cpu) if flags.router_replay else ""
         returns_experts = flags.router_replay and not problem
         if problem and ranks.is_main:
             say(f"--router-replay is off: {problem}")

@@ -21,7 +21,7 @@ from rl.model.load import load_causal_lm
 from rl.model.logprobs import fixed_logprobs
 from rl.model.sharding import BARE, clip_grad_norm, full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.engines import Rollout
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine
 
 ALL, SOME, ONE = range(8), range(3), range(1)  # rows: three or one leave a rank of two without work

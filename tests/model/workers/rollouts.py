@@ -15,7 +15,8 @@ from rl.data.types import Completion, Request, Sampling
 from rl.model.load import load_causal_lm, weights_for_engine
 from rl.model.sharding import full_tensors, shard
 from rl.ranks import Ranks, init_ranks, shutdown_ranks
-from rl.sampling.engines import Rollout, vllm
+from rl.sampling.engines import vllm
+from rl.sampling.engines.flags import Rollout
 from rl.sampling.rollout import check_engine, sample_groups, seeded
 
 PROMPTS = [[5], [7, 9, 11, 30], list(range(3, 40)), [8] * 9, [60, 61]]
