@@ -25,12 +25,12 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3850,
+    "core": 3848,
     "wall": 1746,
-    "import train_grpo": 5346,
-    "import sft": 5111,
-    "import eval": 2448,
-    "eval.py": 110,
+    "import train_grpo": 5020,
+    "import sft": 4784,
+    "import eval": 2121,
+    "eval.py": 107,
     "sft.py": 97,
     "train_async.py": 176,
     "train_dapo.py": 221,
