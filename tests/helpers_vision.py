@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from data import dots, files
-from rl.data import images
+from extras import images
 from rl.data.encode import encode_prompts, load_tokenizer
 from rl.data.rows import read_rows
 
@@ -91,10 +91,7 @@ def logits(model: torch.nn.Module, inputs: dict[str, torch.Tensor], response: li
 
 def forget() -> None:
     """Images that other tests have read."""
-    images._numbers.clear()
-    del images._known[1:]
-    images._most[0] = 0
-    images._inputs.clear()
+    images.of_process.cache_clear()
 
 
 def without(folder: str, name: str, to: Path) -> str:

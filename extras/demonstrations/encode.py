@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.demonstrations.rows import read_comparisons, read_demonstrations
 from rl.console import say
-from rl.data import images
+from rl.data.attachments import attachments_of, refuse_attachments
 from rl.data.encode import encode_behind, prompt_ids, prompt_text, without_control_tokens
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Paths, Row, named, shown
@@ -229,7 +229,7 @@ def _encode_messages(tokenizer: Tokenizer, row: Row, limit: int | None) -> tuple
     text(len(messages), checked=True)
     rest = encode_behind(tokenizer, done, full[len(done) :])
     ids, mask = ids + rest, mask + [0] * len(rest)
-    return images.place(ids, row["images"], named(row), mask) if row.get("images") else (ids, mask)
+    return attachments_of(tokenizer, row).in_ids(ids, mask)
 
 
 def encode_conversation(
@@ -247,8 +247,7 @@ def encode_conversation(
 
     Args: field, what errors call the response. Raises ValueError as `encode_demonstration`.
     """
-    if row.get("images"):
-        raise ValueError(f"{named(row)}: has images, and reward models read text only; leave such rows out")
+    refuse_attachments([row], "reward models read")
     if isinstance(row["prompt"], str):
         end = tokenizer.eos_token if response.endswith(tokenizer.eos_token or "\0") else ""  # which stays
         response = without_control_tokens(tokenizer, response.removesuffix(end)) + end

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from extras.distillation import Teacher, server
+from extras.images import FIRST
 from rl.data.batching import Update
-from rl.data.images import FIRST
 from rl.data.types import Batch
 from rl.model import logprobs
 from rl.model.checks import PROBE, check_same_tokenizer, check_trainable, open_model

@@ -8,8 +8,13 @@ The file of a family is loaded for models that belong to it.
 """
 
 import importlib
+from pathlib import Path
 from typing import Any
 
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")  # a config's names for the number of experts
 
 
@@ -23,8 +28,12 @@ def families_of(model: Any) -> tuple[Any, ...]:
         "recurrent": any(isinstance(x, nn.Conv1d) and x.groups == x.in_channels > 1 for x in modules),
         "vision": tower_of(model) is not None,
     }
-    rooms = [importlib.import_module(f"extras.families.{name}") for name, is_so in belongs.items() if is_so]
-    return tuple(found for room in rooms if (found := room.make(model)) is not None)
+    families = [_room(name).make(model) for name, is_so in belongs.items() if is_so]
+    return tuple(x for x in families if x is not None)
+
+
+def _room(name: str) -> Any:
+    return importlib.import_module(f"extras.families.{name}")
 
 
 def _sees(config: Any) -> bool:
@@ -37,29 +46,47 @@ def auto_class(path: str) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not _sees(config := AutoConfig.from_pretrained(path)):
-        return AutoModelForCausalLM
-    return importlib.import_module("extras.families.vision").class_of(config)
+    config = AutoConfig.from_pretrained(path)
+    return _room("vision").class_of(config) if _sees(config) else AutoModelForCausalLM
 
 
-def is_text_part(path: str) -> bool:
-    """Whether `auto_class` loads only the text part of the model in `path`, which has a class of its own."""
+def prompts_for_vllm(path: str) -> Any:
+    """How vLLM reads prompts for the model in `path`, see `rl.sampling.engines.vllm.Prompts`; None for text alone."""
     from transformers import AutoConfig
 
-    if not _sees(config := AutoConfig.from_pretrained(path)):
-        return False
-    return importlib.import_module("extras.families.vision").is_text_part(config)
+    config = AutoConfig.from_pretrained(path)
+    return _room("vision").prompts_for_vllm(path, config) if _sees(config) else None
 
 
 def tower_of(model: Any) -> tuple[str, Any] | None:
     """The vision tower of a model and its name; None if it has none."""
-    return importlib.import_module("extras.families.vision").tower_of(model) if _sees(model.config) else None
+    return _room("vision").tower_of(model) if _sees(model.config) else None
+
+
+def freeze_tower(model: Any, dtype: Any) -> None:
+    """Let the vision tower of a model, if it has one, stay as it is, in `dtype`."""
+    for x in tower[1].requires_grad_(False).parameters() if (tower := tower_of(model)) else ():
+        x.data = x.data.to(dtype)
+
+
+def weights_beside(module: Any) -> dict[str, Any]:
+    """What the files of a larger model hold beside its text part, if the module is that: see `text_part`."""
+    return dict(_room("text_part").weights_beside(module)) if getattr(module, "whole", None) else {}
+
+
+def processor_files(path: str) -> dict[str, Path]:
+    """The files for a processor that the folder of a model has, by name."""
+    from transformers.utils import cached_file
+
+    calm = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    files = {name: cached_file(path, name, **calm) for name in PROCESSOR_FILES}
+    return {name: Path(file) for name, file in files.items() if file}
 
 
 def prepare(model: Any) -> None:
     """Make a model ready that was just loaded: features of images go where the batch says."""
     if tower_of(model) is not None:
-        importlib.import_module("extras.families.vision").prepare(model)
+        _room("vision").prepare(model)
 
 
 def count_experts(config: Any) -> int:
@@ -77,7 +104,7 @@ def shape_of(path: str) -> tuple[int, int, int]:
 
 def check_routed(path: str, flag: str) -> None:
     """Raise ValueError, from the config alone, if the model has no experts, or none with routers that `flag` knows."""
-    importlib.import_module("extras.families.experts").check_routed(path, flag)
+    _room("experts").check_routed(path, flag)
 
 
 def why_no_experts(on_cpu: bool) -> str:
@@ -87,4 +114,4 @@ def why_no_experts(on_cpu: bool) -> str:
 
 def unknown_expert(num_experts: int) -> Any:
     """What stands for "not known" among the numbers of experts, as numpy's smallest type that holds both."""
-    return importlib.import_module("extras.families.experts").unknown(num_experts)
+    return _room("experts").unknown(num_experts)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from rl.data import images
+from rl.data.attachments import attachments_of
 from rl.data.packed import Lazy, derive
 from rl.data.rows import Row, named, shown
 from rl.data.text import Texts, check_vocabulary, continued, prepare, shown_count, start_of, write
@@ -35,7 +35,7 @@ def stop_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
     They often differ: one ends the turns of an instruction-tuned model, another the documents of its base model.
     """
-    config = AutoConfig.from_pretrained(model)  # one of images may have no such id, but that of its text does
+    config = AutoConfig.from_pretrained(model)  # one with another in it may have no such id, but the other has
     found = [tokenizer.eos_token_id, *(getattr(x, "eos_token_id", None) for x in (config, config.get_text_config()))]
     with contextlib.suppress(OSError):  # raised for a model without one
         found.append(GenerationConfig.from_pretrained(model).eos_token_id)
@@ -56,14 +56,14 @@ def encode_prompts(
     A message list goes through the tokenizer's chat template, with the row's `tools` and the generation prompt; the
     template's text holds its own special tokens, so none are added. If it ends with a message of the assistant, the
     policy continues that message. A string gets the tokens that the tokenizer puts in front of a text, such as BOS,
-    unless one of them is its first token, which may stand behind white space. It gets none behind it. The tokens of
-    images have ids of their own: see images.py.
+    unless one of them is its first token, which may stand behind white space. It gets none behind it. What a row has
+    beside text has ids of its own: see attachments.py.
 
     Args: max_prompt_length, in tokens; filter_overlong_prompts, whether rows over this limit are dropped; tools, of the
     environment that goes on with the prompts, perhaps none: they are rendered too, and the generation prompt is not,
     since it is part of what the environment says first. Raises ValueError without a chat template, for messages that it
-    rejects, cannot continue or drops text of (see text.py), for images without a processor or as many places, for a
-    prompt without a token or over the limit, and if no row is left.
+    rejects, cannot continue or drops text of (see text.py), for attachments that the model cannot read, for a prompt
+    without a token or over the limit, and if no row is left.
     """
     overlong: list[tuple[int, str]] = []  # how many tokens too long prompts have, and where they are
 
@@ -89,12 +89,13 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], limit: int | None, tools: Sequence[dict] | None = None
 ) -> list[list[int]]:
     """The ids of prompts. Of one that has far more than `limit` tokens they are those of its beginning."""
+    attachments = [attachments_of(tokenizer, row) for row in rows]
     texts = [prompt_text(tokenizer, row, tools, limit=limit) for row in rows]
     batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
     front = _front(tokenizer) if any(isinstance(row["prompt"], str) for row in rows) else []
     for i, row in enumerate(rows):
-        if row.get("images") and (limit is None or len(batch[i]) <= limit):
-            batch[i], _ = images.place(batch[i], row["images"], named(row))
+        if limit is None or len(batch[i]) <= limit:
+            batch[i], _ = attachments[i].in_ids(batch[i])
         if not batch[i]:
             raise ValueError(f"{named(row)}: the prompt {shown(row['prompt'])} has no tokens in this vocabulary")
         if isinstance(row["prompt"], str):
@@ -119,7 +120,7 @@ def prompt_text(
     prompt, row_tools = row["prompt"], row.get("tools")
     if isinstance(prompt, str):
         needing = ["--environment and --tools"] * (tools is not None)
-        if needing := needing + [f"rows with {name}" for name in ("images", "tools") if row.get(name)]:
+        if needing := needing + ["rows with tools"] * bool(row.get("tools")):
             raise ValueError(f"{named(row)}: the prompt is a text; {needing[0]} need messages")
         text = start_of(tokenizer, prompt, limit)
         if checked and len(text) == len(prompt):

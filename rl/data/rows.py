@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl.console import progress
-from rl.data import images
+from rl.data.attachments import check_attachments, read_attachments
 from rl.data.packed import Lazy, Packed, Row
 
 # Columns that other programs make a prompt of, or change it by. Nothing reads them here, so rows with one are refused.
@@ -31,10 +31,10 @@ def read_rows(files: Paths, *, in_turns: bool = False) -> Lazy[Row]:
     """Read and check RL prompts in verl's schema. Args: in_turns, whether an environment or tools answer the policy.
 
     Returns: one dict a row, which is made when it is asked for, so that changing it changes nothing in the sequence. It
-    has all columns: `prompt` (str, or list of {"role", "content"}), `images` (numbers, see images.py) if the row has
-    any, `data_source` (str), `reward_model` (dict with "ground_truth", in the type the file has), `extra_info` (dict,
-    {} if absent or null), `row_index`, the row's position in the concatenated data, and `row_place`, its file and its
-    number there.
+    has all columns: `prompt` (str, or list of {"role", "content"}), `data_source` (str), `reward_model` (dict with
+    "ground_truth", in the type the file has), `extra_info` (dict, {} if absent or null), `row_index`, the row's
+    position in the concatenated data, and `row_place`, its file and its number there. Columns with attachments hold
+    what attachments.py says.
     Raises FileNotFoundError, or ValueError for a file that is corrupt, empty, not UTF-8 or lacks a column, and for a
     bad or null value in a row.
     """
@@ -57,7 +57,6 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool
     For what else is returned and raised see `read_rows`.
     """
     checked: Packed[Row] = Packed()
-    places: dict[int, str] = {}  # of images
     for file in as_paths(files):
         if not file.exists():
             raise FileNotFoundError(f"{file}: no such data file; check the path, or make it with a script in data/")
@@ -67,9 +66,8 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool
         for i, row in enumerate(progress(f"read {file.name}", rows)):
             place = f"{file}: row {i}"
             _check_supported(row, place, in_turns)
-            pictures = {"images": images.check(row, place, file.parent)} if row.get("images") else {}
-            places |= {k: f"{place}: images[{j}]" for j, k in enumerate(pictures.get("images", ()))}
-            row = _with_tools(check(row, place), place) | pictures | {"row_index": len(checked), "row_place": place}
+            attachments = read_attachments(row, place, file.parent)
+            row = _with_tools(check(row, place), place) | attachments | {"row_index": len(checked), "row_place": place}
             try:
                 checked.append(row)
             except RecursionError:
@@ -78,7 +76,7 @@ def read_files(files: Paths, check: Callable[[Row, str], Row], *, in_turns: bool
             raise ValueError(f"{file}: has no rows")
     if not len(checked):
         raise ValueError("no data file given; name at least one .parquet or .jsonl file")
-    images.check_pixels(places)
+    check_attachments()
     return checked.items()
 
 

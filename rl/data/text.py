@@ -30,7 +30,7 @@ import markupsafe
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from rl.data import images
+from rl.data.attachments import attachments_of
 from rl.data.rows import Row, from_json, is_absent, named, shown
 from rl.flags import Free
 
@@ -177,9 +177,8 @@ def write(
             f"{named(row)}: holds a list of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat "
             "template; use an instruction-tuned --model, add a chat_template to it, or make the prompt a string"
         )
-    if pictures := row.get("images", []):
-        own = images.load_processor(tokenizer.name_or_path, tokenizer, named(row)).chat_template
-        how |= {"chat_template": own} if own else {}
+    attachments = attachments_of(tokenizer, row)
+    how |= {"chat_template": attachments.chat_template} if attachments.chat_template else {}
 
     is_own = tools is row.get("tools")  # Chat looks for the names of those of --tools and --environment
     called = {call["function"]["name"] for x in messages for call in x.get("tool_calls") or ()}
@@ -191,7 +190,7 @@ def write(
 
     def drawn(mark: Mark | None = None) -> str:
         said, schemas = marked(mark) if mark else (messages, tools)
-        said = images.in_parts(said) if pictures else said
+        said = attachments.in_messages(said)
         try:
             return draw(tokenizer, said, tools=schemas or None, **how)
         except FAULTS:
@@ -206,13 +205,10 @@ def write(
     if len(start := start_of(tokenizer, text, limit)) < len(text):
         return start
     if checked and not rendering_of(tokenizer).allow_dropped_text:
-        way = (str(tokenizer.chat_template), draw, *how.items(), bool(pictures))
+        way = (str(tokenizer.chat_template), draw, *how.items(), type(attachments))
         renamed = {f"{field}[{len(messages) - 1}].content": last} if last else {}
         _check(tokenizer, row, text, marked, drawn, way, renamed)
-    try:
-        return images.fill(text, pictures) if pictures else text
-    except ValueError as error:  # such as one that is 300 times as wide as high
-        raise ValueError(f"{named(row)}: the model's processor refuses an image ({error}); drop the row") from error
+    return attachments.in_text(text)
 
 
 def _with_json_arguments(message: dict) -> dict:
@@ -279,8 +275,9 @@ def _check(
             f"{named(row)}: {texts[k][0]}: the tokens do not contain {shown(texts[k][1])}, since the chat template "
             "drops it; change the row or the template, or add --allow-dropped-text if that is meant"
         )
+    attachments = attachments_of(tokenizer, row)
     for place, said in texts:
-        check_vocabulary(tokenizer, row, place, said.replace(images.PLACE, "") if row.get("images") else said)
+        check_vocabulary(tokenizer, row, place, attachments.without_places(said))
 
 
 def _marked(value: Any, place: str, mark: Mark, metadata: frozenset[str] | None) -> Any:

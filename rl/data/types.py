@@ -35,7 +35,7 @@ class Request(NamedTuple):
     """One response that an engine is asked for."""
 
     key: Hashable  # names the response among those of one rank; comes back with it
-    prompt_ids: Sequence[int]  # an image's tokens have ids beyond the vocabulary: see images.py
+    prompt_ids: Sequence[int]  # ids beyond the vocabulary stand for what is no text
     sampling: Sampling  # of this response alone: its own `max_tokens` and stops; `n` is not looked at
     seed: int | None = None  # of this response alone; None: it is drawn from the global generators
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from extras import families
-from rl.data import images
+from extras.images import check_second_model as check_same_images
 from rl.data.encode import load_tokenizer
 
 PROBE = "Is  1,234.5 = 12345/10?\n\tYes: café, naïve, 你好, 😀; def f(x): return x**2"  # tokenizers differ in this text
@@ -164,9 +164,7 @@ def check_same_tokenizer(
     if other.get_vocab() != vocabulary:
         problem = f"its tokenizer is not that of --model {model}, so it would misread every token"
         raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
-    if images.in_use() and len({AutoConfig.from_pretrained(x).model_type for x in (path, model)}) > 1:
-        problem = f"the data has images, which it may not read as --model {model} does"
-        raise ValueError(f"{flag} {path}: {problem}; choose a model of the same family")
+    check_same_images(path, flag, model)
     rows, own_rows = (AutoConfig.from_pretrained(x).get_text_config().vocab_size for x in (path, model))
     if rows < (needed := min(max(vocabulary.values()) + 1, own_rows)):
         problem = f"it knows {rows} tokens, and --model {model} may sample {needed}"

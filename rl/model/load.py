@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from extras import families
+from extras.images import check_tower_has_images
 from rl.console import say, started
-from rl.data import images
 from rl.data.types import Batch, take_rows
 from rl.model import lora as adapters
 from rl.model import lora_experts
@@ -64,9 +64,8 @@ def load_policy(
     model = load_causal_lm(path, ranks, dtype=torch.float32 if learns else ranks.dtype, flag=flag, as_in_files=learns)
     if adapt:
         adapters.add(model, lora, path=path, seed=seed, hashed=ranks.is_main)
-    elif lora.freeze_vision_tower and (tower := families.tower_of(model)) is not None:
-        for x in tower[1].requires_grad_(False).parameters():
-            x.data = x.data.to(ranks.dtype)
+    elif lora.freeze_vision_tower:
+        families.freeze_tower(model, ranks.dtype)
     if frozen:
         model.requires_grad_(False)
     return shard_as(memory, model, ranks, longest=longest, flag=flag)
@@ -87,8 +86,8 @@ def check_lora(lora: LoRA, path: str, auto_class: Any = None, *, flag: str = "--
     """Whether the flags ask for adapters. Raises ValueError, from the config alone, as `lora.layers_of` if they do, and
     for --no-freeze-vision-tower if the model sees no images.
     """
-    if not lora.freeze_vision_tower and not images.in_use():
-        raise ValueError("--no-freeze-vision-tower says nothing without images in the data; leave it out")
+    if not lora.freeze_vision_tower:
+        check_tower_has_images()
     if lora.lora_rank == 0:
         return False
     with torch.device("meta"):
@@ -215,7 +214,7 @@ def load_pretrained(
 
 def name_weights(model: PreTrainedModel, path: str) -> None:
     """Let `exported` give published names, whatever those of the files in `path` are, which may be older or newer. What
-    is the text part of a model that also sees images keeps the names within that, whose config becomes `model.whole`.
+    is only the text part of a larger model keeps the names within that, whose config becomes `model.whole`.
     """
     config = AutoConfig.from_pretrained(path)
     model.whole = None if isinstance(model.config, type(config)) else config
@@ -296,11 +295,9 @@ def _ways_to_try(model: nn.Module) -> tuple[list[str], str]:
     return [way for way, options in WAYS.items() if options["is_padded"] or options["apart"] in apart], problem
 
 
-def _random_batch(
-    config: PreTrainedConfig, longest: int, device: torch.device, added: Sequence[Family] = ()
-) -> Batch:
-    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, such as an image's, and with
-    what the model's families add.
+def _random_batch(config: PreTrainedConfig, longest: int, device: torch.device, added: Sequence[Family] = ()) -> Batch:
+    """Six sequences for `choose_forward`, without ids to which the config gives a meaning, and with what the model's
+    families add, whose ids are beyond the vocabulary.
     """
     leaves, _ = tree_flatten_with_path(config.to_dict())  # whole numbers in the config and the configs in it, by name
     entries = [([str(k.key) for k in path if isinstance(k, MappingKey)][-1], n) for path, n in leaves if type(n) is int]
@@ -317,7 +314,7 @@ def _random_batch(
         ids, lengths = x.test_rows(ids, lengths, min(longest, LONGEST_TEST))
     ids[4, :20] = ids[3, :20]  # neighbours with the same beginning
     position = torch.arange(ids.shape[1])
-    sampled = ((position > 0) & (position < lengths[:, None]) & (ids < images.FIRST)).float()
+    sampled = ((position > 0) & (position < lengths[:, None]) & (ids < len(allowed))).float()
     batch = Batch(ids, lengths, response_mask=sampled, rollout_logp=torch.zeros_like(sampled))
     return take_rows(batch, range(len(lengths)), device)
 
@@ -361,11 +358,11 @@ def _own_outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
     """What `_outputs` should be, by the model's own forward of one sequence at a time, which has no padding."""
     if not model.can_generate():
         return [_outputs(model, take_rows(batch, [i]))[0] for i in range(len(batch.lengths))]
-    found = []
+    found, vocab_size = [], model.config.get_text_config().vocab_size
     for row, n in zip(batch.input_ids, batch.lengths.tolist(), strict=True):
         inputs = {"input_ids": row[None, :n]}
         for x in model.packed.families:
             inputs = x.own_inputs(inputs)
         logp = model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found.append(logp.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * (row[1:n] < images.FIRST))
+        found.append(logp.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * (row[1:n] < vocab_size))
     return found

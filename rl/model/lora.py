@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from extras import images
 from extras.families import tower_of
-from rl.data import images
 from rl.flags import AtLeast1, FewOr0, Needs, NotNegative
 from rl.model import lora_experts
 from rl.model.lora_experts import ExpertAdapter

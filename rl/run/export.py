@@ -1,21 +1,16 @@
 """What other programs load from a checkpoint: huggingface/ has a whole model, and adapter/ the adapters of LoRA."""
 
 import copy
-import json
 import pathlib
-import re
 import tempfile
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers import PreTrainedTokenizerBase
 
+from extras import families
 from rl.model import load as models
 from rl.model import lora
 from rl.model.sharding import full_tensors
@@ -24,10 +19,6 @@ from rl.run import checkpoint_tensors as tensors
 from rl.run.checkpoint_tensors import Trained
 
 FILE_BYTES = 5 * 10**9  # of a file in huggingface/, at most
-# Files of a model that sees images.
-PROCESSOR = "processor_config.json preprocessor_config.json video_preprocessor_config.json chat_template.json".split()
-# For `cached_file`: a file that is not there is none.
-CALM = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
 
 
 class Export(NamedTuple):
@@ -55,7 +46,7 @@ class Exporter:
                 continue
             if name not in self.frozen:
                 self.frozen[name] = frozen_weights(module, self.ranks)
-                self.beside[name] = dict(_weights_beside(module)) if self.ranks.is_main else {}
+                self.beside[name] = families.weights_beside(module) if self.ranks.is_main else {}
             buffers = {key: x.to("cpu", copy=True) for key, x in models.buffers_in_files(module)}
             size = sum(x.numel() for x in module.parameters())
             kept = self.frozen[name] | buffers
@@ -108,32 +99,6 @@ def frozen_weights(module: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     return {key: x.to("cpu", copy=True) for key, x in weights if ranks.is_main and key in names}
 
 
-def whole_config(module: nn.Module) -> PreTrainedConfig | None:
-    """The config of the model that a module is the text part of; see `load.name_weights`."""
-    return getattr(module, "whole", None)
-
-
-def _weights_beside(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the files of that model hold and the module has not, as it is there: its vision tower. A layer that the
-    module has is all its own, whatever tensors hold it: experts may be published as one or one by one.
-    """
-    if (whole := whole_config(module)) is None:
-        return
-    shapes = {key: x.shape for key, x in module.named_parameters() if not lora.is_adapter(key)}
-    own = revert_weight_conversion(module, {key: torch.empty(x, device="meta") for key, x in shapes.items()})
-    own = {_layer_of(key) for key in own}
-    index = cached_file(whole.name_or_path, SAFE_WEIGHTS_INDEX_NAME, **CALM)
-    files = set(json.loads(pathlib.Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}
-    for name in sorted(files):
-        with safe_open(cached_file(whole.name_or_path, name), "pt") as file:
-            yield from ((key, file.get_tensor(key)) for key in file.keys() if _layer_of(key) not in own)
-
-
-def _layer_of(key: str) -> str:
-    """A weight's name up to the first number, or all of it."""
-    return found[0] if (found := re.match(r".*?\.\d+\.", key)) else key
-
-
 def write_huggingface(
     path: pathlib.Path,
     module: nn.Module,
@@ -143,9 +108,10 @@ def write_huggingface(
 ) -> None:
     """Write what transformers and vLLM load: safetensors, config with `dtype`, generation config, tokenizer."""
     path.mkdir(parents=True)
-    config = copy.deepcopy(whole_config(module) or module.config)
+    whole = getattr(module, "whole", None)  # of a larger model, see `load.name_weights`
+    config = copy.deepcopy(whole or module.config)
     config.dtype = config.get_text_config().dtype = dtype
-    if whole_config(module) is None:
+    if whole is None:
         config.architectures = [type(module).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if module.can_generate():
@@ -162,11 +128,10 @@ def _alone(x: torch.Tensor) -> torch.Tensor:
 
 
 def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """What `save_pretrained` writes, by name, and what the folder of the model has for images."""
-    paths = {name: cached_file(tokenizer.name_or_path, name, **CALM) for name in PROCESSOR}
-    found = {name: pathlib.Path(path) for name, path in paths.items() if path}
+    """What `save_pretrained` writes, by name, and what the folder of the model has for its processor."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [p for p in pathlib.Path(folder).rglob("*") if p.is_file()]  # further chat templates have a folder
-        own = {str(p.relative_to(folder)): p for p in paths}
-        return {name: p.read_bytes() for name, p in (found | own).items()}
+        written = {str(p.relative_to(folder)): p for p in paths}
+        files = families.processor_files(tokenizer.name_or_path) | written
+        return {name: p.read_bytes() for name, p in files.items()}

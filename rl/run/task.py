@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.agents import check_rows, make_environments
 from extras.judges import open_judges
-from rl.data import images
-from rl.data.encode import named
+from rl.data.attachments import refuse_attachments
 from rl.data.packed import Lazy, Reader, Row
 from rl.data.prompts import count_steps, load_prompts
 from rl.data.types import Sampling
@@ -43,9 +42,8 @@ def load_task(args: Any, *, prompts_per_step: int | None = None, read_train: Rea
     train_rows, val_rows = load_prompts(args.data, tokenizer, args.max_prompt_length, read_train=read_train, **kept)
     check_rows(args.envs, train_rows + val_rows)
     parts = (getattr(x, "text_only", None) for x in (args, *vars(args).values()))  # of the script and of its groups
-    if images.in_use() and (blind := next(filter(None, parts), None)):
-        place = next(named(row) for row in train_rows + val_rows if row.get("images"))
-        raise ValueError(f"{place}: has images, and {blind} reads text only; leave such rows out, or it")
+    for reader in filter(None, parts):
+        refuse_attachments(train_rows + val_rows, f"{reader} reads", "leave such rows out, or it")
     num_prompts = prompts_per_step or args.train_batch_size
     flag = "--train-batch-size" if num_prompts == args.train_batch_size else "--gen-batch-size"
     total_steps = count_steps(args.data, len(train_rows), num_prompts, flag=flag)

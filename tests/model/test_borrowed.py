@@ -30,7 +30,7 @@ BORROWED = [
     Borrowed("vllm.LLM.enqueue", "sampling/engines/vllm.py", "adds requests without waiting for them"),
     Borrowed("vllm.LLM.apply_model", "sampling/engines/vllm.py", "reaches the engine's model, to push weights"),
     Borrowed("vllm.LLM.reset_prefix_cache", "sampling/engines/vllm.py", "drops what old weights have computed"),
-    Borrowed("vllm.LLM.reset_mm_cache", "sampling/engines/vllm.py", "drops features of images after a push"),
+    Borrowed("vllm.LLM.reset_mm_cache", "extras/families/vision_in_vllm.py", "drops features of images after a push"),
     Borrowed("vllm.LLM:llm_engine", "sampling/engines/vllm.py", "leads to the core, its scheduler and its settings"),
     Borrowed(
         "vllm.v1.engine.llm_engine.LLMEngine:engine_core output_processor logger_manager vllm_config",
@@ -39,7 +39,11 @@ BORROWED = [
     ),
     Borrowed("vllm.v1.engine.core_client.InprocClient.get_output", "sampling/engines/vllm.py", "runs one step"),
     Borrowed("vllm.v1.engine.core_client.InprocClient.abort_requests", "sampling/engines/vllm.py", "ends responses"),
-    Borrowed("vllm.v1.engine.core_client.InprocClient.reset_encoder_cache", "sampling/engines/vllm.py", "drops images"),
+    Borrowed(
+        "vllm.v1.engine.core_client.InprocClient.reset_encoder_cache",
+        "extras/families/vision_in_vllm.py",
+        "drops images",
+    ),
     Borrowed("vllm.v1.engine.core_client.InprocClient.shutdown", "sampling/engines/vllm.py", "ends the core"),
     Borrowed("vllm.v1.engine.core_client.InprocClient:engine_core", "sampling/engines/vllm.py", "has the scheduler"),
     Borrowed("vllm.v1.engine.core.EngineCore:scheduler", "sampling/engines/vllm.py", "knows all requests"),
@@ -58,7 +62,9 @@ BORROWED = [
         "sampling/engines/vllm.py",
         "are the fields of what the core returns",
     ),
-    Borrowed("vllm.engine.arg_utils.EngineArgs", "sampling/engines/vllm.py", "tells whether vLLM normalizes images"),
+    Borrowed(
+        "vllm.engine.arg_utils.EngineArgs", "extras/families/vision_in_vllm.py", "tells whether vLLM normalizes images"
+    ),
     Borrowed("vllm.SamplingParams.all_stop_token_ids", "sampling/engines/vllm.py", "ends a response"),
     Borrowed(
         "vllm.model_executor.models.registry._run_in_subprocess",
@@ -122,7 +128,11 @@ BORROWED = [
     Borrowed("transformers.pytorch_utils.Conv1D", "extras/plan/sizes.py", "tells the sizes of the layers of GPT-2"),
     Borrowed("transformers.core_model_loading.PrefixChange", "model/load.py", "renames the text part of a model"),
     Borrowed("transformers.core_model_loading.revert_weight_conversion", "model/load.py", "gives published names"),
-    Borrowed("transformers.core_model_loading.revert_weight_conversion", "run/export.py", "gives published names"),
+    Borrowed(
+        "transformers.core_model_loading.revert_weight_conversion",
+        "extras/families/text_part.py",
+        "gives published names",
+    ),
     Borrowed("transformers.conversion_mapping.get_model_conversion_mapping", "model/load.py", "knows published names"),
     Borrowed(
         "transformers.PreTrainedModel:all_tied_weights_keys get_expanded_tied_weights_keys",
@@ -150,10 +160,14 @@ BORROWED = [
             ("modeling_auto", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", "extras/judges/scalar_models.py"),
             ("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING", "extras/families/vision.py"),
             ("modeling_auto", "MODEL_FOR_MASKED_LM_MAPPING", "model/checks.py"),
-            ("processing_auto", "PROCESSOR_MAPPING", "data/images.py"),
+            ("processing_auto", "PROCESSOR_MAPPING", "extras/images/images.py"),
         )
     ),
-    Borrowed("transformers.ProcessorMixin._get_arguments_from_pretrained", "data/images.py", "leaves out video parts"),
+    Borrowed(
+        "transformers.ProcessorMixin._get_arguments_from_pretrained",
+        "extras/images/images.py",
+        "leaves out video parts",
+    ),
     Borrowed(
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel.get_placeholder_mask",
         "extras/families/vision.py",
@@ -171,9 +185,12 @@ BORROWED = [
     ),
     Borrowed("transformers.utils.get_json_schema", "extras/agents/worker.py", "reads a tool's schema"),
     Borrowed("transformers.utils.is_flash_attn_2_available", "model/attention.py", "says if flash-attn is installed"),
-    Borrowed("transformers.utils.cached_file", "run/export.py", "finds the files of a model of the Hub"),
-    Borrowed("transformers.utils.SAFE_WEIGHTS_NAME", "run/export.py", "names the file of weights"),
-    Borrowed("transformers.utils.SAFE_WEIGHTS_INDEX_NAME", "run/export.py", "names the index of weights"),
+    Borrowed("transformers.utils.cached_file", "extras/families/__init__.py", "finds the files of a model of the Hub"),
+    Borrowed("transformers.utils.cached_file", "extras/families/text_part.py", "finds the files of a model of the Hub"),
+    Borrowed("transformers.utils.SAFE_WEIGHTS_NAME", "extras/families/text_part.py", "names the file of weights"),
+    Borrowed(
+        "transformers.utils.SAFE_WEIGHTS_INDEX_NAME", "extras/families/text_part.py", "names the index of weights"
+    ),
     # torch.
     Borrowed("torch.distributed.tensor.DTensor:_spec", "model/sharding.py", "makes a tensor of its parts"),
     Borrowed("torch.nn.Module:_non_persistent_buffers_set", "model/load.py", "tells which buffers stand in files"),

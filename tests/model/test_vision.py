@@ -22,9 +22,9 @@ import sft
 import train_grpo
 import train_ppo
 from data import dots, files
+from extras import images
 from extras.engines import hf
-from extras.families import vision as seeing
-from rl.data import images
+from extras.families.vision import Vision
 from rl.data.batching import collate, plan_updates
 from rl.data.encode import encode_conversation, load_tokenizer
 from rl.data.rows import read_rows
@@ -96,7 +96,7 @@ def close(found, wanted, tolerance):
 def test_prompts_have_the_tokens_of_the_processor(folder_of, rows, family):
     for i, row in enumerate(vision.encoded(folder_of[family], rows)):
         wanted, ids = vision.as_processed(folder_of[family], rows, i)["input_ids"], torch.tensor([row["prompt_ids"]])
-        assert torch.equal(images.expanded(ids)[0], wanted)
+        assert torch.equal(images.of_process().expanded(ids)[0], wanted)
         marks = {"gemma3": 2, "smolvlm": 3}.get(family, 0)  # that stand around the others
         assert (ids >= images.FIRST).sum() == (vision.TOKENS + marks if i < 3 else 0)
 
@@ -205,7 +205,8 @@ def test_a_reference_without_its_adapters_sees_images_too(world, folder_of, rows
     found, wanted, now = (fixed_logprobs(x, batch, [update]) for x in (reference, first, policy))
     assert torch.equal(found, wanted) and (now - found).abs().max() > 0.1
     # A micro-batch without an image, as a mixture of experts has it with --router-aux-loss-coef
-    assert seeing.with_image(replace(take_rows(batch, [6, 7]), share=torch.tensor([0.25, 0.5]))).share.sum() == 0.75
+    without = replace(take_rows(batch, [6, 7]), share=torch.tensor([0.25, 0.5]))
+    assert Vision(policy).with_image(without).share.sum() == 0.75
 
 
 def test_who_reads_text_only_refuses_images(rows, folder_of, tiny_model):

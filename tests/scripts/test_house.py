@@ -59,8 +59,6 @@ ALLOWANCES: list[tuple[str, int, str]] = [
     # Environments and their processes.
     ("core", 19, "A message that a chat template moves, merges or leaves out ends its conversation as an error."),
     ("core", 56, "One tool per name, reserved names of reports, bounded answers, and results of tools as JSON."),
-    # Images.
-    ("core", 39, "Images are upright, on white and of 8 bits in trainer and engine; one that cannot be so is named."),
     # Data files and their size.
     ("core", 27, "A text far over a limit of tokens is refused or dropped before all of it is tokenized."),
     ("core", 135, "Rows are read, kept and tokenized in chunks, so that a million of them take at most 2 GiB."),

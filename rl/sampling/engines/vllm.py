@@ -5,17 +5,15 @@ neighbouring ranks form one engine: all of them sample all responses together.
 """
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModel
 
 from extras import families
 from rl.console import say, started
-from rl.data import images
 from rl.data.types import Completion, Sampling
 from rl.ranks import Ranks, final_barrier
 from rl.sampling.engines.base import Engine as Base
@@ -31,6 +29,23 @@ TAKE_EVERY = 8
 # vLLM's own quantization of weights while it loads them, by our name. FP8: a scale for every row of a weight, and for
 # every token that is multiplied with it.
 QUANTIZATIONS = {"none": None, "fp8": "fp8_per_channel"}
+
+
+class Prompts:
+    """How vLLM reads prompts. Some models need another way, see `extras.families.prompts_for_vllm`."""
+
+    arguments: Mapping[str, Any] = {"skip_tokenizer_init": True}  # of vllm.LLM, beside those of the engine
+    may_be_cut = True  # whether vLLM may read a prompt in parts
+
+    def of(self, ids: Sequence[int]) -> dict[str, Any]:
+        """vLLM's prompt, of token ids."""
+        return {"prompt_token_ids": list(ids)}
+
+    def check(self, ids: Sequence[int], read: list[int]) -> None:
+        """Raise RuntimeError if vLLM has `read` other tokens than a model of the trainer would read."""
+
+    def forget(self, llm: Any) -> None:
+        """Drop what vLLM has computed of prompts by weights that were replaced, except for its cached prefixes."""
 
 
 class Engine(Base):
@@ -68,28 +83,22 @@ class Engine(Base):
         returns_experts = flags.router_replay and not problem
         if problem and ranks.is_main:
             say(f"--router-replay is off: {problem}")
-        self.sees = families.auto_class(model) is AutoModelForImageTextToText
-        if self.sees and images.in_use() and images.tokens(0).before:
-            raise ValueError(
-                f"--engine vllm: the processor of {model} puts text around an image (Gemma 3: line breaks), which vLLM "
-                "adds once more; use --engine hf for such a model"
-            )
-        is_part = families.is_text_part(model)
+        self.prompts = families.prompts_for_vllm(model) or Prompts()
+        may_be_cut = self.prompts.may_be_cut and not on_cpu
         self.can_sleep = flags.free_cache_engine and not load_weights and not on_cpu
         with _trainer_as_it_is(model):
             self.llm = vllm.LLM(
                 model,
-                skip_tokenizer_init=not (self.sees or is_part),
                 distributed_executor_backend="external_launcher",
                 tensor_parallel_size=size,
                 dtype=str(ranks.dtype).removeprefix("torch."),
                 quantization=QUANTIZATIONS[flags.rollout_quantization],
                 max_model_len=longest,
                 max_num_seqs=flags.max_num_seqs,
-                # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. An image is
-                # never cut, so a model that sees images gets room for a whole prompt. On a CPU no prompt is cut: vLLM
-                # would wind the generator of a request with a seed back, which only those of GPUs allow.
-                max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, longest if self.sees or on_cpu else 0),
+                # vLLM reserves memory for a pass over so many tokens, and reads longer prompts in parts. If prompts may
+                # not be cut, there is room for a whole one. On a CPU none is cut, since vLLM would wind the generator
+                # of a request with a seed back, which only those of GPUs allow.
+                max_num_batched_tokens=max(PREFILL, flags.max_num_seqs, 0 if may_be_cut else longest),
                 enable_chunked_prefill=not on_cpu,
                 gpu_memory_utilization=flags.gpu_memory_utilization,
                 worker_cls="auto" if on_cpu else "rl.sampling.engines.vllm_worker.Worker",
@@ -107,7 +116,7 @@ class Engine(Base):
                 disable_log_stats=not (flags.log_stats and ranks.is_main),
                 use_tqdm_on_load=False,
                 **({"enable_return_routed_experts": True} if returns_experts else {}),
-                **(_of_images() if self.sees else {"language_model_only": True} if is_part else {}),
+                **self.prompts.arguments,
                 seed=seed,
             )
         self.is_quantized, self.first_rank = flags.is_quantized, ranks.rank - ranks.rank % size
@@ -144,18 +153,14 @@ class Engine(Base):
         if not every:
             return
         self.steps = 0
-        prompts, params = [_prompt(x.prompt_ids) for _, x in every], [_params(x.sampling, x.seed) for _, x in every]
+        prompts = [self.prompts.of(x.prompt_ids) for _, x in every]
+        params = [_params(x.sampling, x.seed) for _, x in every]
         names = self.llm.enqueue(prompts, params, use_tqdm=False)
         # What is aborted is the interest of vLLM's own loop over the outputs; the core goes on with the requests.
         self.llm.llm_engine.output_processor.abort_requests(names, internal=True)
         for name, (rank, x) in zip(names, every, strict=True):
             theirs = self.scheduler.requests[name]
-            ours = images.expanded(torch.tensor(x.prompt_ids))[0].tolist() if self.sees else theirs.prompt_token_ids
-            if ours != theirs.prompt_token_ids:
-                raise RuntimeError(
-                    f"vLLM reads a prompt with images as {len(theirs.prompt_token_ids)} tokens, and the processor of "
-                    f"{self.path} as {len(ours)}, or as others: such a model cannot be trained here"
-                )
+            self.prompts.check(x.prompt_ids, theirs.prompt_token_ids)
             ends = theirs.sampling_params.all_stop_token_ids
             self.in_flight[name] = OpenRequest(x, rank, [(self.policy_version, 0)], ends)
 
@@ -231,9 +236,7 @@ class Engine(Base):
             raise RuntimeError(f"weight push left {len(missing)} parameters of vLLM untouched: {sorted(missing)[:5]}")
         reset = self.llm.reset_prefix_cache(reset_running_requests=bool(self.in_flight))
         assert reset, "vLLM kept a stale prefix cache after a weight push"
-        if self.sees:  # or images would go on with the features of the old weights
-            self.llm.reset_mm_cache()
-            self.core.reset_encoder_cache()
+        self.prompts.forget(self.llm)
         self._count_push(self.in_flight.values())
 
     def sleep(self) -> None:
@@ -283,26 +286,6 @@ def graph_sizes(most: int) -> list[int]:
     """
     sizes = (1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, 513, 64), *range(640, most, 128))
     return [*(x for x in sizes if x < most), most]
-
-
-def _of_images() -> dict[str, Any]:
-    """Arguments of vLLM for a model that sees images. Its normalization on the device, in newer versions, has constants
-    that dummy weights overwrite.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    constants = [x.name for x in dataclasses.fields(EngineArgs) if x.name == "mm_device_do_normalize"]
-    return {"limit_mm_per_prompt": {"image": images.most_in_row(), "video": 0}} | dict.fromkeys(constants, False)
-
-
-def _prompt(ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's prompt: one token for an image, which it makes as many as its features, and the image itself."""
-    found, numbers = images.collapsed(ids)
-    if not numbers:
-        return {"prompt_token_ids": found}
-    pictures = {"image": [images.picture(k) for k in numbers]}
-    names = {"image": [f"image-{k}" for k in numbers]}  # instead of hashes of the pixels
-    return {"prompt_token_ids": found, "multi_modal_data": pictures, "multi_modal_uuids": names}
 
 
 def _params(sampling: Sampling, seed: int | None) -> Any:

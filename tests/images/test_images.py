@@ -16,9 +16,9 @@ import eval
 import sft
 import train_grpo
 from data import dots, files, geometry3k
+from extras import images
 from extras.demonstrations.encode import encode_demonstration
 from extras.demonstrations.rows import read_demonstrations
-from rl.data import images
 from rl.data.batching import collate, shared_prefix
 from rl.data.encode import encode_prompts, load_tokenizer
 from rl.data.rows import read_rows
@@ -33,6 +33,9 @@ def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("sees") / "model"
     dots.save_model(folder)
     return str(folder)
+
+
+known = images.of_process
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +64,15 @@ def write(folder, *rows):
 def test_paths_bytes_and_dicts_are_the_same_image(tmp_path):
     (tmp_path / "a.png").write_bytes(PNG)
     forms = [{"bytes": PNG}], [PNG], {"bytes": PNG, "path": "b.png"}, ["a.png"], [{"path": str(tmp_path / "a.png")}]
-    found = [images.check({"images": x}, "x", tmp_path) for x in forms]
+    found = [known().read(x, "x", tmp_path) for x in forms]
     assert found == [[1], [1], [1], [2], [2]]  # of equal bytes, and of one file
     own = Image.open(io.BytesIO(PNG))
-    [three] = images.check({"images": own}, "x", tmp_path)
+    [three] = known().read(own, "x", tmp_path)
     wanted = np.asarray(own.convert("RGB"))
-    assert all(np.array_equal(np.asarray(images.picture(k)), wanted) for k in (1, 2, three))
+    assert all(np.array_equal(np.asarray(known().picture(k)), wanted) for k in (1, 2, three))
     grey = Image.fromarray(wanted).convert("LA")
-    [four] = images.check({"images": [{"image": grey}]}, "x", tmp_path)
-    assert images.picture(four).mode == "RGB"
+    [four] = known().read([{"image": grey}], "x", tmp_path)
+    assert known().picture(four).mode == "RGB"
 
 
 def test_an_image_has_as_many_tokens_as_the_processor_gives_it(tmp_path, model):
@@ -77,12 +80,12 @@ def test_an_image_has_as_many_tokens_as_the_processor_gives_it(tmp_path, model):
     [found] = encode_prompts(load_tokenizer(model), read_rows(write(tmp_path, row(*two, text="a<image>b<image>c"))))
     ids = torch.tensor(found["prompt_ids"])
     assert [(ids == images.FIRST + k).sum() for k in (1, 2)] == [6 * 3, 2 * 4]  # patches of 8 pixels, four make a token
-    tokens, features, numbers = images.expanded(ids)
+    tokens, features, numbers = known().expanded(ids)
     assert numbers == [1, 2] and features.sum() == 26 and set(tokens[features].tolist()) == {vision.PLACEHOLDER}
     one = "<|vision_start|><|image_pad|><|vision_end|>"  # in a text, before the processor makes it more
     text = f"<|im_start|>user\na{one}b{one}c<|im_end|>\n<|im_start|>assistant\n"
-    assert images.collapsed(ids.tolist()) == (load_tokenizer(model)(text)["input_ids"], [1, 2])
-    assert images.most_in_row() == 2
+    assert known().collapsed(ids.tolist()) == (load_tokenizer(model)(text)["input_ids"], [1, 2])
+    assert known().most_in_row == 2
 
 
 def test_other_images_are_another_prompt(tmp_path, model):
@@ -308,11 +311,11 @@ def test_an_image_is_what_a_person_would_see(tmp_path, name):
     if isinstance(source, bytes):
         (tmp_path / "a").write_bytes(source)
         forms += ["a", Image.open(io.BytesIO(source))]
-    numbers = images.check({"images": forms}, "x", tmp_path)
-    images.check_pixels(dict.fromkeys(numbers, "x"))
+    numbers = known().read(forms, "x", tmp_path)
+    known().check_pixels()
     for number in numbers * 2:  # an image object is not changed by a look at it
-        found = images.picture(number)
-        assert found.mode == "RGB" and found.size == images._known[number][1:] == (len(wanted), 1)
+        found = known().picture(number)
+        assert found.mode == "RGB" and found.size == known().known[number][1:] == (len(wanted), 1)
         difference = np.abs(np.asarray(found)[0].astype(int) - np.array(wanted))
         assert difference.max() <= (3 if name == "LAB" else 1 if "16 bits" in name else 0), np.asarray(found)
 
@@ -345,19 +348,19 @@ def test_an_image_is_upright(tmp_path, model, form, orientation):
     rows = read_rows(write(tmp_path, row({"bytes": content})))
     [number] = rows[0]["images"]
     opened = Image.open(io.BytesIO(content))
-    [same] = images.check({"images": [opened]}, "x", tmp_path)
-    assert images._known[same][1:] == images._known[number][1:]
-    assert all(np.array_equal(images.picture(same), images.picture(number)) for _ in range(2))
+    [same] = known().read([opened], "x", tmp_path)
+    assert known().known[same][1:] == known().known[number][1:]
+    assert all(np.array_equal(known().picture(same), known().picture(number)) for _ in range(2))
     seen, letters = (
-        np.asarray(images.picture(number))[..., 0],
+        np.asarray(known().picture(number))[..., 0],
         dict(zip("abcdef", (10, 50, 90, 130, 170, 210), strict=True)),
     )
     wanted = np.array([[letters[x] for x in line] for line in TURNED[orientation]]).repeat(32, 0).repeat(32, 1)
-    assert seen.shape == wanted.shape == images._known[number][2:0:-1]
+    assert seen.shape == wanted.shape == known().known[number][2:0:-1]
     assert np.abs(seen.astype(int) - wanted).max() <= 2
     [encoded] = encode_prompts(load_tokenizer(model), rows)
     assert encoded["prompt_ids"].count(images.FIRST + number) == 24  # patches of 8 pixels, four make a token
-    grid = images.inputs(number)["image_grid_thw"][0].tolist()
+    grid = known().inputs(number)["image_grid_thw"][0].tolist()
     assert grid == [1, *(n // 8 for n in wanted.shape)]
 
 
@@ -383,5 +386,5 @@ def test_images_that_cannot_be_shown_are_named(tmp_path, source, message):
     with pytest.raises(
         ValueError, match=rf"^here: images\[0\] (is a broken image|cannot be read as an image) \(.*({message})"
     ):
-        [number] = images.check({"images": [source]}, "here", tmp_path)
-        images.check_pixels({number: "here: images[0]"})
+        known().read([source], "here", tmp_path)
+        known().check_pixels()
