@@ -23,10 +23,11 @@ import train_grpo
 import train_ppo
 from data import dots, files
 from extras import images
+from extras.demonstrations import encode_conversation
 from extras.engines import hf
 from extras.families.vision import Vision
 from rl.data.batching import collate, plan_updates
-from rl.data.encode import encode_conversation, load_tokenizer
+from rl.data.encode import load_tokenizer
 from rl.data.rows import read_rows
 from rl.data.types import Sampling, take_rows
 from rl.flags import build
