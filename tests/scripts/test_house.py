@@ -25,11 +25,11 @@ from launch import ROOT
 
 # Limits may only fall. Whoever makes a figure smaller lowers its limit here.
 LIMITS = {
-    "core": 3848,
-    "wall": 1746,
-    "import train_grpo": 5020,
-    "import sft": 4784,
-    "import eval": 2121,
+    "core": 3650,
+    "wall": 1722,
+    "import train_grpo": 4816,
+    "import sft": 4582,
+    "import eval": 1944,
     "eval.py": 107,
     "sft.py": 97,
     "train_async.py": 176,
