@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from extras.demonstrations import add_given, read_comparisons
+from extras.demonstrations import add_given, read_comparisons, with_given
 from rl.data.batching import make_batch
 from rl.data.order import prompts_for_step
 from rl.data.prompts import count_steps
@@ -50,7 +50,7 @@ from rl.run.task import load_task
 from rl.sampling.engines import make_engine
 from rl.sampling.evaluation import evaluate
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import check_engine, gather_responses, given_responses, scores_of, side_by_side
+from rl.sampling.rollout import check_engine, gather_responses, scores_of
 from rl.scoring.pool import raise_if_failing
 
 # The loss of each pair, (N,). h_w, h_l (N,): log-ratios of the chosen and the rejected response; T_w, T_l (N,): their
@@ -199,7 +199,7 @@ def main(args: Args) -> dict[str, float]:
         # response has the score 1 if it is the chosen one or the solution, and 0 if it is the rejected one. A response
         # may be in several pairs. A step in which the responses to every prompt score the same has no pair: it makes no
         # update. Both rows of a pair are in the same micro-batch.
-        responses = side_by_side(given_responses(rows, ranks), sampled, rows)  # P * G
+        responses = with_given(rows, sampled, ranks)  # P * G
         scores_PG = scores_of(responses).view(len(rows), -1)  # (P, G), NaN for a response without a score
         pairs = PAIRS[args.pairs](scores_PG, args.pair_margin)  # (N, 2): places in `responses` of chosen and rejected
         paired = [responses[i] for i in pairs.flatten().tolist()]  # 2N: chosen, rejected, chosen, ...

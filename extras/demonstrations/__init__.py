@@ -64,3 +64,12 @@ def mean_tokens(tokenizer: Any, file: Any, *, pairs: bool) -> tuple[float, float
     from extras.demonstrations import encode
 
     return encode.mean_tokens(tokenizer, file, pairs=pairs)
+
+
+def with_given(rows: Sequence[dict], sampled: Sequence[Any], ranks: Any) -> list[Any]:
+    """The responses to the rows of a step, on all ranks: for each row first those that it has as `given`, see
+    `given.given_responses`, and then those that were sampled.
+    """
+    from extras.demonstrations import given
+
+    return given.side_by_side(given.given_responses(rows, ranks), sampled, rows)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from extras.agents import EnvironmentFlags, make_environments
 from rl import stop
 from rl.data.order import prompts_for_step
-from rl.data.types import Response, Sampling, Score
+from rl.data.types import Sampling
 from rl.flags import build
 from rl.ranks import Ranks, init_ranks
 from rl.run import loop_state
@@ -23,7 +23,7 @@ from rl.sampling.engines import make_engine
 from rl.sampling.engines.flags import Rollout
 from rl.sampling.flags import Decoding
 from rl.sampling.in_flight import InFlight
-from rl.sampling.rollout import sample_groups, side_by_side
+from rl.sampling.rollout import sample_groups
 from rl.sampling.rollouts import Rollouts
 
 STOPS = (2, *range(20, 32))
@@ -151,32 +151,6 @@ class Alone(Ranks):
 
     def all_gather(self, items):
         return list(items)
-
-
-def test_given_responses_stand_before_those_of_their_own_row_also_if_a_step_has_it_twice():
-    """A group of an epoch's end may be complete with one of the next epoch's beginning."""
-
-    def response(row_index, number):
-        score = Score("", 0.0, {}, "ok", 0.0)
-        return Response(row_index, score, 1, 1, 0, "stop", 1, 0, number)
-
-    rows = [ROWS[i] for i in (7, 3, 7)]
-    given, sampled = (
-        [response(row["row_index"], k * i + j) for i, row in enumerate(rows) for j in range(k)] for k in (1, 2)
-    )
-    found = side_by_side(given, sampled, rows)
-    assert [(x.row_index, x.number) for x in found] == [
-        (7, 0),
-        (7, 0),
-        (7, 1),
-        (3, 1),
-        (3, 2),
-        (3, 3),
-        (7, 2),
-        (7, 4),
-        (7, 5),
-    ]
-    assert side_by_side([], sampled, rows) == sampled and side_by_side(given, [], rows) == given
 
 
 # A `reset` that returns nothing, as many do.
