@@ -1,6 +1,7 @@
 """How much code a reader has to face: the lines of the core, the wall and each script, and what a script loads.
 
-An extra is a folder in extras/, which the others know only by its door, the folder's __init__.py.
+An extra is a folder in extras/, which the others know only by its door, the folder's __init__.py. That a default run
+needs no more of it is tested by test_deletion.py.
 
 A code line is a line that is not blank, not a comment and not part of a docstring. The core is rl/ without rl/run/, and
 the wall is rl/run/. "import sft" counts the code lines of every file of rl/ that importing sft.py executes: imports at
@@ -18,7 +19,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import helpers_scripts as h
 import launch
 import pytest
 from launch import ROOT
@@ -218,21 +218,6 @@ def test_an_extra_knows_the_core_its_own_room_and_doors(extra):
             rooms = {file for file in files if file.is_relative_to(ROOT / "extras") and file.name != "__init__.py"}
             others = {file for file in rooms if not file.is_relative_to(extra.parent)}
             assert not others, f"{path} imports {names} of another extra; only its door may be imported"
-
-
-def test_a_default_run_loads_no_file_of_an_extra_except_doors(tmp_path):
-    h.needs_vllm()
-    settings = h.grpo_settings(h.make_task(tmp_path), tmp_path / "run", engine="vllm", total_training_steps=3)
-    program = (
-        "import sys, train_grpo\n"
-        "from rl.flags import build\n"
-        f"train_grpo.main(build(train_grpo.Args, **{settings!r}))\n"
-        "print('LOADED', *sorted(name for name in sys.modules if name.startswith('extras')))\n"
-    )
-    (line,) = [x for x in launch.run("-c", program).splitlines() if x.startswith("LOADED")]
-    loaded, doors = set(line.split()[1:]), {f"extras.{door.parent.name}" for door in DOORS}
-    assert "extras.plan" in loaded
-    assert not (rooms := loaded - doors - {"extras"}), f"a default run has loaded {rooms}"
 
 
 def test_what_counts_as_a_code_line():
