@@ -1,6 +1,4 @@
-"""The law of deletion: a copy of the repository in which every extra is deleted, except for its door, trains to the same
-bits in a default run.
-"""
+"""The law of deletion: with every extra deleted, except for its door, a default run trains to the same bits."""
 
 import shutil
 
